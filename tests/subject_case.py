@@ -6,8 +6,9 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-from block_case import block_model
+from block_case import DFLASH2, block_model
 from continuous_case import IS_5
+from eagle_case import parallel_head
 from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
@@ -19,6 +20,7 @@ from pagedtree.integrations.transformers import (
     MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
+    ParallelEagleDrafter,
     medusa_tree,
 )
 
@@ -59,6 +61,14 @@ class Subject:
         return block_model(self.model)
 
     @cached_property
+    def dflash2(self):
+        return block_model(self.model, DFLASH2)
+
+    @cached_property
+    def parallel_head(self):
+        return parallel_head(self.model)
+
+    @cached_property
     def draft_model(self):
         return tiny(1, num_hidden_layers=1)
 
@@ -80,6 +90,8 @@ DRAFTERS = {
         tiny_latent("glm4_moe_lite", num_hidden_layers=2), num_nodes=12, depth=3, width=3
     ),
     "block": lambda s: BlockDrafter(s.block, num_nodes=12, width=4),
+    "DFlash 2": lambda s: BlockDrafter(s.dflash2, num_nodes=12, width=4),
+    "P-EAGLE": lambda s: ParallelEagleDrafter(s.parallel_head, num_nodes=10, depth=3, width=3),
     "block chain": lambda s: BlockDrafter(s.block, num_nodes=4, width=1),
     "combined": lambda s: CombinedDrafter(
         ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 from vllm_case import (
+    DRAFT,
+    EAGLE,
     LLM,
+    MEDUSA,
     TARGET,
     SamplingParams,
     accepted,
@@ -122,6 +125,14 @@ def test_heads_draft(stock, drafter, schedule):
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
         expect_preemptions(llm, schedule)
+
+
+@pytest.mark.parametrize("options", [{}, {"tree": "auto"}, {"drafter": EAGLE, "depth": 3, "width": 2}])
+@pytest.mark.parametrize("schedule", ["plain", "preempted"])
+def test_a_drafter_from_a_folder(stock, options, schedule):
+    with engine(**tree_options("folder", **options), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) > len(PROMPTS)
 
 
 @HEADS
@@ -245,6 +256,9 @@ def test_a_model_without_streams_is_refused():
         ("expected those of a model of hidden size 256, got 128", "medusa", {"heads": "narrow"}),
         ("expected the entry head, a folder", "eagle", {"head": None}),
         ("enable_prefix_caching = False", "eagle", {}),
+        ("expected the entry drafter, a folder", "folder", {"drafter": None}),
+        ("architectures: expected a draft head", "folder", {"drafter": DRAFT}),
+        ("for Medusa heads there is MedusaTreeDrafter", "folder", {"drafter": MEDUSA}),
     ],
 )
 def test_wrong_options_of_heads_are_refused(message, drafter, options, tmp_path, monkeypatch):

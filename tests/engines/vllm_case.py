@@ -30,7 +30,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 
 __all__ = [
-    "DRAFT", "LAYOUTS", "LLM", "MEDUSA", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
+    "DRAFT", "EAGLE", "LAYOUTS", "LLM", "MEDUSA", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
     "StructuredOutputsParams", "VLLMValidationError",
     "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
     "write_eagle_head",
@@ -38,6 +38,7 @@ __all__ = [
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
+BLOCK = str(CHECKPOINTS / "block")
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -138,13 +139,15 @@ def write_eagle_head(folder: Path) -> str:
     return str(folder)
 
 
-def tree_options(drafter: str = "ngram", num_nodes: int = 16, **options: Any) -> dict[str, Any]:
-    """Options of an engine that drafts trees: "ngram", or "model", "medusa" and "eagle" with the toy's checkpoints.
+def tree_options(drafter: str = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
+    """Options of an engine that drafts trees: "ngram", or "model", "medusa", "eagle" and "folder" (a block drafter)
+    with the toy's checkpoints.
 
     Every node of every tree is verified, unless `tree` is "auto".
     """
-    names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle"}
+    names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle", "folder": "Folder"}
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
+    defaults["folder"] = {"drafter": BLOCK}
     given = {"tree": "whole", **defaults[drafter], **options}
     return {
         "speculative_config": {

@@ -48,9 +48,9 @@ class Recorder(BlockDrafter):
         return None
 
     def _guess(self, *arguments):
-        logits = super()._guess(*arguments)
-        self.logits += logits
-        return logits
+        states = super()._guess(*arguments)
+        self.logits += self.model.logits(states)
+        return states
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_the_tree_is_the_likeliest_of_its_marginals(model, options):
         on_step=lambda result: steps.append((result, confidence())),
     )  # fmt: skip
     assert len(seen) == len(steps) - 1
-    for logits, (result, log_probs) in zip(seen, steps[1:], strict=True):
+    for states, (result, log_probs) in zip(seen, steps[1:], strict=True):
         tokens, parents = result.draft_tokens.tolist(), result.trees.parents.tolist()
-        best = logits[0].log_softmax(-1).topk(drafter.width)
+        best = drafter.model.logits(states)[0].detach().log_softmax(-1).topk(drafter.width)
         paths = best_first(best.values.tolist(), drafter.max_nodes)
         assert len(paths) == drafter.max_nodes
         kept = [i for i, path in enumerate(paths) if len(path) <= room_of(result)[0]]

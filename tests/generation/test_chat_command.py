@@ -172,6 +172,17 @@ def test_block_drafter(folder, run, calls, more):
     assert status == 2 and f"--block {folder / 'eagle'}: " in error
 
 
+def test_any_folder(folder, run, calls):
+    for name, kind in (("eagle", "EagleDrafter"), ("block", "BlockDrafter"), ("medusa", "MedusaDrafter")):
+        status, out, error = run("--drafter", folder / name, "--num-nodes", "5", count=12)
+        assert status == 0 and "12 tokens in" in error and out == run(count=12)[1]
+        assert type(calls[-2].drafter).__name__ == kind and calls[-2].drafter.max_nodes == 5
+    status, _, error = run("--drafter", folder / "nowhere")
+    assert status == 2 and "--drafter: expected a folder, got " in error
+    status, _, error = run("--drafter", folder)
+    assert status == 2 and "architectures: expected a draft head" in error
+
+
 def test_packed_weights(run, calls):
     for options, given in ([], None), (["--pack-weights"], True), (["--no-pack-weights"], False):
         run(*options)

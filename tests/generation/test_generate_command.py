@@ -54,7 +54,16 @@ def run_command(folder, capsys, *options):
 
 
 @pytest.mark.parametrize(
-    "drafts", [[], ["--ngram"], ["--draft", "draft"], ["--medusa", "medusa"], ["--eagle", "eagle"]]
+    "drafts",
+    [
+        [],
+        ["--ngram"],
+        ["--draft", "draft"],
+        ["--medusa", "medusa"],
+        ["--eagle", "eagle"],
+        ["--drafter", "eagle"],
+        ["--drafter", "medusa", "--num-nodes", "8"],
+    ],
 )
 def test_command_prints_the_models_own_text(model, checkpoints, capsys, drafts):
     drafts = [str(checkpoints / option) if option in ("draft", "medusa", "eagle") else option for option in drafts]

@@ -35,6 +35,15 @@ IDS = ["ab", True, 3, NAN, {}, ["0"], [0.0], [True], [None], [[0]], [-1], [2**40
 OBJECT = ["x", True, 3, NAN, [], [1]]
 WORD = ["other", 2, 0.5, NAN, [], [1], {}, {"a": 1}]
 
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "vocab_size": 128,
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 4,
+    "selector_top_k": 4,
+}
+
 # For each kind of checkpoint and each entry that is read: values that it may not have. A dot leads into an object.
 HOSTILE = {
     "eagle": {
@@ -65,7 +74,7 @@ HOSTILE = {
         "rope_scaling.factor": NUMBER,
         "rope_scaling.rope_type": ["yarn", *WORD],
         "rope_theta": NUMBER,
-        "speculators_model_type": ["peagle", "dflash", 3],
+        "speculators_model_type": ["mtp", "dflash", 3],
         "tie_word_embeddings": FLAG,
         "transformer_layer_config": OBJECT,
         "use_sliding_window": [True, 1],
@@ -75,7 +84,7 @@ HOSTILE = {
         **{name: SIZE for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
         **{name: SIZE for name in ("head_dim", "num_hidden_layers", "vocab_size")},
         **{name: NUMBER for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier")},
-        "architectures": ["x", 3, {}, [1], ["DFlash2DraftModel"]],
+        "architectures": ["x", 3, {}, [1], ["DSparkDraftModel"]],
         "attention_bias": FLAG,
         "attention_sink_bias": [True, 1],
         "block_size": [*SIZE, 1, 2000],
@@ -91,12 +100,14 @@ HOSTILE = {
         "layer_types": ["x", 3, ["linear_attention"] * 2, ["full_attention"], [1, 2], {}],
         "mlp_bias": [True, 1],
         "rope_parameters": OBJECT[:-1],
-        "rope_parameters.rope_type": ["yarn", "linear", *WORD],
+        "rope_parameters.rope_type": ["yarn", *WORD],
         "rope_scaling": OBJECT[:-1],
         "sliding_window": [value for value in SIZE if value != LARGE],
         "target_hidden_size": [64, "x", 10**12],
+        "sample_from_anchor": FLAG,
         "use_sliding_window": [True, 1],
         "what_is_this": [True, 1, "x", [], {}, False],
+        "window_from_anchor": FLAG,
     },
     "medusa": {
         "hidden_size": SIZE,
@@ -173,6 +184,11 @@ CONTRADICTIONS = {
         ({"num_attention_heads": 3, "head_dim": None}, "head_dim: expected an integer"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
         ({"norm_before_fc": True, "fc_norm": True}, "fc_norm: expected false beside norm_before_fc"),
+        ({"speculators_model_type": "peagle"}, "architectures: expected a list of PEagleSpeculator"),
+        (
+            {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]},
+            "mask_token_id: expected an integer from 0 .* got nothing",
+        ),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1.0}}, "rope_scaling: expected null"),
         (
             {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4,
@@ -185,7 +201,14 @@ CONTRADICTIONS = {
     "block": [
         ({"head_dim": 7}, "head_dim: expected an even number"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
-        ({"layer_types": ["sliding_attention"] * 2, "is_causal": False}, "is_causal: expected true or null with"),
+        ({"architectures": ["DFlash2DraftModel"]}, "vocab_size: expected an integer .*, got nothing"),
+        ({**DFLASH2, "conv_group_size": 3}, "conv_group_size: expected a divisor of hidden_size 128, got 3"),
+        ({**DFLASH2, "conv_kernel_size": 99}, "conv_kernel_size: expected at most block_size 6, got 99"),
+        ({**DFLASH2, "selector_top_k": 129}, "selector_top_k: expected at most vocab_size 128 and 1024, got 129"),
+        ({**DFLASH2, "draft_vocab_size": 64}, "draft_vocab_size: expected vocab_size 128, as the selector's"),
+        ({"speculators_model_type": "dspark"}, "speculators_model_type: expected one of dflash, dflash2"),
+        ({"speculators_model_type": "dflash2"}, "architectures: expected a list of DFlash2DraftModel"),
+        ({"speculators_model_type": "dflash"}, "aux_hidden_state_layer_ids: expected the inputs of layers"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling: rope_type: expected one of default"),
     ],
     "medusa": [],

@@ -268,9 +268,9 @@ def test_published_forms_are_read(model, tmp_path, name):
 @pytest.mark.parametrize(
     ("entries", "key"),
     [
-        ({"model_type": "qwen3"}, "model_type"),
+        ({"model_type": "mistral"}, "model_type"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
         ({"attention_multiplier": 0.5}, "attention_multiplier"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rot"),

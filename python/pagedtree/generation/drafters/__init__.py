@@ -6,9 +6,11 @@ from pagedtree.generation.drafters.block_model import BlockDraftConfig, BlockDra
 from pagedtree.generation.drafters.combined import CombinedDrafter
 from pagedtree.generation.drafters.eagle import EagleDrafter
 from pagedtree.generation.drafters.eagle_head import EagleHead
+from pagedtree.generation.drafters.load import load_drafter
 from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, medusa_tree
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
+from pagedtree.generation.drafters.parallel_eagle import ParallelEagleDrafter
 
 __all__ = [
     "BlockDraftConfig",
@@ -24,8 +26,10 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "NoDrafter",
+    "ParallelEagleDrafter",
     "Proposal",
     "StepResult",
     "as_drafter",
+    "load_drafter",
     "medusa_tree",
 ]

@@ -265,9 +265,12 @@ def _roots(batch_size: int, device: torch.device) -> TreeBatch:
 def best_trees(logits: Tensor, num_nodes: int, width: int | None = None) -> tuple[Draft, Tensor]:
     """Makes the trees of the highest joint log-probability by logits [B, num_levels, V], for levels 1, 2, ...
 
-    width: children of a node at most. Returns the trees, and the joint log-probabilities of their nodes.
+    num_nodes: fewer where no more are possible. width: children of a node at most. Returns the trees, and the joint
+    log-probabilities of their nodes.
     """
     logits = logits.float()
+    levels, most = logits.shape[1], width or num_nodes - 1
+    num_nodes = min(num_nodes, sum(most**level for level in range(levels + 1)))
     # No level has use for more candidates than the tree has nodes.
     best = logits.topk(min(width or num_nodes - 1, num_nodes - 1, logits.shape[-1]), dim=-1)
     log_probs = best.values - logits.logsumexp(-1, keepdim=True)

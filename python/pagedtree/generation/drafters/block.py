@@ -10,6 +10,7 @@ from torch import Tensor
 from pagedtree import Draft, append_kv, slot_mapping
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, best_trees
 from pagedtree.generation.drafters.block_model import BlockDraftModel
+from pagedtree.generation.drafters.block_steps import attend_in_parts, selected_trees
 from pagedtree.generation.drafters.target import check_attention, check_place
 from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
@@ -48,13 +49,15 @@ class BlockDrafter(Drafter):
     def __init__(
         self, model: BlockDraftModel, *, num_nodes: int = 16, depth: int | None = None, width: int = 8
     ) -> None:
-        most = model.config.block_size - 1
+        most = model.config.most_levels
         depth = most if depth is None else depth
         for name, value, least in (("num_nodes", num_nodes, 2), ("depth", depth, 1), ("width", width, 1)):
             if value < least:
                 raise ValueError(f"{name}: expected at least {least}, got {value}")
         if depth > most:
             raise ValueError(f"depth: expected at most {most}, the mask tokens of a block, got {depth}")
+        if model.candidate_selector is not None:
+            width = min(width, model.candidate_selector.top_k)
         config = model.config
         check_attention(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
         self.model, self.device, self.networks = model, model.fc.weight.device, (model,)
@@ -130,16 +133,26 @@ class BlockDrafter(Drafter):
         self._read_waiting()
         start = (lengths - 1).long()
         roots = tokens.gather(1, start[:, None])[:, 0]
-        logits = self._guess(roots, start, self._depth)[..., : self._vocab_size]
+        states = self._guess(roots, start, self._depth)
+        logits = self.model.logits(states)
+        if self.model.target_ids is None:
+            logits = logits[..., : self._vocab_size]
         num_nodes = min(self.max_nodes, self._possible(self._depth))
+        if self.model.candidate_selector is not None:
+            draft, self._log_probs = selected_trees(
+                self.model.candidate_selector, roots, states, logits, num_nodes, self.width
+            )
+            return draft
         draft, self._log_probs = best_trees(logits, num_nodes, self.width)
-        return draft
+        if self.model.target_ids is None:
+            return draft
+        return draft._replace(draft_tokens=self.model.target_ids[draft.draft_tokens.clamp(min=0)])
 
     def confidence(self) -> Tensor | None:
         return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
-        """One pass of the draft model: logits [B, depth, V] of the tokens behind roots [B] at positions start [B]."""
+        """One pass of the draft model: states [B, depth, H] of the tokens behind roots [B] at positions start [B]."""
         sequences, config = self._selected, self.model.config
         size, batch = config.block_size, len(self._selected)
         for sequence in sequences:
@@ -155,14 +168,20 @@ class BlockDrafter(Drafter):
         causal = replace(step, tree_mask=None, tree_lens=None)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window = config.window(layer)
-            return step.attend(layer, q, k, v, 0, {}) if window is None else causal.attend(layer, q, k, v, window, {})
+            window, around = config.window(layer), config.two_sided_window(layer)
+            if window is None and (config.window_from_anchor or not around):
+                # All of a block stand at its last position for the op, from which a window counts.
+                return step.attend(layer, q, k, v, around + size if around else 0, {})
+            if window is None or (window and config.window_from_anchor):
+                return attend_in_parts(causal, layer, q, k, v, window or 0, around)
+            return causal.attend(layer, q, k, v, window, {})
 
         block = roots.new_full((batch, size), config.mask_token_id)
         block[:, 0] = roots
         positions = start[:, None] + torch.arange(size, device=start.device)
         states = self.model(block.flatten(), positions.flatten(), attend).view(batch, size, -1)
-        return self.model.logits(states[:, 1 : depth + 1])
+        first = 0 if config.sample_from_anchor else 1
+        return states[:, first : depth + first]
 
     def _append(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
         """Takes tokens into the context: sequences, the position of each one's first token, and features [n, F]."""

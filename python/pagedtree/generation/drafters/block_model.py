@@ -6,7 +6,6 @@ One pass over a block of mask tokens guesses all of its positions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree.generation.drafters.block_config import FEATURES, BlockDraftConfig
+from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalConvolution
 from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
-from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.layers import (
-    Attention,
-    GatedMLP,
+    DecoderLayer,
     RotaryAngles,
     Rotation,
+    check_ids,
     layer_shapes,
     sizes_by_name,
 )
@@ -29,145 +30,39 @@ from pagedtree.generation.drafters.target import Target
 
 __all__ = ["BlockDraftConfig", "BlockDraftModel"]
 
-ARCHITECTURE = "DFlashDraftModel"
-# More than any draft model has; they bound what a config can ask for that no weight tells.
-MAX_LAYERS, MAX_BLOCK = 1024, 1024
-FULL, SLIDING = "full_attention", "sliding_attention"
-# What a checkpoint may hold of the target; it is not read, as the target's own is used.
-OF_TARGET = ("embed_tokens.weight", "lm_head.weight")
+# What a checkpoint may hold of the target, whose own is used, and what follows from d2t.
+NOT_READ = (
+    "embed_tokens.weight",
+    "lm_head.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "t2d",
+)
 
-# Columns of `fc`.
-FEATURES = "layers of target_layer_ids * hidden_size"
+CODEBOOKS = ("predecessor", "successor")
 
 # Layer, q [..., Hq, D], k and v [..., Hkv, D] of the block's tokens -> [..., Hq, D].
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class BlockDraftConfig:
-    """Sizes of a block drafter, by the names that DFlash's config.json has for them.
+class _Layer(DecoderLayer):
+    """Within convolutions, if the config says so."""
 
-    Attributes:
-        hidden_size: the target's too, as its embeddings and its output layer are used.
-        block_size: tokens of a block, the known one in front included.
-        mask_token_id: a token of the target that stands for those to be guessed.
-        target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
-        layer_types: "full_attention" or "sliding_attention" for each layer, default all full. In a full layer the
-            tokens of a block see each other; a sliding one is causal, with a window of `sliding_window`.
-        is_causal: None, or whether all layers are causal or none is.
-        input_embedding_scale, output_multiplier, final_logit_softcapping: what the target does to its embeddings and
-            its logits.
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    attention_bias: bool = False
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int | None = None
-    is_causal: bool | None = None
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-
-    @classmethod
-    def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
-        """Reads the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
-        entries of which that is not known.
-        """
-        return cls._read(ConfigEntries(config))
-
-    @classmethod
-    def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
-        """As `from_dict`; messages then name the file."""
-        top.words("architectures", [ARCHITECTURE])
-        # Some keys stand in an inner dictionary, where DFlash looks first.
-        inner = top.section("dflash_config")
-        found = ConfigEntries({**top.entries, **inner.entries}, top.where)
-        hidden, heads = found.integer("hidden_size"), found.integer("num_attention_heads")
-        kv_heads, layers = found.integer("num_key_value_heads"), found.integer("num_hidden_layers", most=MAX_LAYERS)
-        head_dim = found.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
-        if heads % kv_heads:
-            found.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-        if head_dim % 2:
-            found.refuse("head_dim", "an even number, as halves are rotated")
-        causal = "causal" if "causal" in found else "is_causal"
-        made = cls(
-            hidden_size=hidden,
-            intermediate_size=found.integer("intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=found.integer("block_size", least=2, most=MAX_BLOCK),
-            mask_token_id=found.integer("mask_token_id", least=0),
-            target_layer_ids=found.integers("target_layer_ids", least=0),
-            rms_norm_eps=found.number("rms_norm_eps", 1e-6),
-            rope_theta=Rotary.of(found, ["default"]).theta,
-            attention_bias=found.flag("attention_bias", False),
-            layer_types=found.words("layer_types", (FULL, SLIDING)),
-            sliding_window=found.integer("sliding_window") if "sliding_window" in found else None,
-            is_causal=found.flag(causal, False) if causal in found else None,
-            input_embedding_scale=found.number("input_embedding_scale", 1.0),
-            output_multiplier=found.number("output_multiplier", 1.0),
-            final_logit_softcapping=(
-                found.number("final_logit_softcapping") if "final_logit_softcapping" in found else None
-            ),
-        )
-        if not made.target_layer_ids:
-            found.refuse("target_layer_ids", "layers of the target")
-        if len(made.layer_types) not in (0, layers):
-            found.refuse("layer_types", f"the kinds of num_hidden_layers {layers} layers")
-        if not made.layer_types:
-            found.only(use_sliding_window=False)
-        if made.is_causal is False and SLIDING in made.layer_types:
-            found.refuse(causal, "true or null with layers of sliding attention")
-        found.only(hidden_act="silu", mlp_bias=False, attention_sink_bias=False)
-        found.only(draft_vocab_size=found.value("vocab_size"), target_hidden_size=hidden)
-        found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
-        return made
-
-    def to_dict(self) -> dict[str, Any]:
-        """The contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read one."""
-        values = {name: value for name, value in asdict(self).items() if value is not None and value != ()}
-        inner = {name: values.pop(name) for name in ("mask_token_id", "target_layer_ids")}
-        inner = {name: list(value) if isinstance(value, tuple) else value for name, value in inner.items()}
-        if self.is_causal is not None:  # vLLM's name of it
-            inner["causal"] = self.is_causal
-        return {"architectures": [ARCHITECTURE], "model_type": "qwen3", **values, "dflash_config": inner}
-
-    def window(self, layer: int) -> int | None:
-        """None where the block's tokens see all others; else the layer is causal, with this window (0 = none)."""
-        is_sliding = self.layer_types[layer : layer + 1] == (SLIDING,)
-        is_causal = is_sliding if self.is_causal is None else self.is_causal
-        if not is_causal:
-            if is_sliding:
-                raise ValueError("block drafter: expected sliding attention to be causal, got is_causal False")
-            return None
-        return (self.sliding_window or 0) if is_sliding else 0
-
-
-class _Layer(nn.Module):
     def __init__(self, config: BlockDraftConfig) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = Attention(config, bias=config.attention_bias, norm_eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.mlp = GatedMLP(config)
+        super().__init__(config, has_head_norms=True)
+        self.attention_conv = self.mlp_conv = None
+        if config.conv_kernel_size is not None:
+            self.attention_conv, self.mlp_conv = LocalConvolution(config), LocalConvolution(config)
 
     def forward(self, states: Tensor, rotation: Rotation, attend: Callable[..., Tensor]) -> Tensor:
-        attention, inputs = self.self_attn, self.input_layernorm(states)
+        if self.attention_conv is None or self.mlp_conv is None:
+            return super().forward(states, rotation, attend)
+        attention = self.self_attn
+        inputs, kernel = self.attention_conv.before(self.input_layernorm(states))
         out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
-        states = states + attention.output(out)
-        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
+        states = states + self.attention_conv.behind(attention.output(out), kernel)
+        inputs, kernel = self.mlp_conv.before(self.post_attention_layernorm(states))
+        return states + self.mlp_conv.behind(self.mlp(inputs), kernel)
 
 
 class BlockDraftModel(nn.Module):
@@ -180,15 +75,21 @@ class BlockDraftModel(nn.Module):
 
     The layers' forms, the names of their weights and the keys of the config are those of DFlash's published
     `DFlashDraftModel` checkpoints (github.com/z-lab/dflash), which `from_pretrained` is written to read: z-lab's for
-    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture. It was tested
-    with files of that layout made here, not with the published weights. Refused: `DFlash2DraftModel`, RoPE other than
-    the default, attention sinks, and sliding windows that are not causal. The library speculators has another format.
+    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture, those of DFlash 2
+    (`DFlash2DraftModel`), and what speculators writes of both. It was tested with files that the packages dflash and
+    speculators saved, with random weights, not with the published ones. Refused: RoPE of types that change with the
+    length, and attention sinks.
+
+    DFlash 2 has convolutions within a block around attention and MLP of each layer, and a selector that weighs the
+    guesses of a place by the token in front of it.
 
     Args:
         config: sizes.
         embed: the target's input embeddings, a module with `weight` [V, hidden_size]. ValueError for another width.
         lm_head: the target's output layer, hidden states [..., hidden_size] -> logits [..., V].
     """
+
+    target_ids: Tensor | None
 
     def __init__(self, config: BlockDraftConfig, embed: nn.Module, lm_head: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -204,7 +105,15 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList(_Layer(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self._angles = RotaryAngles(Rotary("default", config.rope_theta, {}).frequencies(config.head_dim))
+        rotary = config.rotary or Rotary("default", config.rope_theta, {})
+        self._angles = RotaryAngles(rotary.frequencies(config.head_dim))
+        self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
+        # Its own output layer, where it guesses only some of the target's tokens: these.
+        self.lm_head: nn.Linear | None = None
+        self.register_buffer("target_ids", None, persistent=False)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            self.target_ids = torch.arange(config.draft_vocab_size)
         # In a tuple, so that the target's layers do not become submodules: their weights are not this model's to save.
         self._of_target = (embed, lm_head)
 
@@ -234,10 +143,11 @@ class BlockDraftModel(nn.Module):
         weight = self.fc.weight
         states = self.hidden_norm(self.fc(features.to(weight.dtype)))
         rotation = self._angles.at(positions, weight.dtype)
-        return [cast(_Layer, layer).self_attn.keys_values(states, rotation) for layer in self.layers]
+        return [cast(DecoderLayer, layer).self_attn.keys_values(states, rotation) for layer in self.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Tokens of blocks and their positions, int64 [...] -> the states [..., hidden_size] that `logits` takes.
+        """Tokens of whole blocks and their positions, int64 [..., T], one block behind the other -> the states
+        [..., T, hidden_size] that `logits` takes.
 
         attend: attention of a layer's queries over the context and over the given keys and values of the blocks.
         """
@@ -250,8 +160,10 @@ class BlockDraftModel(nn.Module):
         return cast(Tensor, self.norm(states))
 
     def logits(self, states: Tensor) -> Tensor:
-        """States [..., hidden_size] of a block -> logits [..., V] of the tokens in these very places."""
-        logits = self._of_target[1](states)
+        """States [..., hidden_size] of a block -> logits [..., V] of the tokens in these very places, with
+        `sample_from_anchor` of those behind them. With a draft vocabulary they are of its tokens, `target_ids`.
+        """
+        logits = self._of_target[1](states) if self.lm_head is None else self.lm_head(states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
@@ -260,7 +172,9 @@ class BlockDraftModel(nn.Module):
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and model.safetensors into the folder `path`."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
-        save_checkpoint(path, config, self.state_dict(), dtype)
+        ids = self.target_ids
+        others = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids))}
+        save_checkpoint(path, config, self.state_dict(), dtype, others)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
@@ -284,24 +198,60 @@ class BlockDraftModel(nn.Module):
             entries.refuse("target_layer_ids", layers, config.target_layer_ids)
         if "vocab_size" in entries:
             target.check(entries, "vocab_size", entries.integer("vocab_size"))
-        stored = StoredTensors(path, (WEIGHTS_NAME, "*.safetensors"))
+        stored = StoredTensors(path, (WEIGHTS_NAME, "*.safetensors"), _own_name)
         shapes = _shapes(config)
-        stored.expect(shapes, _sizes(config), ignored=OF_TARGET)
+        if config.draft_vocab_size is not None and "d2t" not in stored:
+            entries.refuse("draft_vocab_size", f"vocab_size {config.vocab_size}, or less with a tensor d2t")
+        stored.expect(shapes, _sizes(config), integers=("d2t",), ignored=[n for n in NOT_READ if n not in shapes])
+        ids = None
+        if config.draft_vocab_size is not None:
+            ids = torch.arange(config.draft_vocab_size) + stored.load("d2t")
+            check_ids("d2t", ids, target.lm_head.weight.shape[0])
         drafter = cls(config, target.embed_tokens, target.lm_head)
-        drafter.load_state_dict({name: stored.load(name) for name in shapes})
+        drafter.load_state_dict({name: stored.load(name) for name in shapes if name != "d2t"})
+        drafter.target_ids = ids
         return drafter.to(device, dtype).eval()
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
     """The tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
     layer = layer_shapes(bias=config.attention_bias, has_norms=True)
+    if config.conv_kernel_size is not None:
+        for name in ("attention_conv", "mlp_conv"):
+            layer[f"{name}.base_kernel"] = "2, conv_kernel_size, hidden_size"
+            layer[f"{name}.kernel_projection.weight"] = "2 * conv_kernel_size * groups, hidden_size"
+    more = dict[str, str]()
+    if config.selector_rank is not None:
+        more |= {f"candidate_selector.{name}_codebook": "vocab_size, selector_rank" for name in CODEBOOKS}
+        more["candidate_selector.hidden_projection.weight"] = "selector_rank, hidden_size"
+    if config.draft_vocab_size is not None:
+        more |= {"lm_head.weight": "draft_vocab_size, hidden_size", "d2t": "draft_vocab_size"}
     return {
         "fc.weight": f"hidden_size, {FEATURES}",
         "hidden_norm.weight": "hidden_size",
         "norm.weight": "hidden_size",
         **{f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()},
+        **more,
     }
 
 
 def _sizes(config: BlockDraftConfig) -> dict[str, int]:
-    return {**sizes_by_name(config), FEATURES: len(config.target_layer_ids) * config.hidden_size}
+    kernel, group = config.conv_kernel_size or 0, config.conv_group_size or 1
+    return {
+        **sizes_by_name(config),
+        FEATURES: len(config.target_layer_ids) * config.hidden_size,
+        "2": 2,
+        "conv_kernel_size": kernel,
+        "2 * conv_kernel_size * groups": 2 * kernel * (config.hidden_size // group),
+        "selector_rank": config.selector_rank or 0,
+        "vocab_size": config.vocab_size or 0,
+        "draft_vocab_size": config.draft_vocab_size or 0,
+    }
+
+
+def _own_name(name: str) -> str:
+    """DFlash's own code has embeddings for codebooks; its files, as speculators', have the bare tensors."""
+    is_codebook = (
+        name.removesuffix(".weight").removeprefix("candidate_selector.").removesuffix("_codebook") in CODEBOOKS
+    )
+    return name.removesuffix(".weight") if is_codebook else name

@@ -79,16 +79,23 @@ class EagleDrafter(TreeGrower):
             self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
             return roots_only(tokens.shape[0], tokens.device)
-        table = self.cache.table_of(self._reserve_trees(self._selected))
-        states = self._read_until([(sequence, sequence.root) for sequence in self._selected], table)
+        draft = self._guess(self.cache.table_of(self._reserve_trees(self._selected)), lengths)
+        for sequence in self._selected:  # of the tree's nodes nothing stays
+            self.cache.trim(sequence.index, self._cached[sequence.index])
+        return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
+
+    def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
+        """The trees of the selected sequences, in tokens of the draft vocabulary."""
+        states = self._read_until(self._unread_ends(), table)
         # The head's row of the root's token stands at the place of the token before it, whose features it has.
         start = lengths - 2
         self._states = states
         draft = self._grow(self.head.logits(states), torch.zeros_like(start).long(), table, start, self._sampling)
         self._states = None
-        for sequence in self._selected:  # of the tree's nodes nothing stays
-            self.cache.trim(sequence.index, self._cached[sequence.index])
-        return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
+        return draft
+
+    def _unread_ends(self) -> list[tuple[GeneratedSequence, int]]:
+        return [(sequence, sequence.root) for sequence in self._selected]
 
     def _enter(self, sequence: GeneratedSequence, start: int) -> None:
         """Makes the sequence known, of which another outcome of the prompt has read the pages before `start`."""
@@ -115,25 +122,36 @@ class EagleDrafter(TreeGrower):
         """Returns how many of the sequence's waiting features stand in front of position `end`."""
         return max(min(end - self._cached[sequence.index], self._waiting.count(sequence.index)), 0)
 
-    def _read_until(self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None) -> Tensor:
+    def _read_until(
+        self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None, num_unknown: int = 0
+    ) -> Tensor:
         """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
         read, [B, H] if all had some. The token at that position must be known.
 
-        table: the page table of all these sequences, where it is made already.
+        table: the page table of all these sequences, where it is made already. num_unknown: so many tokens behind that
+        position are read with them, of P-EAGLE's kind, and not kept; the states are then [B, 1 + num_unknown, H].
         """
-        chunks, tokens, features = [], [], []
+        chunks, tokens, features, counts = list[tuple[GeneratedSequence, int, int]](), list[int](), [], []
+        masks = [self.head.config.mask_token_id or 0] * num_unknown
         for sequence, end in ends:
             start, count = self._cached[sequence.index], self._num_readable(sequence, end)
             if count == 0:
                 continue
             features.append(self._waiting.take(sequence.index, count))
-            chunks.append((sequence, start, count))
-            tokens += sequence.tokens[start + 1 : start + count + 1]
+            counts.append(count)
+            chunks.append((sequence, start, count + num_unknown))
+            tokens += sequence.tokens[start + 1 : start + count + 1] + masks
             self._cached[sequence.index] = start + count
         step, positions = self._causal_step(chunks, table)
         fused = self.head.fuse(torch.cat(features))
+        if num_unknown:
+            unknown = self.head.unknown_state().expand(num_unknown, -1)
+            fused = torch.cat([part for known in fused.split(counts) for part in (known, unknown)])
         states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)
-        return states[step.cu_seqlens_q[1:].long() - 1]
+        last = step.cu_seqlens_q[1:].long() - 1
+        if num_unknown:
+            last = last[:, None] + torch.arange(-num_unknown, 1, device=last.device)
+        return states[last]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
         assert self._states is not None
@@ -148,7 +166,7 @@ class EagleDrafter(TreeGrower):
         return self.head.logits(self._states)
 
     def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return step.attend(0, q, k, v, window=0, options={})
+        def attend(q: Tensor, k: Tensor, v: Tensor, layer: int = 0) -> Tensor:
+            return step.attend(layer, q, k, v, window=0, options={})
 
         return self.head(tokens, states, positions, attend)

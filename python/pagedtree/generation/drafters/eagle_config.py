@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import reprlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.layers import layer_shapes, sizes_by_name
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["ARCHITECTURE", "EagleConfig"]
+__all__ = ["ARCHITECTURES", "EagleConfig"]
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
 # Of heads of this form: vLLM's, those of speculators, and what EAGLE's own training wrote.
 ARCHITECTURES = (
     ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM",
 )  # fmt: skip
+PARALLEL_ARCHITECTURES = ("PEagleSpeculator", "PEagleDraftModel")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 # What ModelOpt writes of its other heads.
@@ -25,7 +27,13 @@ OF_MODELOPT: dict[str, Any] = {
     "parallel_draft_step": 1, "position_embedding_type": "rope", "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True, "use_mtp_layernorm": False,
 }  # fmt: skip
+# The kinds that speculators names, and the layers that it makes for them; those of Qwen 3 norm queries and keys.
+KINDS = ("eagle3", "peagle")
+LAYER_KINDS = ("llama", "qwen3")
+MAX_LAYERS = 1024
 OF_SPECULATORS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
+# Entries that tell the rotary embedding.
+ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 # A window without a layer that has one.
 UNUSED = ("sliding_window",)
 # Columns of `fc`.
@@ -47,6 +55,9 @@ class EagleConfig:
         norm_output: whether the state that a node's children read is what the output layer reads, after the last norm.
         by_output, by_input: the target's layers that are read, by their outputs or inputs; () = not said.
         num_layers_read: how many they are; None: not said.
+        has_head_norms: whether queries and keys have a norm, as in Qwen 3.
+        mask_token_id: of P-EAGLE, which guesses all tokens in one pass: the token that stands for those that are not
+            known. None for EAGLE-3.
     """
 
     where: str
@@ -69,15 +80,20 @@ class EagleConfig:
     by_output: tuple[int, ...]
     by_input: tuple[int, ...]
     num_layers_read: int | None
+    num_hidden_layers: int
+    has_head_norms: bool
+    attention_bias: bool
+    mask_token_id: int | None
 
     @classmethod
     def read(cls, top: ConfigEntries) -> EagleConfig:
         """Raises ValueError for what the head does not compute, and for entries of which it is not known."""
-        top.words("architectures", ARCHITECTURES)
-        top.only(speculators_model_type="eagle3")
-        layer = top.section("transformer_layer_config")
-        if layer.entries:  # of speculators
-            layer.only(model_type="llama")
+        is_parallel = top.word("speculators_model_type", KINDS, "eagle3") == "peagle"
+        top.words("architectures", PARALLEL_ARCHITECTURES if is_parallel else ARCHITECTURES)
+        layer, has_head_norms = top.section("transformer_layer_config"), False
+        is_nested = bool(layer.entries)  # as speculators writes it
+        if is_nested:
+            has_head_norms = layer.word("model_type", LAYER_KINDS, "llama") == "qwen3"
         else:
             layer = top
         hidden, heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
@@ -112,9 +128,15 @@ class EagleConfig:
             by_output=eagle.integers(LAYER_IDS, least=0),
             by_input=top.integers(LAYER_IDS, least=0),
             num_layers_read=num_read,
+            num_hidden_layers=layer.integer("num_hidden_layers", 1, most=MAX_LAYERS if is_nested else 1),
+            has_head_norms=has_head_norms,
+            attention_bias=layer.flag("attention_bias", False) if is_nested else False,
+            mask_token_id=top.integer("mask_token_id", least=0) if is_parallel else None,
             **flags,
         )
-        layer.only(num_hidden_layers=1, hidden_act="silu", attention_bias=False, mlp_bias=False, bias=False)
+        if found.mask_token_id is not None and found.mask_token_id >= found.vocab_size:
+            top.refuse("mask_token_id", f"one of the {found.vocab_size} tokens")
+        layer.only(hidden_act="silu", attention_bias=found.attention_bias, mlp_bias=False, bias=False)
         layer.only(qkv_bias=False, use_sliding_window=False, is_causal=True, logit_scale=1.0)
         layer.words("layer_types", ["full_attention"])
         eagle.refuse_others()
@@ -123,25 +145,48 @@ class EagleConfig:
         return found
 
     def to_entries(self) -> dict[str, Any]:
-        """For a config.json that SGLang, vLLM and `read` understand; without what the weights beside it decide."""
-        return {
-            **self.entries,
-            "architectures": [ARCHITECTURE],
-            "model_type": "llama",
+        """For a config.json that SGLang, vLLM and `read` understand; without what the weights beside it decide.
+
+        What SGLang has no words for (layers of Qwen 3, more than one layer, biases, P-EAGLE) is in speculators' form.
+        """
+        layer = {
+            "model_type": "qwen3" if self.has_head_norms else "llama",
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "vocab_size": self.vocab_size,
-            "target_hidden_size": self.target_hidden_size,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "rms_norm_eps": self.rms_norm_eps,
+        }
+        rest = {
+            "target_hidden_size": self.target_hidden_size,
             "tie_word_embeddings": False,
             **{name: getattr(self, name) for name in FLAGS},
         }
+        if self.needs_nesting:
+            kind = "eagle3" if self.mask_token_id is None else "peagle"
+            architecture = "Eagle3DraftModel" if self.mask_token_id is None else "PEagleDraftModel"
+            nested = {**{name: self.entries[name] for name in ROTARY if name in self.entries}, **layer}
+            more = {} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}
+            return {
+                "architectures": [architecture],
+                "speculators_model_type": kind,
+                "transformer_layer_config": nested,
+                **rest,
+                **more,
+            }
+        return {**self.entries, "architectures": [ARCHITECTURE], **layer, **rest}
+
+    @property
+    def needs_nesting(self) -> bool:
+        """Whether only speculators' form of a config can say what this head is."""
+        return (
+            self.num_hidden_layers > 1 or self.has_head_norms or self.attention_bias or self.mask_token_id is not None
+        )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
         """The target's layers, of which it has `num_layers`, whose outputs the head reads."""
@@ -159,10 +204,16 @@ class EagleConfig:
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:
         """The tensors of a checkpoint, for each its sizes by the names of `sizes`."""
-        layer = {"hidden_norm.weight": "hidden_size", **layer_shapes("2 * hidden_size")}
+        of_layer = partial(layer_shapes, bias=self.attention_bias, has_norms=self.has_head_norms)
+        layer = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
         shapes = {
             "fc.weight": f"hidden_size, {FEATURES}",
             **{f"midlayer.{name}": shape for name, shape in layer.items()},
+            **{
+                f"layers.{i}.{name}": shape
+                for i in range(1, self.num_hidden_layers)
+                for name, shape in of_layer().items()
+            },
             "norm.weight": "hidden_size",
             "embed_tokens.weight": "vocab_size, hidden_size",
             "lm_head.weight": "draft_vocab_size, hidden_size",
@@ -170,6 +221,8 @@ class EagleConfig:
         }
         if self.norm_before_fc:
             shapes["input_norm.weight"] = FEATURES
+        if self.mask_token_id is not None:
+            shapes["mask_hidden"] = f"1, 1, {FEATURES}"
         if self.fc_norm:
             shapes |= {f"fc_norm.{i}.weight": "target_hidden_size" for i in range(num_layers_read)}
         return shapes
@@ -177,6 +230,7 @@ class EagleConfig:
     def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, int]:
         return {
             **sizes_by_name(self),
+            "1": 1,
             "2 * hidden_size": 2 * self.hidden_size,
             "target_hidden_size": self.target_hidden_size,
             FEATURES: num_layers_read * self.target_hidden_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
-from pagedtree.generation.drafters.layers import Attention, GatedMLP, RotaryAngles, Rotation
+from pagedtree.generation.drafters.layers import Attention, DecoderLayer, GatedMLP, RotaryAngles, Rotation, check_ids
 from pagedtree.generation.drafters.target import Target
 
 __all__ = ["EagleHead"]
@@ -24,7 +25,7 @@ WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
 NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
 
 
 class EagleHead(nn.Module):
@@ -39,6 +40,9 @@ class EagleHead(nn.Module):
     EAGLE 3.1 adds the entries norm_before_fc, fc_norm and norm_output. By the first two, the features are normed before
     they are fused, all layers together or each for itself. By the third, the state in a draft is what the output layer
     read at the node before, behind the last norm.
+
+    Heads of speculators may have more layers behind the first one, layers of Qwen 3, and biases. A P-EAGLE head (Hui et
+    al., 2026) has a state for tokens that are not known, `mask_hidden`, and guesses all levels in one pass.
 
     Args:
         config: entries of config.json, as SGLang and vLLM name them. ValueError for what the head does not compute, and
@@ -66,7 +70,7 @@ class EagleHead(nn.Module):
         if target_ids is None:
             target_ids, rows = torch.arange(num_tokens), lm_head.weight
         else:
-            _check_ids("target_ids", target_ids, num_tokens)
+            check_ids("target_ids", target_ids, num_tokens)
             rows = lm_head.weight[target_ids.to(lm_head.weight.device)]
         self.register_buffer("target_ids", target_ids, persistent=False)
         sizes, width = self.config, len(self.feature_layers) * self.config.target_hidden_size
@@ -77,7 +81,15 @@ class EagleHead(nn.Module):
                 nn.RMSNorm(sizes.target_hidden_size, eps=sizes.rms_norm_eps) for _ in self.feature_layers
             )
         self.fc = nn.Linear(width, sizes.hidden_size, bias=False)
+        self.mask_hidden = None if sizes.mask_token_id is None else nn.Parameter(torch.zeros(1, 1, width))
         self.midlayer = _Layer(sizes)
+        # By its number, as in checkpoints, where the first one may be layers.0.
+        self.layers = nn.ModuleDict(
+            {
+                str(i): DecoderLayer(sizes, has_head_norms=sizes.has_head_norms)
+                for i in range(1, sizes.num_hidden_layers)
+            }
+        )
         self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.embed_tokens: nn.Embedding | None = None
         # In a tuple, so that the target's layer does not become a submodule: its weights are not the head's to save.
@@ -138,14 +150,22 @@ class EagleHead(nn.Module):
         states: Tensor = self.fc(features)
         return states
 
+    def unknown_state(self) -> Tensor:
+        """[1, H]: the state in place of the features of a token that is not known. ValueError for EAGLE-3's heads."""
+        if self.mask_hidden is None:
+            raise ValueError("head: expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3")
+        return self.fuse(self.mask_hidden[0])
+
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Tokens of the target's vocabulary, int64 [..., T], with states [..., T, H] to the next states.
 
         positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
-        [..., T, Hq, D].
+        [..., T, Hq, D]. Layers behind the first one give it their number, too, by the name `layer`.
         """
         rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
+        for number, layer in self.layers.items():
+            out = layer(out, rotation, partial(attend, layer=int(number)))
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, states: Tensor) -> Tensor:
@@ -224,7 +244,7 @@ class EagleHead(nn.Module):
         ids, num_rows = None, target.lm_head.weight.shape[0]
         if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding behind its tokens
             ids = torch.arange(draft_vocab) + (stored.load("d2t") if "d2t" in stored else 0)
-            _check_ids("d2t", ids, num_rows)
+            check_ids("d2t", ids, num_rows)
         head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
         if "embed_tokens.weight" in own:
             head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -244,7 +264,9 @@ class _Layer(nn.Module):
         self.hidden_norm, self.input_layernorm = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.is_residual_normed = config.norm_before_residual
-        self.self_attn, self.mlp = Attention(config, 2 * hidden), GatedMLP(config)
+        norm_eps = eps if config.has_head_norms else None
+        self.self_attn = Attention(config, 2 * hidden, bias=config.attention_bias, norm_eps=norm_eps)
+        self.mlp = GatedMLP(config)
 
     def forward(self, embeds: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
         normed = self.hidden_norm(states)
@@ -258,11 +280,3 @@ class _Layer(nn.Module):
 def _own_name(name: str) -> str:
     """SGLang's training writes midlayer, vLLM's layers.0; some have the model in front."""
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")
-
-
-def _check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
-    """ValueError for draft tokens that the target lacks."""
-    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
-    if bool(((ids < 0) | (ids >= num_tokens)).any()):
-        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")

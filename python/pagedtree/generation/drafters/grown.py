@@ -19,11 +19,18 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["TreeGrower"]
+__all__ = ["TreeGrower", "chosen_scores"]
 
 INITIAL_PAGES = 64
 # What `expand_tree` calls its law, and what that is to the rules of verification.
 DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
+
+
+def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
+    """[N]: of the candidates' scores [B, C] those of the nodes that `rerank_tree` chose by them."""
+    best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
+    chosen = scores.gather(1, best)
+    return chosen[chosen > -torch.inf]
 
 
 class TreeGrower(Drafter):
@@ -91,10 +98,7 @@ class TreeGrower(Drafter):
     def confidence(self) -> Tensor | None:
         if self._grown is None or self.law != "topk":
             return None
-        scores = self._grown
-        best = scores.argsort(dim=1, descending=True, stable=True)[:, : self.max_nodes].sort(dim=1).values
-        chosen = scores.gather(1, best)
-        return chosen[chosen > -torch.inf]
+        return chosen_scores(self._grown, self.max_nodes)
 
     def limit_depth(self, levels: int | None) -> None:
         self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["Attention", "GatedMLP", "LayerSizes", "RotaryAngles", "Rotation", "layer_shapes", "sizes_by_name"]
+__all__ = [
+    "Attention",
+    "DecoderLayer",
+    "GatedMLP",
+    "LayerSizes",
+    "RotaryAngles",
+    "Rotation",
+    "check_ids",
+    "layer_shapes",
+    "sizes_by_name",
+]
 
 HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
 
@@ -29,6 +40,10 @@ class LayerSizes(Protocol):
     def num_key_value_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def attention_bias(self) -> bool: ...
 
 
 class RotaryAngles:
@@ -99,6 +114,36 @@ class GatedMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         return cast(Tensor, self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states)))
+
+
+class DecoderLayer(nn.Module):
+    """A layer of Llama's kind: attention and a gated MLP, each behind a norm and beside what stays of the states.
+
+    has_head_norms: whether queries and keys have an RMSNorm, as in Qwen 3.
+    """
+
+    def __init__(self, sizes: LayerSizes, *, has_head_norms: bool) -> None:
+        super().__init__()
+        hidden, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.self_attn = Attention(sizes, bias=sizes.attention_bias, norm_eps=eps if has_head_norms else None)
+        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        self.mlp = GatedMLP(sizes)
+
+    def forward(self, states: Tensor, rotation: Rotation, attend: Callable[..., Tensor]) -> Tensor:
+        """attend: queries [..., Hq, D], keys and values [..., Hkv, D] -> [..., Hq, D]."""
+        attention, inputs = self.self_attn, self.input_layernorm(states)
+        out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
+        states = states + attention.output(out)
+        return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
+
+
+def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
+    """Raises ValueError for draft tokens that the target lacks."""
+    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
+    if bool(((ids < 0) | (ids >= num_tokens)).any()):
+        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:

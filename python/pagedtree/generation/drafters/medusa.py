@@ -24,6 +24,15 @@ __all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
 
 WEIGHTS_NAME = "medusa.safetensors"
 SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
+OWN_OUTPUTS = {"outputs": "num_heads, vocab_size, hidden_size"}
+# Medusa's own files, and the tensors of a head by their names there.
+PUBLISHED_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+PUBLISHED = {
+    "0.linear.weight": ("weight", "hidden_size, hidden_size"),
+    "0.linear.bias": ("bias", "hidden_size"),
+    "1.weight": ("outputs", "vocab_size, hidden_size"),
+}
+MAX_HEADS = 1024
 
 
 class MedusaHeads(nn.Module):
@@ -31,10 +40,14 @@ class MedusaHeads(nn.Module):
 
     `lm_head` names the token after the hidden state's position; head i (from 0) the token i + 2 after it.
 
+    vocab_size: of heads with output layers of their own, as Medusa's published ones have; None: they share `lm_head`.
+
     Raises ValueError for a hidden_size that `lm_head`, if it is a layer that tells, does not read.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, lm_head: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, lm_head: Callable[[Tensor], Tensor], vocab_size: int | None = None
+    ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_heads", num_heads)):
             if size < 1:
@@ -44,6 +57,7 @@ class MedusaHeads(nn.Module):
         # Zero blocks are the identity, so that training starts from the model's own next-token guess.
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
         self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size))
+        self.outputs = None if vocab_size is None else nn.Parameter(torch.zeros(num_heads, vocab_size, hidden_size))
         # In a tuple, so that the model's layer does not become a submodule: its weights are not the heads' to save.
         self._lm_head = (lm_head,)
 
@@ -69,28 +83,39 @@ class MedusaHeads(nn.Module):
     @property
     def vocab_size(self) -> int | None:
         """Columns of the output layer's logits; None where it does not tell."""
-        return getattr(self._lm_head[0], "out_features", None)
+        return getattr(self._lm_head[0], "out_features", None) if self.outputs is None else self.outputs.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
         update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
-        logits: Tensor = self._lm_head[0](hidden.unsqueeze(-2) + F.silu(update))
+        states = hidden.unsqueeze(-2) + F.silu(update)
+        if self.outputs is not None:
+            return torch.einsum("...hd,hvd->...hv", states, self.outputs)
+        logits: Tensor = self._lm_head[0](states)
         return logits
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and medusa.safetensors into the folder `path`."""
         config = {"model_type": "medusa", "num_heads": self.num_heads, "hidden_size": self.hidden_size}
+        if self.outputs is not None:
+            config["vocab_size"] = self.outputs.shape[1]
         save_checkpoint(path, config, self.state_dict(), dtype, name=WEIGHTS_NAME)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
-        """Heads for `model` (its output layer, device and dtype) from the folder `path`.
+        """Heads for `model` (its output layer, device and dtype) from the folder `path`, as `save_pretrained` or Medusa
+        writes it: config.json with medusa_num_heads and medusa_lm_head.safetensors or medusa_lm_head.pt, whose heads
+        all are taken (some published configs tell of fewer).
 
         Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of
         heads for another target, or of entries and tensors that are not known; OSError for files that cannot be read.
         """
         target = Target.of(model)
-        return cls.load(path, target.lm_head).to(*target.place).eval()
+        heads = cls.load(path, target.lm_head)
+        if heads.outputs is not None and heads.outputs.shape[1] not in target.vocab_sizes:
+            known = " or ".join(map(str, sorted(target.vocab_sizes)))
+            raise ValueError(f"{path}: expected heads of the target's {known} tokens, got {heads.outputs.shape[1]}")
+        return heads.to(*target.place).eval()
 
     @classmethod
     def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
@@ -100,15 +125,44 @@ class MedusaHeads(nn.Module):
         """
         path = Path(path)
         entries = ConfigEntries.load(path)
+        if "medusa_num_heads" in entries:
+            return cls._load_published(path, entries, lm_head)
         entries.word("model_type", ("medusa",), "medusa")
         sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
+        vocab_size = entries.integer("vocab_size") if "vocab_size" in entries else None
         entries.refuse_others(HARMLESS)
         if (width := getattr(lm_head, "in_features", sizes["hidden_size"])) != sizes["hidden_size"]:
             entries.refuse("hidden_size", f"the target's {width}")
         stored = StoredTensors(path, (WEIGHTS_NAME,))
-        stored.expect(SHAPES, sizes)
-        heads = cls(sizes["hidden_size"], sizes["num_heads"], lm_head)
-        heads.load_state_dict({name: stored.load(name) for name in SHAPES})
+        shapes = SHAPES if vocab_size is None else {**SHAPES, **OWN_OUTPUTS}
+        stored.expect(shapes, {**sizes, "vocab_size": vocab_size or 0})
+        heads = cls(sizes["hidden_size"], sizes["num_heads"], lm_head, vocab_size)
+        heads.load_state_dict({name: stored.load(name) for name in shapes})
+        return heads
+
+    @classmethod
+    def _load_published(cls, path: Path, entries: ConfigEntries, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
+        stored = StoredTensors(path, PUBLISHED_NAMES, lambda name: name.removeprefix("medusa_head."))
+        least = entries.integer("medusa_num_heads", most=MAX_HEADS)
+        count = sum(name.endswith(".0.linear.bias") for name in stored.names)
+        if count < least:
+            entries.refuse("medusa_num_heads", f"at most the {count} heads of the file")
+        entries.only(medusa_num_layers=1)
+        entries.refuse_others({*HARMLESS, "base_model_name_or_path", "version"})
+        hidden_size, vocab_size = stored.first_size("0.0.linear.bias"), stored.first_size("0.1.weight")
+        if hidden_size is None or vocab_size is None:
+            raise ValueError(
+                f"{path}: expected tensors 0.0.linear.bias and 0.1.weight of Medusa's first head, got none"
+            )
+        if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
+            raise ValueError(f"{path}: 0.0.linear.bias: expected the target's hidden_size {width}, got {hidden_size}")
+        shapes = {f"{i}.{name}": shape for i in range(count) for name, (_, shape) in PUBLISHED.items()}
+        stored.expect(shapes, {"hidden_size": hidden_size, "vocab_size": vocab_size})
+        heads = cls(hidden_size, count, lm_head, vocab_size)
+        tensors = {
+            own: torch.stack([stored.load(f"{i}.{name}") for i in range(count)]) for name, (own, _) in PUBLISHED.items()
+        }
+        heads.load_state_dict(tensors)
         return heads
 
 

@@ -21,7 +21,9 @@ from pagedtree.generation.drafters import (
     MedusaHeads,
     NgramDrafter,
     NoDrafter,
+    ParallelEagleDrafter,
     StepResult,
+    load_drafter,
     medusa_tree,
 )
 from pagedtree.generation.logprobs import TokenLogprobs
@@ -53,6 +55,7 @@ __all__ = [
     "NgramDrafter",
     "NoDrafter",
     "PagedCache",
+    "ParallelEagleDrafter",
     "SequenceStats",
     "StepResult",
     "TokenLogprobs",
@@ -60,6 +63,7 @@ __all__ = [
     "continuous_batching",
     "dequantized",
     "generate",
+    "load_drafter",
     "medusa_tree",
     "packed_weights",
     "register",

@@ -108,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     drafts.add_argument(
         "--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer, as --model"
     )
+    drafts.add_argument(
+        "--drafter", metavar="FOLDER", help="folder of a draft head, of any format that load_drafter reads"
+    )
     drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
     drafts.add_argument("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
     drafts.add_argument("--block", metavar="PATH", help="folder of a block drafter (DFlash)")
@@ -221,7 +224,7 @@ def _read(args: argparse.Namespace) -> tuple[str, str | None]:
         raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
     if args.system is not None and not args.chat:
         raise ValueError("--system: needs --chat")
-    for name in ("model", "draft", "medusa", "eagle", "block"):
+    for name in ("model", "draft", "drafter", "medusa", "eagle", "block"):
         if getattr(args, name) is not None:
             check_checkpoint(f"--{name}", getattr(args, name), of_model=name in ("model", "draft"))
     files = {"--json-schema": args.json_schema, "--grammar": args.grammar}

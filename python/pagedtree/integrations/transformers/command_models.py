@@ -19,6 +19,7 @@ from pagedtree.generation.drafters import (
     MedusaDrafter,
     MedusaHeads,
     NgramDrafter,
+    load_drafter,
 )
 from pagedtree.integrations.transformers.command_files import errors_of, model_folder
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
@@ -64,6 +65,9 @@ def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
     if args.eagle:
         with errors_of("--eagle", args.eagle):
             return EagleDrafter(EagleHead.from_pretrained(args.eagle, model), **_deep(sizes))
+    if args.drafter:
+        with errors_of("--drafter", args.drafter):
+            return load_drafter(args.drafter, model, **sizes)
     if args.block:  # as deep as its blocks are long
         with errors_of("--block", args.block):
             return BlockDrafter(BlockDraftModel.from_pretrained(args.block, model), **sizes)

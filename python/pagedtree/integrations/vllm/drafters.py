@@ -11,7 +11,6 @@ those nodes verified that are (`tuned.BatchTuner`); "whole" has every node of ev
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -23,17 +22,24 @@ from transformers import AutoModelForCausalLM
 from vllm.distributed import get_tp_group
 
 from pagedtree.distributed import DraftGroup, VocabShards
-from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter
+from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter, load_drafter
 from pagedtree.generation.drafters.base import best_trees
 from pagedtree.generation.drafters.bounded import bounded
 from pagedtree.generation.rules import Sampling
-from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at, host_proposals, proposals_of
+from pagedtree.integrations.vllm.texts import Texts
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
-__all__ = ["EagleTreeDrafter", "MedusaTreeDrafter", "ModelTreeDrafter", "NgramTreeDrafter", "TreeDrafter"]
+__all__ = [
+    "EagleTreeDrafter",
+    "FolderTreeDrafter",
+    "MedusaTreeDrafter",
+    "ModelTreeDrafter",
+    "NgramTreeDrafter",
+    "TreeDrafter",
+]
 
 # A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
 Proposed = tuple[list[int], np.ndarray] | tuple[list[int], np.ndarray, np.ndarray | None]
@@ -275,7 +281,7 @@ class ModelTreeDrafter(TreeDrafter):
             )
         self.draft_ranks = vllm_config.speculative_config.draft_tensor_parallel_size or 1
         self.on_every_rank = self.draft_ranks > 1  # a draft group hands its proposals to all ranks
-        self.texts = _Texts()
+        self.texts = Texts()
         self.drafter: Any = None  # on the ranks that draft
         self.max_depth = self.options["depth"]
 
@@ -384,44 +390,57 @@ class MedusaTreeDrafter(TreeDrafter):
         return host_proposals(draft, log_probs.cpu().numpy())
 
 
-class EagleTreeDrafter(TreeDrafter):
-    """EAGLE-3: a decoder layer on outputs of three of the target's layers grows a tree, with a cache of its own.
+class FolderTreeDrafter(TreeDrafter):
+    """A head or a block drafter that reads outputs of the target's layers, from a folder of any format that is known.
 
-    Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
-    `pagedtree.integrations.transformers.EagleDrafter`. The head is whole on the first tensor-parallel rank, with a copy
-    of the target's embedding and output layer where the ranks share these. The copies and the head's cache are not part
-    of vLLM's memory budget. Prefix caching must be off.
+    Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
+    reads it; needed); depth and width as its drafter takes them, default its own. The drafter is whole on the first
+    tensor-parallel rank, with a copy of the target's embedding and output layer where the ranks share these. The copies
+    and the drafter's cache are not part of vLLM's memory budget. Prefix caching must be off.
     """
 
-    defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
-    grows_by_level = True
+    defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
+    folder: ClassVar[str] = "drafter"  # the option that names it
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        if not isinstance(self.options["head"], str):
+        if not isinstance(self.options[self.folder], str):
             raise ValueError(
-                f'additional_config["pagedtree"]: expected the entry head, a folder, got {self.options["head"]!r}'
+                f'additional_config["pagedtree"]: expected the entry {self.folder}, a folder, got'
+                f" {self.options[self.folder]!r}"
             )
-        self.texts = _Texts()
+        self.texts = Texts()
         self.drafter: Any = None  # on the ranks that draft
-        self.max_depth = self.options["depth"]
+        if self.options["depth"] is not None:
+            self.max_depth = self.options["depth"]
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
         _expect_no_draft_model(cls, vllm_config)
 
+    def make(self, target: WholeEnds) -> Any:
+        """The drafter; ValueError for one that reads something else of the target."""
+        sizes = {name: self.options[name] for name in ("depth", "width") if self.options[name] is not None}
+        drafter = load_drafter(self.options["drafter"], target, num_nodes=self.max_nodes, **sizes)
+        if not drafter.feature_layers:
+            raise ValueError(
+                f"drafter: expected a folder of EAGLE-3, P-EAGLE or DFlash, got one for {type(drafter).__name__};"
+                " for Medusa heads there is MedusaTreeDrafter"
+            )
+        return drafter
+
     def load_model(self, target_model: Any) -> None:
         config = self.vllm_config.model_config
         self.device = get_tp_group().device
-        head = EagleHead.from_pretrained(self.options["head"], WholeEnds(target_model, config))
-        self.feature_layers = head.feature_layers
+        drafter = self.make(WholeEnds(target_model, config))
+        self.feature_layers, self.grows_by_level = drafter.feature_layers, drafter.grows_by_level
+        self.max_depth = drafter.max_depth
         if get_tp_group().rank_in_group != 0:
             return
-        self.drafter = EagleDrafter(
-            head, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"]
-        )
+        self.drafter = drafter
         self.drafter.begin(page_size=16, sampling=_greedy(config.get_vocab_size()))
-        self.share = _share_of(self.drafter.num_weights, target_model)
+        num_weights = sum(weight.numel() for network in drafter.networks for weight in network.parameters())
+        self.share = _share_of(num_weights, target_model)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -446,31 +465,20 @@ class EagleTreeDrafter(TreeDrafter):
         return proposals_of(self.drafter, tokens, self.device)
 
 
-class _Texts:
-    """The texts of vLLM's requests as the sequences that drafters know; `TreeDrafter` knows where they end."""
+class EagleTreeDrafter(FolderTreeDrafter):
+    """EAGLE-3: a decoder layer on outputs of three of the target's layers grows a tree, with a cache of its own.
 
-    def __init__(self) -> None:
-        self._sequences: dict[str, GeneratedSequence] = {}
-        self._next_index = 0
+    Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
+    `pagedtree.integrations.transformers.EagleDrafter`. The rest is as in `FolderTreeDrafter`.
+    """
 
-    def known(self, request_id: str) -> list[int]:
-        """The text at the last call of `sequences`."""
-        sequence = self._sequences.get(request_id)
-        return sequence.tokens if sequence is not None else []
+    defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
+    folder: ClassVar[str] = "head"
+    grows_by_level = True
 
-    def sequences(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[GeneratedSequence]:
-        for request_id, text in zip(request_ids, tokens, strict=True):
-            if request_id not in self._sequences:
-                index = self._next_index
-                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=sys.maxsize)
-                self._next_index += 1
-            self._sequences[request_id].tokens = text.tolist()
-        return [self._sequences[request_id] for request_id in request_ids]
-
-    def forget(self, request_id: str, drafter: Any) -> None:
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            drafter.forget(sequence)
+    def make(self, target: WholeEnds) -> EagleDrafter:
+        head = EagleHead.from_pretrained(self.options["head"], target)
+        return EagleDrafter(head, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"])
 
 
 def _share_of(num_weights: int, target: Any) -> float:

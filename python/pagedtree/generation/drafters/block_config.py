@@ -1,0 +1,238 @@
+"""The config.json of a block drafter: in the form of DFlash, or in that of speculators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.rotary_config import Rotary
+
+__all__ = ["FEATURES", "BlockDraftConfig"]
+
+# The kinds of models, by the names that DFlash and speculators have for them.
+ARCHITECTURES = {"dflash": ("DFlashDraftModel", "DFlashSpeculator"), "dflash2": ("DFlash2DraftModel",)}
+# Of the convolutions and the selector of DFlash 2.
+OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OWN = ("draft_vocab_size", "sample_from_anchor", "window_from_anchor")
+# More than any draft model has; they bound what a config can ask for that no weight tells.
+MAX_LAYERS, MAX_BLOCK, MAX_CANDIDATES = 1024, 1024, 1024
+# What speculators leaves to its defaults, and the decoder layers whose sizes it takes over.
+DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+LAYER_KINDS = ("qwen3", "llama")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Columns of `fc`.
+FEATURES = "layers of target_layer_ids * hidden_size"
+
+
+@dataclass(frozen=True)
+class BlockDraftConfig:
+    """Sizes of a block drafter, by the names that DFlash's config.json has for them.
+
+    Attributes:
+        hidden_size: the target's too, as its embeddings and its output layer are used.
+        block_size: tokens of a block, the known one in front included.
+        mask_token_id: a token of the target that stands for those to be guessed.
+        target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
+        layer_types: "full_attention" or "sliding_attention" for each layer, default all full. In a full layer the
+            tokens of a block see each other; a sliding one is causal, with a window of `sliding_window`.
+        is_causal: None, or whether all layers are causal or none is. A sliding layer that is not causal has a window to
+            both sides.
+        input_embedding_scale, output_multiplier, final_logit_softcapping: what the target does to its embeddings and
+            its logits.
+        vocab_size: the target's. draft_vocab_size: tokens that are guessed, if they are fewer.
+        window_from_anchor: whether windows end `sliding_window` in front of the known token for all tokens of a block,
+            as speculators trains them, and not as far behind each.
+        sample_from_anchor: whether each token of a block, the known one, too, gives the one behind it. Else the mask
+            tokens give those in their own places.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `LocalConvolution` and
+            `CandidateSelector` in `block_layers`; None for DFlash.
+        rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    attention_bias: bool = False
+    layer_types: tuple[str, ...] = ()
+    sliding_window: int | None = None
+    is_causal: bool | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+    vocab_size: int | None = None
+    draft_vocab_size: int | None = None
+    window_from_anchor: bool = False
+    sample_from_anchor: bool = False
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    rotary: Rotary | None = None
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
+        """Reads the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
+        entries of which that is not known.
+        """
+        return cls._read(ConfigEntries(config))
+
+    @classmethod
+    def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
+        """As `from_dict`; messages then name the file."""
+        if "speculators_model_type" in top:
+            return cls._read_form(top, *_of_speculators(top))
+        names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
+        kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
+        # Some keys stand in an inner dictionary, where DFlash looks first.
+        inner = top.section("dflash_config")
+        return cls._read_form(top, kind, ConfigEntries({**top.entries, **inner.entries}, top.where))
+
+    @classmethod
+    def _read_form(cls, top: ConfigEntries, kind: str, found: ConfigEntries) -> BlockDraftConfig:
+        """found: all entries, by DFlash's names."""
+        hidden, heads = found.integer("hidden_size"), found.integer("num_attention_heads")
+        kv_heads, layers = found.integer("num_key_value_heads"), found.integer("num_hidden_layers", most=MAX_LAYERS)
+        head_dim = found.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
+        if heads % kv_heads:
+            found.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+        if head_dim % 2:
+            found.refuse("head_dim", "an even number, as halves are rotated")
+        causal = "causal" if "causal" in found else "is_causal"
+        rotary = Rotary.of(found)
+        vocab_size = found.integer("vocab_size") if "vocab_size" in found or kind == "dflash2" else None
+        draft_vocab = found.integer("draft_vocab_size") if "draft_vocab_size" in found else vocab_size
+        made = cls(
+            hidden_size=hidden,
+            intermediate_size=found.integer("intermediate_size"),
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=found.integer("block_size", least=2, most=MAX_BLOCK),
+            mask_token_id=found.integer("mask_token_id", least=0),
+            target_layer_ids=found.integers("target_layer_ids", least=0) or _usual_layers(found, layers),
+            rms_norm_eps=found.number("rms_norm_eps", 1e-6),
+            rope_theta=rotary.theta,
+            attention_bias=found.flag("attention_bias", False),
+            layer_types=found.words("layer_types", (FULL, SLIDING)),
+            sliding_window=found.integer("sliding_window") if "sliding_window" in found else None,
+            is_causal=found.flag(causal, False) if causal in found else None,
+            input_embedding_scale=found.number("input_embedding_scale", 1.0),
+            output_multiplier=found.number("output_multiplier", 1.0),
+            final_logit_softcapping=(
+                found.number("final_logit_softcapping") if "final_logit_softcapping" in found else None
+            ),
+            vocab_size=vocab_size,
+            draft_vocab_size=None if draft_vocab == vocab_size else draft_vocab,
+            window_from_anchor=found.flag("window_from_anchor", False),
+            sample_from_anchor=found.flag("sample_from_anchor", False),
+            rotary=None if rotary.kind == "default" else rotary,
+            **{name: found.integer(name) for name in OF_DFLASH2 if kind == "dflash2"},
+        )
+        if not made.target_layer_ids:
+            found.refuse("target_layer_ids", "layers of the target")
+        if len(made.layer_types) not in (0, layers):
+            found.refuse("layer_types", f"the kinds of num_hidden_layers {layers} layers")
+        if not made.layer_types:
+            found.only(use_sliding_window=False)
+        if draft_vocab is not None and (vocab_size is None or draft_vocab > vocab_size):
+            found.refuse("draft_vocab_size", f"at most vocab_size {vocab_size}")
+        if kind == "dflash2":
+            made._check_dflash2(found)
+        found.only(hidden_act="silu", mlp_bias=False, attention_sink_bias=False, target_hidden_size=hidden)
+        found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """The contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read one."""
+        values = {name: v for name, v in asdict(self).items() if v is not None and v != () and name != "rotary"}
+        for name in OWN:  # keys that DFlash does not know
+            if not values.get(name):
+                values.pop(name, None)
+        if self.rotary is not None:
+            values["rope_scaling"] = {"rope_type": self.rotary.kind, **self.rotary.values}
+        inner = {name: values.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+        inner = {name: list(value) if isinstance(value, tuple) else value for name, value in inner.items()}
+        if self.is_causal is not None:  # vLLM's name of it
+            inner["causal"] = self.is_causal
+        architecture = ARCHITECTURES["dflash" if self.selector_rank is None else "dflash2"][0]
+        return {"architectures": [architecture], "model_type": "qwen3", **values, "dflash_config": inner}
+
+    @property
+    def most_levels(self) -> int:
+        """Tokens that a block guesses."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    def window(self, layer: int) -> int | None:
+        """None where the block's tokens see each other; else the layer is causal, with this window (0 = none)."""
+        if not self._is_causal(layer):
+            return None
+        return (self.sliding_window or 0) if self._is_sliding(layer) else 0
+
+    def two_sided_window(self, layer: int) -> int:
+        """The window of a sliding layer that is not causal; 0 for other layers."""
+        return 0 if self._is_causal(layer) or not self._is_sliding(layer) else self.sliding_window or 0
+
+    def _is_sliding(self, layer: int) -> bool:
+        return self.layer_types[layer : layer + 1] == (SLIDING,)
+
+    def _is_causal(self, layer: int) -> bool:
+        return self._is_sliding(layer) if self.is_causal is None else self.is_causal
+
+    def _check_dflash2(self, found: ConfigEntries) -> None:
+        """Raises ValueError where the sizes of DFlash 2 do not fit the others."""
+        assert self.conv_group_size and self.conv_kernel_size and self.selector_top_k and self.vocab_size
+        if self.hidden_size % self.conv_group_size:
+            found.refuse("conv_group_size", f"a divisor of hidden_size {self.hidden_size}")
+        if self.conv_kernel_size > self.block_size:
+            found.refuse("conv_kernel_size", f"at most block_size {self.block_size}")
+        if self.selector_top_k > min(self.vocab_size, MAX_CANDIDATES):
+            found.refuse("selector_top_k", f"at most vocab_size {self.vocab_size} and {MAX_CANDIDATES}")
+        if self.draft_vocab_size is not None:
+            found.refuse("draft_vocab_size", f"vocab_size {self.vocab_size}, as the selector's codebooks have")
+
+
+def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
+    """The layers that DFlash reads where the file has none: spread over the target's."""
+    if "num_target_layers" not in found:
+        return ()
+    count = found.integer("num_target_layers", least=5, most=MAX_LAYERS)
+    if num_layers == 1:
+        return (count // 2,)
+    return tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
+
+
+def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
+    """The kind of a model that speculators wrote, and its entries by DFlash's names."""
+    kind = top.word("speculators_model_type", tuple(ARCHITECTURES), "dflash")
+    top.words("architectures", ARCHITECTURES[kind])
+    layer = top.section("transformer_layer_config")
+    layer.word("model_type", LAYER_KINDS, "qwen3")
+    own = {name: value for name, value in top.entries.items() if name != "transformer_layer_config"}
+    by_input = top.integers("aux_hidden_state_layer_ids", least=1)
+    if not by_input:
+        top.refuse("aux_hidden_state_layer_ids", "the inputs of layers of the target, from 1")
+    two_sided = top.flag("sliding_window_non_causal", kind == "dflash2")
+    renamed: Mapping[str, Any] = {
+        "target_layer_ids": [layer - 1 for layer in by_input],
+        "block_size": own.get("block_size", 8),
+        "window_from_anchor": True,
+        "is_causal": False if two_sided else None,
+        "tie_word_embeddings": False,  # of the verifier
+        **(DFLASH2_DEFAULTS if kind == "dflash2" else {}),
+    }
+    for name in ("aux_hidden_state_layer_ids", "sliding_window_non_causal", "speculators_model_type"):
+        own.pop(name, None)
+    entries = {**layer.entries, **renamed, **{name: v for name, v in own.items() if v is not None}}
+    return kind, ConfigEntries({**entries, "window_from_anchor": True}, top.where)

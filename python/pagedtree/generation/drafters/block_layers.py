@@ -1,0 +1,67 @@
+"""What DFlash 2 adds to a block drafter: convolutions within a block, and a selector of candidates."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree.generation.drafters.block_config import BlockDraftConfig
+
+__all__ = ["CandidateSelector", "LocalConvolution"]
+
+
+class LocalConvolution(nn.Module):
+    """Convolutions over the tokens of a block in front of a part of a layer and behind it.
+
+    Each channel of a token becomes a weighted sum of that channel in it and in the tokens before it in its block. A
+    weight is the sum of a trained one and of one that is made of the token, which `conv_group_size` channels share.
+    """
+
+    def __init__(self, config: BlockDraftConfig) -> None:
+        super().__init__()
+        kernel, group = config.conv_kernel_size, config.conv_group_size
+        assert kernel is not None and group is not None
+        self.block_size, self.kernel_size, self.num_groups = config.block_size, kernel, config.hidden_size // group
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * kernel * self.num_groups, bias=False)
+
+    def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """States [..., T, H] of whole blocks to what the part reads, and the weights that `behind` takes."""
+        shape = (2, self.kernel_size, self.num_groups)
+        weights = cast(Tensor, self.kernel_projection(states)).unflatten(-1, shape)
+        return self._convolved(states, weights[..., 0, :, :], self.base_kernel[0]), weights[..., 1, :, :]
+
+    def behind(self, states: Tensor, weights: Tensor) -> Tensor:
+        return self._convolved(states, weights, self.base_kernel[1])
+
+    def _convolved(self, states: Tensor, weights: Tensor, base: Tensor) -> Tensor:
+        blocks = states.unflatten(-2, (-1, self.block_size)).unflatten(-1, (self.num_groups, -1))
+        own = weights.unflatten(-3, (-1, self.block_size))[..., None]  # [..., blocks, size, kernel, groups, 1]
+        out = torch.zeros_like(blocks)
+        for back in range(self.kernel_size):
+            kernel = base[back].view(self.num_groups, -1) + own[..., back, :, :]
+            out[..., back:, :, :] += kernel[..., back:, :, :] * blocks[..., : self.block_size - back, :, :]
+        return out.view_as(states)
+
+
+class CandidateSelector(nn.Module):
+    """Weighs the likeliest tokens of a place by the token in front of it: a sum over `selector_rank` products."""
+
+    def __init__(self, config: BlockDraftConfig) -> None:
+        super().__init__()
+        rank, top_k, vocab_size = config.selector_rank, config.selector_top_k, config.vocab_size
+        assert rank is not None and top_k is not None and vocab_size is not None
+        self.top_k = top_k
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+
+    def forward(self, states: Tensor, before: Tensor, candidates: Tensor, logits: Tensor) -> Tensor:
+        """Scores of the candidates of a place behind each of F tokens, [B, F, K].
+
+        states [B, H] of the place, before int64 [B, F], candidates int64 [B, K] and their logits [B, K].
+        """
+        context = self.predecessor_codebook[before] * self.hidden_projection(states)[:, None]
+        return logits[:, None] + context @ self.successor_codebook[candidates].transpose(1, 2)

@@ -1,0 +1,92 @@
+"""Steps of a block drafter that no single op has: windows of its blocks, and trees of a selector's scores."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft, append_kv, expand_tree, merge_states, rerank_tree, start_draft, tree_attention
+from pagedtree.generation.drafters.block_layers import CandidateSelector
+from pagedtree.generation.drafters.grown import chosen_scores
+from pagedtree.generation.paged_step import PagedStep
+
+__all__ = ["attend_in_parts", "selected_trees"]
+
+
+def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, around: int) -> Tensor:
+    """Attention of blocks whose windows no mask of the op has: the text and a part of the block by the op, the rest of
+    the block here, and both merged. One of the two is 0.
+
+    step: the causal pass of whole blocks. window: of a causal layer; the text's part of it ends so far in front of each
+    block, and all before a token in its block is seen. around: of a layer that is not causal: to both sides of each
+    token.
+    """
+    size, batch = step.max_seqlen_q, step.seq_lens.shape[0]
+    k_cache, v_cache = step.cache.layer(layer, k, v)
+    assert v_cache is not None  # there are values of their own
+    append_kv(k, v, k_cache, v_cache, step.slots)
+    place = torch.arange(size, device=q.device)
+    distance = place[:, None] - place
+    mask, tree_lens = None, None
+    if window:  # the op sees the text and the token itself, at one position for all of a block
+        own = torch.zeros((size, -(-size // 32)), dtype=torch.int64, device=q.device)
+        own[place, place // 32] = 1 << (place % 32)
+        own = torch.where(own >= 1 << 31, own - (1 << 32), own)
+        mask, tree_lens = own.int().repeat(batch, 1), torch.full_like(step.seq_lens, size)
+        rest = distance > 0
+    else:  # the op sees what is not behind a token
+        rest = (distance < 0) & (distance > -around)
+    known, lse = tree_attention(
+        q,
+        k_cache,
+        v_cache,
+        step.page_table,
+        step.seq_lens,
+        step.cu_seqlens_q,
+        mask,
+        tree_lens=tree_lens,
+        max_seqlen_q=size,
+        window=window + 1 if window else around,
+        return_lse=True,
+    )
+    return merge_states(known, lse, *_within_blocks(q, k, v, size, rest))[0]
+
+
+def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of blocks of `size` tokens to their own, with its log-sum-exp; visible: bool [size, size]."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.float().unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3) * q.shape[-1] ** -0.5).masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse[..., None]).exp().masked_fill(~visible, 0.0)
+    return (weights @ v).transpose(1, 2).flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+
+
+def selected_trees(
+    selector: CandidateSelector, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int, width: int
+) -> tuple[Draft, Tensor]:
+    """Grows trees whose nodes have the likeliest children by a selector, which knows the node's own token.
+
+    roots: int64 [B]. states [B, depth, H] and logits [B, depth, V] of the places behind them. The `width` best nodes of
+    a level have children, at most `width` each. Returns the trees, and the joint log-probabilities of their nodes.
+    """
+    batch, depth = logits.shape[:2]
+    unary, candidates = logits.topk(min(selector.top_k, logits.shape[-1]), dim=-1)
+    width = min(width, unary.shape[-1])
+    # A candidate's place among those of its level stands for its token, as levels have others.
+    state = start_draft(torch.zeros_like(roots), max_kv_nodes=1 + width * (depth - 1))
+    before = roots[:, None]
+    for level in range(depth):
+        scores = selector(states[:, level], before, candidates[:, level], unary[:, level])
+        num_frontier = min(width, state.num_frontier * width) if level + 1 < depth else 0
+        state = expand_tree(state, scores.flatten(0, 1), num_children=width, num_frontier=num_frontier)
+        if num_frontier:
+            before = candidates[:, level].gather(1, state.level_tokens.view(batch, -1))
+    draft = rerank_tree(state, num_nodes)
+    trees = draft.trees
+    rows = torch.arange(len(draft.draft_tokens), device=roots.device)
+    tree = torch.searchsorted(trees.cu_nodes[1:].long(), rows, right=True).clamp(max=batch - 1)
+    place = (trees.depths.long() - 1).clamp(min=0)
+    tokens = candidates[tree, place, draft.draft_tokens.clamp(min=0)]
+    return Draft(tokens, trees), chosen_scores(state.scores, num_nodes)

@@ -1,0 +1,104 @@
+"""One call for the folders of draft heads that people have: which format it is, and the drafter for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagedtree.generation.drafters.base import Drafter
+from pagedtree.generation.drafters.block import BlockDrafter
+from pagedtree.generation.drafters.block_config import ARCHITECTURES as BLOCK_ARCHITECTURES
+from pagedtree.generation.drafters.block_model import BlockDraftModel
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+from pagedtree.generation.drafters.eagle import EagleDrafter
+from pagedtree.generation.drafters.eagle_config import ARCHITECTURES as EAGLE_ARCHITECTURES
+from pagedtree.generation.drafters.eagle_head import EagleHead
+from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads
+from pagedtree.generation.drafters.parallel_eagle import ParallelEagleDrafter
+
+__all__ = ["Format", "format_of", "load_drafter"]
+
+# Nodes of the trees of Medusa heads, whose drafter has no default.
+NUM_NODES = 16
+
+
+class Format(NamedTuple):
+    """name: as messages call it. load: folder, target and sizes -> the drafter."""
+
+    name: str
+    load: Callable[..., Drafter]
+
+
+def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
+    """Returns the drafter for the draft head in a folder, whatever wrote it.
+
+    The format is told by config.json: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 as SGLang's SpecForge and
+    vLLM have it, DFlash and DFlash 2 as the package dflash writes them, Medusa's own, and those that `save_pretrained`
+    of this package writes.
+
+    Args:
+        folder: with config.json and the weights.
+        target: the model that `generate` gets, of transformers.
+        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
+
+    Raises ValueError, which names the file and the entry or tensor, for a folder of another format, for another target,
+    or of entries and tensors that are not known; OSError for files that cannot be read.
+    """
+    folder = Path(folder)
+    entries = ConfigEntries.load(folder)
+    try:
+        return format_of(entries).load(folder, target, **sizes)
+    except ValueError as error:
+        verifier = entries.section("speculators_config").section("verifier").value("name_or_path")
+        if isinstance(verifier, str):
+            raise ValueError(f"{error} (the folder names {verifier[:80]} as its target)") from error
+        raise
+
+
+def format_of(entries: ConfigEntries) -> Format:
+    """The format of a folder by its config.json; ValueError, with the entry that tells, for one that is not read."""
+    if "speculators_model_type" in entries:
+        kind = entries.word("speculators_model_type", tuple(OF_SPECULATORS), "")
+        return Format(f"speculators' {kind}", OF_SPECULATORS[kind])
+    names = entries.value("architectures", [])
+    names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+    if any(name in known for known in BLOCK_ARCHITECTURES.values() for name in names):
+        return Format("DFlash", _block)
+    if "medusa_num_heads" in entries or entries.value("model_type") == "medusa":
+        return Format("Medusa", _medusa)
+    # EAGLE's own training calls its heads LlamaForCausalLM, as whole models are.
+    if any(name in EAGLE_ARCHITECTURES for name in names) and (
+        "draft_vocab_size" in entries or "LlamaForCausalLM" not in names
+    ):
+        return Format("EAGLE-3", _eagle)
+    entries.refuse(
+        "architectures",
+        "a draft head: EAGLE-3 (LlamaForCausalLMEagle3 and others), DFlash (DFlashDraftModel, DFlash2DraftModel),"
+        f" medusa_num_heads of Medusa, or speculators_model_type of {', '.join(OF_SPECULATORS)}",
+    )
+
+
+def _eagle(folder: Path, target: Any, **sizes: int) -> Drafter:
+    if sizes.get("width") == 1 and "num_nodes" in sizes:  # chains of so many nodes are as deep as that
+        sizes = {"depth": sizes["num_nodes"] - 1, **sizes}
+    head = EagleHead.from_pretrained(folder, target)
+    return EagleDrafter(head, **sizes) if head.mask_hidden is None else ParallelEagleDrafter(head, **sizes)
+
+
+def _block(folder: Path, target: Any, **sizes: int) -> Drafter:
+    return BlockDrafter(BlockDraftModel.from_pretrained(folder, target), **sizes)
+
+
+def _medusa(folder: Path, target: Any, num_nodes: int = NUM_NODES, **sizes: int) -> Drafter:
+    if sizes:
+        raise ValueError(f"{', '.join(sizes)}: not with Medusa heads, whose trees take shape by their scores")
+    return MedusaDrafter(MedusaHeads.from_pretrained(folder, target), num_nodes)
+
+
+OF_SPECULATORS: dict[str, Callable[..., Drafter]] = {
+    "eagle3": _eagle,
+    "peagle": _eagle,
+    "dflash": _block,
+    "dflash2": _block,
+}

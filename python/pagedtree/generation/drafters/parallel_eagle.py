@@ -1,0 +1,52 @@
+"""P-EAGLE: a head of EAGLE-3's kind that guesses all levels in one pass (Hui et al., 2026)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagedtree import Draft
+from pagedtree.generation.drafters.base import best_trees
+from pagedtree.generation.drafters.eagle import EagleDrafter
+from pagedtree.generation.drafters.eagle_head import EagleHead
+
+__all__ = ["ParallelEagleDrafter"]
+
+
+class ParallelEagleDrafter(EagleDrafter):
+    """A P-EAGLE head guesses all levels in one pass; of all trees over its guesses, the likeliest one is proposed.
+
+    Behind the target's features of the text come `depth - 1` tokens that are not known: the head's mask token with its
+    `mask_hidden` in place of features. Each sees the text and the ones before it, and gives the distribution of one
+    level. The levels do not know of each other, so the tree is made as `BlockDrafter` makes it
+    (`pagedtree.best_first_tree`). The rest is as in `EagleDrafter`.
+
+    Args:
+        head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
+        num_nodes: nodes of the tree, the root included; fewer where no more are possible.
+        depth, width: levels, and children of a node; width 1 gives a chain.
+    """
+
+    grows_by_level = False
+
+    def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 8, width: int = 8) -> None:
+        with torch.no_grad():
+            head.unknown_state()  # refuses other heads
+        super().__init__(head, num_nodes=num_nodes, depth=depth, width=width)
+        self.width = width
+        self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        self._log_probs = None  # of trees of the root alone
+        return super().propose(tokens, lengths, active, rows)
+
+    def confidence(self) -> Tensor | None:
+        return self._log_probs
+
+    def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
+        states = self._read_until(self._unread_ends(), table, num_unknown=self._depth - 1)
+        logits = self.head.logits(states.view(len(self._selected), self._depth, -1))
+        draft, self._log_probs = best_trees(logits, self.max_nodes, self.width)
+        return draft

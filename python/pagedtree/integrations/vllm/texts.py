@@ -1,0 +1,39 @@
+"""The texts of vLLM's requests, as drafters with a state know them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["Texts"]
+
+
+class Texts:
+    """The texts of vLLM's requests as the sequences that drafters know; `TreeDrafter` knows where they end."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, GeneratedSequence] = {}
+        self._next_index = 0
+
+    def known(self, request_id: str) -> list[int]:
+        """The text at the last call of `sequences`."""
+        sequence = self._sequences.get(request_id)
+        return sequence.tokens if sequence is not None else []
+
+    def sequences(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[GeneratedSequence]:
+        for request_id, text in zip(request_ids, tokens, strict=True):
+            if request_id not in self._sequences:
+                index = self._next_index
+                self._sequences[request_id] = GeneratedSequence(index, group=index, tokens=[], max_length=sys.maxsize)
+                self._next_index += 1
+            self._sequences[request_id].tokens = text.tolist()
+        return [self._sequences[request_id] for request_id in request_ids]
+
+    def forget(self, request_id: str, drafter: Any) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            drafter.forget(sequence)

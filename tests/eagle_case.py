@@ -1,0 +1,47 @@
+"""Heads of speculators' forms with random weights."""
+
+from __future__ import annotations
+
+import torch
+from generate_case import VOCAB
+
+from pagedtree.integrations.transformers import EagleHead
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": VOCAB,
+}
+SPECULATORS = {
+    "speculators_config": {
+        "algorithm": "eagle3",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/their-model"},
+    },
+    "speculators_version": "0.9.0",
+}
+
+
+def randomised(module):
+    torch.manual_seed(5)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+    return module.requires_grad_(False).eval()
+
+
+def head_of_speculators(model, **more):
+    """Two layers of Qwen 3, with biases."""
+    layer = {**SIZES, "model_type": "qwen3", "num_hidden_layers": 2, "attention_bias": True}
+    config = {"architectures": ["Eagle3DraftModel"], "speculators_model_type": "eagle3", **more}
+    config = {**config, "transformer_layer_config": layer, **SPECULATORS}
+    ids = torch.arange(0, VOCAB, 2)
+    return randomised(EagleHead(config, model.model.embed_tokens, model.lm_head, (0, 1), ids))
+
+
+def parallel_head(model):
+    kind = {"speculators_model_type": "peagle", "architectures": ["PEagleDraftModel"]}
+    return head_of_speculators(model, **kind, mask_token_id=3)

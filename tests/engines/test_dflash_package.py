@@ -1,0 +1,105 @@
+"""DFlash and DFlash 2 models that the package dflash saved: ours draft what its own forward does."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import VOCAB, greedy, lists, prompts_of, tiny
+from published_case import SIZES, randomise
+
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel, generate
+
+pytest.importorskip("dflash", reason="make test-engines ENGINE=speculators")
+
+from dflash.model import DFlash2DraftModel, DFlashDraftModel
+from transformers import Qwen3Config
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BLOCK = 5
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3, "use_sliding_window": True}
+SELECTOR = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 6}
+CASES = {
+    "dflash": (DFlashDraftModel, {}, {}),
+    "logits": (DFlashDraftModel, {}, {"output_multiplier": 0.5, "final_logit_softcapping": 3.0}),
+    "windows": (DFlashDraftModel, WINDOWS, {}),
+    "all causal": (DFlashDraftModel, {**WINDOWS, "is_causal": True}, {}),
+    "windows to both sides": (DFlashDraftModel, {**WINDOWS, "is_causal": False}, {}),
+    "dflash2": (DFlash2DraftModel, {}, SELECTOR),
+    "dflash2 with windows": (DFlash2DraftModel, {**WINDOWS, "is_causal": False}, SELECTOR),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0, num_hidden_layers=6)
+
+
+def saved(folder, name, layers=None):
+    make, entries, inner = CASES[name]
+    inner = {"mask_token_id": 3, "block_size": BLOCK, **inner}
+    if layers is not None:
+        inner["target_layer_ids"] = layers
+    sizes = Qwen3Config(**SIZES, num_hidden_layers=2, num_target_layers=6, dflash_config=inner, **entries)
+    theirs = randomise(make(sizes))
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def drafted(ours, model, features, tokens, width):
+    """What `BlockDrafter` makes of a text whose last token alone has no features: states, and the draft."""
+    drafter = BlockDrafter(ours, num_nodes=BLOCK, width=width)
+    drafter.begin(page_size=4, sampling=SimpleNamespace(vocab_size=None))
+    sequence = GeneratedSequence(0, group=0, tokens=tokens[0].tolist(), max_length=99)
+    drafter._append([(sequence, 0, features[0])])
+    drafter.select([sequence])
+    root = torch.tensor([tokens.shape[1] - 1])
+    states = drafter._guess(tokens[0, -1:], root, BLOCK - 1)
+    return states, drafter.propose(tokens, root.int() + 1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drafts(model, tmp_path, name):
+    theirs = saved(tmp_path, name)
+    ours = BlockDraftModel.from_pretrained(tmp_path, model)
+    assert ours.config.target_layer_ids == tuple(theirs.target_layer_ids) == (1, 3)
+    torch.manual_seed(7)
+    for length in (1, 2, 9):
+        features, tokens = torch.randn(1, length, 2 * 128), torch.randint(VOCAB, (1, length + 1))
+        block = torch.cat([tokens[:, -1:], torch.full((1, BLOCK - 1), 3)], dim=1)
+        expected = theirs(
+            position_ids=torch.arange(length + BLOCK)[None],
+            noise_embedding=model.model.embed_tokens(block),
+            target_hidden=features,
+        )[:, 1:]
+        states, draft = drafted(ours, model, features, tokens, width=1)
+        torch.testing.assert_close(states, expected, rtol=1e-5, atol=1e-5)
+        logits = theirs.compute_logits(expected, model.lm_head)
+        assert (ours.logits(states) - logits).abs().max() <= 1e-5 * logits.abs().max()
+        if isinstance(theirs, DFlash2DraftModel):
+            chain = theirs.propose(expected, tokens[:, -1], model.lm_head, 0.0)[0]
+        else:
+            chain = logits.argmax(-1)
+        assert draft.draft_tokens[1:].tolist() == chain[0].tolist()
+
+
+@pytest.mark.parametrize("name", ["windows to both sides", "dflash2"])
+def test_what_is_drafted(model, tmp_path, name):
+    saved(tmp_path, name, layers=[0, 5])
+    ours = BlockDraftModel.from_pretrained(tmp_path, model)
+    assert ours.config.target_layer_ids == (0, 5)
+    drafter = BlockDrafter(ours, num_nodes=10, width=3)
+    texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
+    for options in ({}, {"tree": None}):
+        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
+        assert lists(sequences) == texts
+    ours.save_pretrained(tmp_path / "again", dtype=torch.float32)
+    again = BlockDraftModel.from_pretrained(tmp_path / "again", model)
+    assert again.config == ours.config
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))

@@ -1,0 +1,177 @@
+"""Folders of draft heads: the format is found, the drafter drafts, and other folders are refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+
+from block_case import DFLASH2, block_model, features_of
+from eagle_case import SPECULATORS, head_of_speculators, parallel_head
+from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
+from safetensors.torch import save_file
+
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    EagleDrafter,
+    MedusaDrafter,
+    MedusaHeads,
+    ParallelEagleDrafter,
+    generate,
+    load_drafter,
+)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+@pytest.fixture(scope="module")
+def texts(model):
+    return [greedy(model, prompt) for prompt in prompts_of((5, 12))]
+
+
+def medusa_of(model, folder, name="medusa_lm_head.safetensors", prefix="", count=3):
+    """Medusa's own files, of heads with output layers of their own."""
+    torch.manual_seed(5)
+    tensors = {}
+    for i in range(count):
+        tensors[f"{prefix}{i}.0.linear.weight"] = torch.randn(128, 128) * 0.05
+        tensors[f"{prefix}{i}.0.linear.bias"] = torch.randn(128) * 0.05
+        tensors[f"{prefix}{i}.1.weight"] = torch.randn(VOCAB, 128)
+    if name.endswith(".pt"):
+        torch.save(tensors, folder / name)
+    else:
+        save_file(tensors, folder / name)
+    config = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_heads": 2, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_version": "4.31.0"}))
+    return tensors
+
+
+FOLDERS = {
+    "EAGLE-3": (lambda m, p: tiny_eagle(m).save_pretrained(p, torch.float32), EagleDrafter),
+    "eagle3": (lambda m, p: head_of_speculators(m).save_pretrained(p, torch.float32), EagleDrafter),
+    "peagle": (lambda m, p: parallel_head(m).save_pretrained(p, torch.float32), ParallelEagleDrafter),
+    "DFlash": (lambda m, p: block_model(m).save_pretrained(p, torch.float32), BlockDrafter),
+    "DFlash 2": (lambda m, p: block_model(m, DFLASH2).save_pretrained(p, torch.float32), BlockDrafter),
+    "Medusa": (medusa_of, MedusaDrafter),
+    "our Medusa": (lambda m, p: MedusaHeads(128, 3, m.lm_head).save_pretrained(p), MedusaDrafter),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_format_is_found(model, texts, tmp_path, name):
+    make, kind = FOLDERS[name]
+    make(model, tmp_path)
+    for sizes in ({}, {"num_nodes": 6}, {"num_nodes": 4, "width": 1}):
+        if "width" in sizes and kind is MedusaDrafter:
+            with pytest.raises(ValueError, match="width: not with Medusa heads"):
+                load_drafter(tmp_path, model, **sizes)
+            continue
+        drafter = load_drafter(tmp_path, model, **sizes)
+        assert type(drafter) is kind and drafter.max_nodes == sizes.get("num_nodes", 16)
+        assert drafter.is_chain == ("width" in sizes)
+        for options in ({}, {"tree": None}, {"num_pages": 14, "page_size": 4}):
+            sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
+            assert lists(sequences) == texts
+
+
+def test_what_a_parallel_head_guesses(model, texts):
+    """Each level by the text, the tokens that are not known before it, and nothing of the levels themselves."""
+    head, seen = parallel_head(model), []
+    drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
+    generate(
+        model,
+        prompts_of((5, 12))[1:],
+        drafter=drafter,
+        max_new_tokens=8,
+        tree=None,
+        on_step=lambda result: seen.append((result, drafter.confidence())),
+    )
+    features, checked = features_of(model, texts[1], (0, 1)).detach(), 0
+
+    def attend(q, k, v, layer=0):
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+
+    for result, log_probs in seen[1:]:
+        if result.trees.max_nodes < 9 or len(result.draft_tokens) < 9:
+            continue
+        root = int(result.start[0])
+        tokens = torch.tensor([*texts[1][1 : root + 1], 3, 3])
+        fused = torch.cat([head.fuse(features[:root]), head.unknown_state().expand(2, -1)])
+        logits = head.logits(head(tokens, fused, torch.arange(root + 2), attend)[-3:])
+        levels = logits.detach().log_softmax(-1)
+        for node in range(1, 9):
+            path, at = [], node
+            while at > 0:
+                path.append(int(result.draft_tokens[at]))
+                at = int(result.trees.parents[at])
+            joint = sum(float(levels[depth, token // 2]) for depth, token in enumerate(reversed(path)))
+            assert abs(joint - float(log_probs[node])) < 1e-3
+            checked += 1
+    assert checked >= 16
+
+
+def test_a_parallel_drafter_needs_a_parallel_head(model):
+    with pytest.raises(ValueError, match="expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3"):
+        ParallelEagleDrafter(tiny_eagle(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("medusa_lm_head.safetensors", "medusa_head."), ("medusa_lm_head.pt", "")]
+)
+def test_what_published_medusa_heads_compute(model, tmp_path, name, prefix):
+    tensors = {key.removeprefix(prefix): t for key, t in medusa_of(model, tmp_path, name, prefix, count=5).items()}
+    heads = MedusaHeads.from_pretrained(tmp_path, model)
+    assert heads.num_heads == 5  # more than the published config says, whose authors load five all the same
+    states = torch.randn(4, 128)
+    for i in range(5):
+        inner = torch.nn.functional.linear(states, tensors[f"{i}.0.linear.weight"], tensors[f"{i}.0.linear.bias"])
+        expected = (states + torch.nn.functional.silu(inner)) @ tensors[f"{i}.1.weight"].T
+        torch.testing.assert_close(heads(states)[:, i], expected, rtol=1e-5, atol=1e-5)
+    heads.save_pretrained(tmp_path / "again", torch.float32)
+    assert torch.equal(MedusaHeads.from_pretrained(tmp_path / "again", model)(states), heads(states))
+
+
+def change(**entries):
+    return lambda config: {**config, **entries}
+
+
+REFUSED = [
+    ("EAGLE-3", change(architectures=["Qwen3ForCausalLM"]), "architectures: expected a draft head: EAGLE-3"),
+    ("EAGLE-3", change(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "architectures: expected a draft"),
+    ("EAGLE-3", change(speculators_model_type="dspark"), "speculators_model_type: expected one of eagle3, peagle,"),
+    ("EAGLE-3", change(scale_emb=2.0), "scale_emb: expected no such entry"),
+    ("DFlash", change(architectures=["DFlash2DraftModel"]), "vocab_size: expected an integer"),
+    ("Medusa", change(medusa_num_layers=2), "medusa_num_layers: expected 1"),
+    ("Medusa", change(medusa_num_heads=4), "medusa_num_heads: expected at most the 3 heads of the file, got 4"),
+    ("Medusa", change(medusa_choices=[1]), "medusa_choices: expected no such entry"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "message"), REFUSED)
+def test_other_folders_are_refused(model, tmp_path, name, changed, message):
+    FOLDERS[name][0](model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(changed(json.loads(path.read_text()))))
+    with pytest.raises(ValueError, match=message) as error:
+        load_drafter(tmp_path, model)
+    assert str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_verifier_is_named(model, tmp_path):
+    head_of_speculators(model).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SPECULATORS}))
+    other = tiny(0, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
+    with pytest.raises(ValueError, match=r"target's 64, got 128 \(the folder names somebody/their-model as its target"):
+        load_drafter(tmp_path, other)
