@@ -42,7 +42,6 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   const LogitRow row = row_under(p.options, p.logits, r, n, radix.block);
   const RowDistribution distribution = find_distribution(radix, shared.filter, row, logprob_sampling(p, r));
   RowMasses masses(distribution);
-  if (!distribution.bad) masses.row.learn({.logit = distribution.scale.peak, .token = 0, .has_nan = false});
   sum_blocks(masses, shared.sums);
   const double total = shared.sums.total(row.vocab);
   if (token >= 0) {

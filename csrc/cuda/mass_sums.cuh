@@ -21,7 +21,11 @@ struct RowMasses {
 
   __device__ explicit RowMasses(const RowDistribution& distribution)
       : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
-    if (distribution.uniform) row.make_uniform();
+    if (distribution.uniform) {
+      row.make_uniform();
+    } else if (!distribution.bad) {
+      row.learn({.logit = distribution.scale.peak, .token = distribution.best, .has_nan = false});
+    }
   }
 
   __device__ float at(int64_t token) const {
@@ -35,7 +39,11 @@ struct RowMasses {
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
     uint32_t kept = 0;
     if (token < row.vocab()) {
-      row.clean_four(token, loaded, four);
+      if (row.stands() && token + 4 <= row.vocab()) {
+        row.convert(loaded, four);
+      } else {
+        row.clean_four(token, loaded, four);
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float x = scale(four[i]);
@@ -48,7 +56,10 @@ struct RowMasses {
       return;
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) four[i] = kept >> i & 1u ? exp_exact<ScalarMath>(four[i]) : 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      const float mass = exp_exact<ScalarMath>(four[i]);
+      four[i] = kept >> i & 1u ? mass : 0.0f;
+    }
   }
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
     values(token, loaded, sums[0]);

@@ -1,4 +1,5 @@
-// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h: one CTA per row or per tree.
+// Scans of this rank's columns of a row, see core/shards.h and core/shard_distributions.h: one cluster per row for
+// distributions and draws, one CTA per item for what rejections leave.
 #include "core/shard_distributions.h"
 #include "cuda/backend.h"
 #include "cuda/sampling.cuh"
@@ -14,7 +15,7 @@ template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
                                      const LogitRow& of_logits, const LogitReader<kDType>& logits, const ShardRow& row,
                                      int64_t* words, SamplingShared& shared) {
-  const bool leads = threadIdx.x == 0;
+  const bool leads = leads_cluster();
   switch (p.round) {
     case ShardRound::kNone:
       break;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       tabulate(shared.radix, view.by_mass ? &shared.filter.masses : nullptr, shared.radix.next, items, weight,
                p.digit / 2, first ? row.key : row.key >> kShardDigitBits);
       const unsigned bin = threadIdx.x;
-      if (bin >= kShardBins) break;
+      if (bin >= kShardBins || ptx::cluster_rank() != 0) break;
       uint64_t sum = 0;
       for (unsigned i = 0; i < (first ? kShardBins : 1); ++i) {
         const Totals& totals =
@@ -62,8 +63,9 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       logits.each_four([&](int64_t, const float (&four)[4]) {
         for (int i = 0; i < 4; ++i) ties += four[i] == row.filter.min_logit;
       });
-      ties = block_sum(shared.radix.block, ties);
-      if (leads) words[0] = static_cast<int64_t>(ties);
+      uint64_t total;
+      sum_before_warp_of_cluster(shared.radix.block, warp_sum(ties), total);
+      if (leads) words[0] = static_cast<int64_t>(total);
       break;
     }
     case ShardRound::kRace: {
@@ -79,7 +81,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       const RaceNoise<false> noise{static_cast<uint64_t>(p.seeds[b]), static_cast<int64_t>(position),
                                    p.shard.first_token};
       const uint64_t of_thread = race(kept, of_shard.scale, of_shard.filter, row.peak.token, noise);
-      const uint64_t best = block_max(shared.radix.block, of_thread);
+      const uint64_t best = cluster_max(shared.radix.block, of_thread);
       const int64_t word =
           best == 0 ? INT64_MIN : ranked_word(ranked_value(best), p.shard.first_token + ranked_id(best));
       if (leads) words[0] = word;
@@ -109,14 +111,14 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
         kept_ties == 0 ? 0 : end_of_ties(logits, logit, static_cast<uint64_t>(kept_ties), shared.radix.block);
   }
   tell(p, n, b, sampling, of_logits, logits, row, p.words + n * words_of(p.round), shared);
-  __syncthreads();  // all have read the row
-  if (threadIdx.x == 0) p.shard.rows[n] = row;
+  ptx::cluster_sync();  // all have read the row
+  if (leads_cluster()) p.shard.rows[n] = row;
 }
 
 template <DType kDType>
 __global__ void __launch_bounds__(kRulesThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
-  ptx::cluster_sync();  // clusters of one CTA: each rank has only a part of the row
-  for (int64_t n = blockIdx.x; n < p.shard.logits.num_rows; n += gridDim.x) {
+  ptx::cluster_sync();
+  for (int64_t n = ptx::cluster_index(); n < p.shard.logits.num_rows; n += num_clusters()) {
     step_row<kDType>(p, n, ptx::shared<SamplingShared>());
   }
 }
@@ -271,10 +273,10 @@ __global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_co
 }  // namespace
 
 void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
-  const int64_t ctas = clusters_for(p.shard.options, p.shard.logits.num_rows);
+  const int64_t clusters = clusters_for(p.shard.options, p.shard.logits.num_rows);
   with_logit_dtype(dtype_under(p.shard.options, p.shard.logits.dtype), [&](auto dtype) {
-    launch(step_kernel<dtype>, dim3(static_cast<unsigned>(ctas)),
-           dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(SamplingShared), ctx.stream, p);
+    launch_rows(step_kernel<dtype>, clusters, p.shard.logits.vocab, kRulesThreads, sizeof(SamplingShared), ctx.stream,
+                p);
   });
 }
 

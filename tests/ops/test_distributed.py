@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from itertools import product
+from unittest import mock
 
 import lossless_case
 import pytest
@@ -119,6 +120,30 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
 )
 def test_sampled_and_greedy_are_those_of_the_whole(ranks, size, backend, dtype, name):
     for wrong in ranks.run(compare_sampled, size, backend, size, dtype, name):
+        assert wrong == []
+
+
+def compare_in_clusters(group: object, name: str) -> list[str]:
+    """Parts of 8192 tokens and more, which up to four CTAs read together."""
+    vocab, wrong = 40_009, []
+    case = make_case(vocab, torch.bfloat16, seed=4)
+    params, rows = params_of(name, case.trees.batch_size), case.logits.shape[0]
+    whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams)
+    with use_backend("simt"), mock.patch.dict(os.environ, PAGEDTREE_SIMT_DEVICE=f"{4 * rows}:227:4"):
+        for fractions in ([0.5, 0.3], [0.0, 1.0]):
+            shards = shards_of(group, fractions, vocab)
+            got = distributed.verify_sampled(
+                shards.own(case.logits), case.drafts, case.trees, params, shards=shards, **case.streams
+            )
+            if not same(got, whole):
+                wrong.append(f"{fractions}: {got} {whole}")
+    return wrong
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize("name", [*PARAMS])
+def test_clusters_do_not_matter(ranks, name):
+    for wrong in ranks.run(compare_in_clusters, 3, name):
         assert wrong == []
 
 
