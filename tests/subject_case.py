@@ -12,6 +12,7 @@ from eagle_case import parallel_head
 from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
+from mtp_case import random_head
 
 from pagedtree.integrations.transformers import (
     BlockDrafter,
@@ -19,6 +20,7 @@ from pagedtree.integrations.transformers import (
     EagleDrafter,
     MedusaDrafter,
     ModelDrafter,
+    MtpDrafter,
     NgramDrafter,
     ParallelEagleDrafter,
     medusa_tree,
@@ -61,6 +63,10 @@ class Subject:
         return block_model(self.model)
 
     @cached_property
+    def mtp_head(self):
+        return random_head(self.model)
+
+    @cached_property
     def dflash2(self):
         return block_model(self.model, DFLASH2)
 
@@ -92,6 +98,7 @@ DRAFTERS = {
     "block": lambda s: BlockDrafter(s.block, num_nodes=12, width=4),
     "DFlash 2": lambda s: BlockDrafter(s.dflash2, num_nodes=12, width=4),
     "P-EAGLE": lambda s: ParallelEagleDrafter(s.parallel_head, num_nodes=10, depth=3, width=3),
+    "MTP": lambda s: MtpDrafter(s.mtp_head, num_nodes=9, depth=3, width=3),
     "block chain": lambda s: BlockDrafter(s.block, num_nodes=4, width=1),
     "combined": lambda s: CombinedDrafter(
         ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2
@@ -105,8 +112,18 @@ SUBJECTS = {"full": Subject(lambda seed=0: tiny(seed)), "hybrid": Subject(tiny_h
 # A model with recurrent layers cannot draft for itself.
 NAMES = {
     "full": [name for name in DRAFTERS if name != "latent draft model"],
-    "hybrid": ["none", "ngram chain", "ngram tree", "medusa, best first", "EAGLE", "draft model", "oracle", "hostile"],
-    "latent": ["none", "ngram chain", "ngram tree", "draft model", "latent draft model", "oracle", "hostile"],
+    "hybrid": [
+        "none",
+        "ngram chain",
+        "ngram tree",
+        "medusa, best first",
+        "EAGLE",
+        "MTP",
+        "draft model",
+        "oracle",
+        "hostile",
+    ],
+    "latent": ["none", "ngram chain", "ngram tree", "MTP", "draft model", "latent draft model", "oracle", "hostile"],
 }
 SLOW = {("latent", name) for name in ("ngram chain", "hostile", "deepseek_v2, unscaled", "deepseek_v3, yarn")}
 

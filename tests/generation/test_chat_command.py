@@ -180,7 +180,7 @@ def test_any_folder(folder, run, calls):
     status, _, error = run("--drafter", folder / "nowhere")
     assert status == 2 and "--drafter: expected a folder, got " in error
     status, _, error = run("--drafter", folder)
-    assert status == 2 and "architectures: expected a draft head" in error
+    assert status == 2 and "expected a draft head, or a model with MTP layers" in error
 
 
 def test_packed_weights(run, calls):

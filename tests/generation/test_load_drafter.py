@@ -147,8 +147,8 @@ def change(**entries):
 
 
 REFUSED = [
-    ("EAGLE-3", change(architectures=["Qwen3ForCausalLM"]), "architectures: expected a draft head: EAGLE-3"),
-    ("EAGLE-3", change(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "architectures: expected a draft"),
+    ("EAGLE-3", change(architectures=["Eagle2Model"]), "architectures: expected a draft head: EAGLE-3"),
+    ("EAGLE-3", change(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "expected a draft head, or a model"),
     ("EAGLE-3", change(speculators_model_type="dspark"), "speculators_model_type: expected one of eagle3, peagle,"),
     ("EAGLE-3", change(scale_emb=2.0), "scale_emb: expected no such entry"),
     ("DFlash", change(architectures=["DFlash2DraftModel"]), "vocab_size: expected an integer"),
@@ -165,7 +165,7 @@ def test_other_folders_are_refused(model, tmp_path, name, changed, message):
     path.write_text(json.dumps(changed(json.loads(path.read_text()))))
     with pytest.raises(ValueError, match=message) as error:
         load_drafter(tmp_path, model)
-    assert str(path) in str(error.value) and "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_verifier_is_named(model, tmp_path):

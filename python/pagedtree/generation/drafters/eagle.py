@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from pagedtree import Draft, DraftState
 from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.grown import TreeGrower
-from pagedtree.generation.drafters.target import check_attention, check_place
+from pagedtree.generation.drafters.target import check_place
 from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
@@ -35,8 +37,7 @@ class EagleDrafter(TreeGrower):
     """
 
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
-        sizes = head.config
-        check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
+        head.check_attention()
         self.head, self.feature_layers, self.networks = head, head.feature_layers, (head,)
         self.num_weights = sum(weight.numel() for weight in head.parameters())
         super().__init__(head.vocab_size, head.target_ids.device, "topk", num_nodes, depth, width)
@@ -132,7 +133,7 @@ class EagleDrafter(TreeGrower):
         position are read with them, of P-EAGLE's kind, and not kept; the states are then [B, 1 + num_unknown, H].
         """
         chunks, tokens, features, counts = list[tuple[GeneratedSequence, int, int]](), list[int](), [], []
-        masks = [self.head.config.mask_token_id or 0] * num_unknown
+        masks = [cast(int, self.head.config.mask_token_id)] * num_unknown if num_unknown else []
         for sequence, end in ends:
             start, count = self._cached[sequence.index], self._num_readable(sequence, end)
             if count == 0:

@@ -15,7 +15,7 @@ from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.layers import Attention, DecoderLayer, GatedMLP, RotaryAngles, Rotation, check_ids
-from pagedtree.generation.drafters.target import Target
+from pagedtree.generation.drafters.target import Target, check_attention
 
 __all__ = ["EagleHead"]
 
@@ -118,6 +118,11 @@ class EagleHead(nn.Module):
     def output_rows(self) -> Tensor:
         """[draft vocabulary, hidden_size]: of the head's own output layer, or of the target's."""
         return self._rows[0] if self.lm_head is None else self.lm_head.weight
+
+    def check_attention(self) -> None:
+        """Raises ValueError for heads that `tree_attention` does not take."""
+        sizes = self.config
+        check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
         """Raises ValueError where the head does not fit a target whose layers have `hidden_size` outputs and which

@@ -21,6 +21,8 @@ __all__ = ["Format", "format_of", "load_drafter"]
 
 # Nodes of the trees of Medusa heads, whose drafter has no default.
 NUM_NODES = 16
+# Ends of the names of whole models' architectures.
+OF_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class Format(NamedTuple):
@@ -30,7 +32,9 @@ class Format(NamedTuple):
     load: Callable[..., Drafter]
 
 
-def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
+def load_drafter(
+    folder: str | Path, target: Any, *, of_models: Callable[..., Drafter] | None = None, **sizes: int
+) -> Drafter:
     """Returns the drafter for the draft head in a folder, whatever wrote it.
 
     The format is told by config.json: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 as SGLang's SpecForge and
@@ -40,6 +44,8 @@ def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
     Args:
         folder: with config.json and the weights.
         target: the model that `generate` gets, of transformers.
+        of_models: loads what is a part of a whole model, or speculators' mtp, from folder, target and sizes; None:
+            nothing does. In `pagedtree.integrations.transformers` it is `MtpDrafter`.
         sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
 
     Raises ValueError, which names the file and the entry or tensor, for a folder of another format, for another target,
@@ -48,7 +54,7 @@ def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
     folder = Path(folder)
     entries = ConfigEntries.load(folder)
     try:
-        return format_of(entries).load(folder, target, **sizes)
+        return format_of(entries, of_models).load(folder, target, **sizes)
     except ValueError as error:
         verifier = entries.section("speculators_config").section("verifier").value("name_or_path")
         if isinstance(verifier, str):
@@ -56,11 +62,12 @@ def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
         raise
 
 
-def format_of(entries: ConfigEntries) -> Format:
+def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None = None) -> Format:
     """The format of a folder by its config.json; ValueError, with the entry that tells, for one that is not read."""
+    of_speculators = OF_SPECULATORS if of_models is None else {**OF_SPECULATORS, "mtp": of_models}
     if "speculators_model_type" in entries:
-        kind = entries.word("speculators_model_type", tuple(OF_SPECULATORS), "")
-        return Format(f"speculators' {kind}", OF_SPECULATORS[kind])
+        kind = entries.word("speculators_model_type", tuple(of_speculators), "")
+        return Format(f"speculators' {kind}", of_speculators[kind])
     names = entries.value("architectures", [])
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if any(name in known for known in BLOCK_ARCHITECTURES.values() for name in names):
@@ -72,10 +79,12 @@ def format_of(entries: ConfigEntries) -> Format:
         "draft_vocab_size" in entries or "LlamaForCausalLM" not in names
     ):
         return Format("EAGLE-3", _eagle)
+    if of_models is not None and any(name.endswith(OF_MODELS) for name in names):
+        return Format("a model", of_models)
     entries.refuse(
         "architectures",
         "a draft head: EAGLE-3 (LlamaForCausalLMEagle3 and others), DFlash (DFlashDraftModel, DFlash2DraftModel),"
-        f" medusa_num_heads of Medusa, or speculators_model_type of {', '.join(OF_SPECULATORS)}",
+        f" medusa_num_heads of Medusa, or speculators_model_type of {', '.join(of_speculators)}",
     )
 
 

@@ -23,7 +23,6 @@ from pagedtree.generation.drafters import (
     NoDrafter,
     ParallelEagleDrafter,
     StepResult,
-    load_drafter,
     medusa_tree,
 )
 from pagedtree.generation.logprobs import TokenLogprobs
@@ -36,6 +35,7 @@ from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.gguf import dequantized
+from pagedtree.integrations.transformers.mtp import MtpDrafter, MtpHead, load_drafter
 from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
@@ -52,6 +52,8 @@ __all__ = [
     "MedusaDrafter",
     "MedusaHeads",
     "ModelDrafter",
+    "MtpDrafter",
+    "MtpHead",
     "NgramDrafter",
     "NoDrafter",
     "PagedCache",

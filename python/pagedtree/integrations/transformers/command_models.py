@@ -19,10 +19,10 @@ from pagedtree.generation.drafters import (
     MedusaDrafter,
     MedusaHeads,
     NgramDrafter,
-    load_drafter,
 )
 from pagedtree.integrations.transformers.command_files import errors_of, model_folder
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
+from pagedtree.integrations.transformers.mtp import load_drafter
 
 __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 

@@ -1,0 +1,282 @@
+"""Multi-token prediction: the layers that models ship beside their own to draft with (DeepSeek-V3, 2024)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from pagedtree.generation import drafters
+from pagedtree.generation.drafters import Drafter, EagleDrafter
+from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors
+from pagedtree.generation.drafters.target import Target, check_attention
+from pagedtree.generation.packed_model import PackedModel
+from pagedtree.generation.paged_step import PagedStep
+from pagedtree.integrations.transformers.attention import NAME
+from pagedtree.integrations.transformers.latent import absorbed, latent_layers
+from pagedtree.integrations.transformers.model import ATTENTION_KINDS, decoder_layers
+from pagedtree.integrations.transformers.packed_pass import PackedPass
+
+__all__ = ["MtpDrafter", "MtpHead", "load_drafter"]
+
+WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors")
+# What a checkpoint repeats of the target, whose own is used.
+NOT_READ = ("embed_tokens.weight", "shared_head.head.weight")
+
+
+class Layout(NamedTuple):
+    """The names of a layer's tensors in a checkpoint, behind `prefix`.
+
+    Attributes:
+        token_norm, state_norm, projection, final_norm: of what is around the decoder layer.
+        layer: in front of the names of the decoder layer's own.
+        is_state_first: whether the projection reads the state in front of the token's embedding.
+    """
+
+    prefix: str
+    token_norm: str
+    state_norm: str
+    projection: str
+    final_norm: str
+    layer: str = ""
+    is_state_first: bool = False
+
+
+# Of DeepSeek-V3, GLM-4.5 and GLM-4.7-Flash the layer stands behind the model's last one.
+AMONG_LAYERS = Layout("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
+LAYOUTS = (
+    Layout("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),  # Qwen3-Next and 3.5
+    Layout("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "", True),
+    # speculators'
+    Layout("mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
+)
+
+
+class MtpHead(nn.Module):
+    """A decoder layer of the target's own kind that reads a token's embedding and a state, and gives the next state.
+
+    At position t stand the target's token t + 1 and the state of token t: what the target's output layer reads there,
+    or, in a draft, what this layer gave at the node before. What it gives, read by the target's output layer, names the
+    token t + 2.
+
+        joined = projection(cat([token_norm(embed(token)), state_norm(state)]))   # MiMo: the state first
+        state = final_norm(layer(joined))
+
+    The layer is a copy of the target's last one with full attention, latent or not, dense or with experts, with other
+    weights; embedding, output layer and rotary embedding are the target's.
+
+    Args:
+        model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
+        is_state_first: see above.
+    """
+
+    target_ids: Tensor
+
+    def __init__(self, model: Any, *, is_state_first: bool = False) -> None:
+        super().__init__()
+        target, decoder = Target.of(model), model.get_decoder()
+        norm, rotary = getattr(decoder, "norm", None), getattr(decoder, "rotary_emb", None)
+        if norm is None or rotary is None:
+            raise ValueError(f"model: expected a decoder with norm and rotary_emb, got {type(decoder).__name__}")
+        self.is_state_first = is_state_first
+        self.feature_layers = (target.num_layers - 1,)
+        self.token_norm, self.state_norm, self.final_norm = (copy.deepcopy(norm) for _ in range(3))
+        hidden, (device, dtype) = target.hidden_size, target.place
+        self.projection = nn.Linear(2 * hidden, hidden, bias=False, device=device, dtype=dtype)
+        self.layer, self._config = _copied_layer(model)
+        self._latent = latent_layers(self.layer)
+        self.register_buffer("target_ids", torch.arange(target.lm_head.weight.shape[0]).to(device), persistent=False)
+        # In a tuple, so that the target's modules do not become submodules.
+        self._of_target = (target.embed_tokens, target.lm_head, norm, rotary)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target_ids.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.projection.weight.device
+
+    def check_attention(self) -> None:
+        """Raises ValueError for a layer that no paged pass takes."""
+        attention: Any = getattr(self.layer, "self_attn", None)
+        if not self._latent and hasattr(attention, "head_dim"):
+            groups = getattr(attention, "num_key_value_groups", 1)
+            num_heads = attention.q_proj.out_features // attention.head_dim
+            check_attention(num_heads, max(num_heads // groups, 1), attention.head_dim)
+
+    def check_target(self, hidden_size: int, vocab_size: int) -> None:
+        """Raises ValueError where the head does not fit a target of these sizes."""
+        own = self.projection.out_features
+        if own != hidden_size or self.vocab_size < vocab_size:
+            raise ValueError(
+                f"drafter: expected MTP layers of the target's hidden size {hidden_size} and {vocab_size} tokens, got"
+                f" {own} and {self.vocab_size}"
+            )
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The outputs of the target's last layer, [T, H], to what its output layer reads."""
+        return cast(Tensor, self._of_target[2](features))
+
+    def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
+        """Tokens and positions, int64 [T], with states [T, H] to the next states.
+
+        step: the pass over a paged cache. None: the tokens are one text, read by transformers' own attention, as for
+        training.
+        """
+        embed, _, _, rotary = self._of_target
+        parts = [self.token_norm(embed(tokens)), self.state_norm(states)]
+        joined = self.projection(torch.cat(parts[::-1] if self.is_state_first else parts, dim=-1))[None]
+        arguments: dict[str, Any] = {
+            "position_ids": positions[None],
+            "position_embeddings": rotary(joined, positions[None]),
+            "past_key_values": None,
+        }
+        self._config._attn_implementation = "sdpa" if step is None else NAME
+        if step is None:
+            out = self.layer(joined, attention_mask=None, **arguments)
+        else:
+            packed = PackedPass(step)
+            with packed.active(), absorbed(self._latent):
+                out = self.layer(joined, attention_mask=packed.mask.of_all_layers, **arguments)
+        return cast(Tensor, self.final_norm(out[0] if isinstance(out, tuple) else out)[0])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What `forward` gave, [..., H], to logits of the target's tokens."""
+        return cast(Tensor, self._of_target[1](states))
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
+        """The first MTP layer for `model` from its own checkpoint, or from a folder that speculators wrote.
+
+        Names, shapes and types are checked before any weight is read. ValueError names the tensor that is missing, not
+        known or of another form; OSError is raised for files that cannot be read.
+        """
+        path = Path(path)
+        stored = StoredTensors(path, WEIGHTS_NAMES)
+        layout = _layout_of(stored, model.config.get_text_config().num_hidden_layers)
+        if layout is None:
+            raise ValueError(
+                f"{path}: expected a draft head, or a model with MTP layers (tensors mtp.*, model.mtp_layers.0.* or"
+                " those of a layer behind its last one), got neither"
+            )
+        head = cls(model, is_state_first=layout.is_state_first)
+        own = head.state_dict()
+        names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in own.items()}
+        shapes = {name: shape for each in names.values() for name, shape in each.items()}
+        sizes = {str(size): size for shape in shapes.values() for size in shape}
+        repeated = [layout.prefix + name for name in NOT_READ]
+        others = [name for name in stored.names if not name.startswith(layout.prefix)]
+        stored.expect(
+            {name: ", ".join(map(str, shape)) for name, shape in shapes.items()}, sizes, ignored=[*repeated, *others]
+        )
+        # One after the other, into their places: of a large model the experts are most of it.
+        for name, tensor in own.items():
+            _fill(tensor, names[name], stored)
+        return head.eval()
+
+
+class MtpDrafter(EagleDrafter):
+    """The target's own multi-token prediction layer grows a tree, by its most likely tokens.
+
+    It drafts as `EagleDrafter` does, with a cache of its own (of latents, where the target's is): each step runs the
+    layer once for each level. Of a model with several such layers the first one drafts all levels.
+
+    Args:
+        head: `MtpHead.from_pretrained`, of the target that `generate` gets.
+        num_nodes: nodes of the tree, the root included.
+        depth, width: levels, and children of a node; width 1 gives a chain.
+    """
+
+    def __init__(self, head: MtpHead, *, num_nodes: int = 16, depth: int = 3, width: int = 4) -> None:
+        super().__init__(cast(Any, head), num_nodes=num_nodes, depth=depth, width=width)
+
+    def check_target(self, model: PackedModel) -> None:
+        head = cast(MtpHead, self.head)
+        if head.device != model.device:
+            raise ValueError(f"drafter: expected MTP layers on the target's device {model.device}, got {head.device}")
+        head.check_target(model.hidden_size, model.vocab_size)
+
+    def _run(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep) -> Tensor:
+        return cast(MtpHead, self.head)(tokens, states, positions, step)
+
+
+def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
+    """A copy of the model's last layer with full attention, the only layer of its cache, and the config that it has."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    fits = [i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS and kind != "sliding_attention"]
+    if not fits:
+        raise ValueError("model: expected a layer with full attention, got none")
+    (layer,) = decoder_layers(model, fits[-1:])
+    attention = next((module for module in layer.modules() if hasattr(module, "layer_idx")), None)
+    if attention is None or not hasattr(attention, "config"):
+        raise ValueError(f"model: expected layers of transformers' attention interface, got {type(layer).__name__}")
+    # The config stays the same for all modules of the copy, and is not the model's.
+    copied: Any = copy.deepcopy(layer)
+    for module in copied.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx = 0
+            own = module.config
+    return copied, own
+
+
+def _layout_of(stored: StoredTensors, num_layers: int) -> Layout | None:
+    behind = AMONG_LAYERS._replace(prefix=AMONG_LAYERS.prefix.format(num_layers))
+    for layout in (behind, *LAYOUTS):
+        if f"{layout.prefix}{layout.projection}.weight" in stored:
+            return layout
+    return None
+
+
+def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTensors) -> Mapping[str, tuple[int, ...]]:
+    """The tensors of the file that one of `MtpHead` is made of, with their shapes: one, or those of all experts."""
+    part, _, rest = name.partition(".")
+    if part != "layer":
+        return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}
+    found = f"{layout.prefix}{layout.layer}{rest}"
+    experts, is_of_experts, kind = found.rpartition(".experts.")
+    if found in stored or not is_of_experts or kind not in ("gate_up_proj", "down_proj"):
+        return {found: tuple(tensor.shape)}
+    # transformers has the experts' matrices in one tensor, checkpoints one by one.
+    count, rows, columns = tensor.shape
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    shape = rows // len(kinds), columns
+    return {f"{experts}.experts.{i}.{each}.weight": shape for i in range(count) for each in kinds}
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTensors) -> None:
+    """Copies the tensors of these names, in their order, into `tensor`."""
+    if len(names) == 1:
+        tensor.copy_(stored.load(next(iter(names))))
+        return
+    rows = tensor.view(-1, tensor.shape[-1])
+    for part, name in zip(rows.split([shape[0] for shape in names.values()]), names, strict=True):
+        part.copy_(stored.load(name))
+
+
+def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
+    """Returns the drafter for the draft head in a folder, whatever wrote it.
+
+    The format is told by config.json: speculators' (eagle3, peagle, dflash, dflash2, mtp), EAGLE-3 as SpecForge and
+    vLLM have it, DFlash and DFlash 2 as the package dflash writes them, Medusa's own, those that `save_pretrained` of
+    this package writes, and a model's own checkpoint with multi-token prediction layers (`MtpDrafter`).
+
+    Args:
+        folder: with config.json and the weights.
+        target: the model that `generate` gets.
+        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
+
+    Raises ValueError, which names the file and the entry or tensor, for a folder of another format, for another target,
+    or of entries and tensors that are not known; OSError for files that cannot be read.
+    """
+    return drafters.load_drafter(folder, target, of_models=_of_model, **sizes)
+
+
+def _of_model(folder: Path, target: Any, **sizes: int) -> Drafter:
+    return MtpDrafter(MtpHead.from_pretrained(folder, target), **sizes)

@@ -1,0 +1,74 @@
+"""Multi-token prediction layers that speculators saved: ours compute what speculators' own forward does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from generate_case import VOCAB, greedy, lists, prompts_of
+from hybrid_case import tiny_hybrid
+from mtp_case import tiny_qwen
+from published_case import randomise
+
+from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
+
+pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
+
+from speculators import SpeculatorsConfig, VerifierConfig
+from speculators.models.mtp.config import MTPSpeculatorConfig
+from speculators.models.mtp.core import MTPDraftModel
+from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTH, STEPS = 14, 3
+TARGETS = {"qwen3": tiny_qwen, "qwen3_next": tiny_hybrid, "qwen3_5": lambda: tiny_hybrid("qwen3_5")}
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def case(request, tmp_path_factory):
+    """A target, a random layer of speculators for it, and the folder where speculators saved it."""
+    model, folder = TARGETS[request.param](), tmp_path_factory.mktemp(request.param)
+    config = MTPSpeculatorConfig(
+        transformer_layer_config=model.config,
+        speculators_config=SpeculatorsConfig(
+            algorithm="mtp",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
+            default_proposal_method="greedy",
+            verifier=VerifierConfig(name_or_path=None, architectures=[type(model).__name__]),
+        ),
+    )
+    theirs = randomise(MTPDraftModel(config))
+    theirs.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
+    theirs.lm_head.weight.copy_(model.get_output_embeddings().weight)
+    theirs.save_pretrained(folder)
+    return model, theirs, folder
+
+
+def test_logits(case):
+    """Three passes of its training, each from the states of the one before."""
+    model, theirs, folder = case
+    head = MtpHead.from_pretrained(folder, model)
+    torch.manual_seed(7)
+    hidden = model.config.get_text_config().hidden_size
+    tokens, states = torch.randint(VOCAB, (LENGTH,)), torch.randn(LENGTH, hidden)
+    expected, _, _ = theirs(tokens[None], states[None])
+    assert len(expected) == STEPS
+    count = expected[0].shape[1]
+    states = states[:count]
+    with torch.no_grad():
+        for step, logits in enumerate(expected):
+            states = head(tokens[step + 1 : step + 1 + count], states, torch.arange(count))
+            assert (head.logits(states) - logits[0]).abs().max() <= 1e-5 * logits.abs().max()
+
+
+def test_what_is_drafted(case):
+    model, _, folder = case
+    drafter = load_drafter(folder, model, num_nodes=9)
+    assert type(drafter) is MtpDrafter
+    texts = [greedy(model, prompt, 20) for prompt in prompts_of((5, 12))]
+    for options in ({}, {"tree": None}):
+        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
+        assert lists(sequences) == texts

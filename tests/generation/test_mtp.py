@@ -1,0 +1,179 @@
+"""Drafting by a model's own multi-token prediction layer: the text stays, and drafts are what the layer says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from continuous_case import IS_5
+from generate_case import VOCAB, greedy, lists, prompts_of, tiny
+from safetensors.torch import load_file, save_file
+
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
+
+if not IS_5:
+    pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
+
+from mtp_case import FORMS, random_head, write_layer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+LENGTHS = (1, 5, 12)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def case(request, tmp_path_factory):
+    """A target, a random layer of its kind, and a folder with it."""
+    model = FORMS[request.param][0]()
+    head, folder = random_head(model, request.param), tmp_path_factory.mktemp(request.param)
+    write_layer(model, head, request.param, folder)
+    return request.param, model, head, folder
+
+
+def features_of(model, text):
+    """What the target's output layer reads at all tokens of a text."""
+    with torch.no_grad():
+        return model.get_decoder()(torch.tensor([text])).last_hidden_state[0]
+
+
+def test_the_layer_is_read(case):
+    _, model, head, folder = case
+    loaded = MtpHead.from_pretrained(folder, model)
+    assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+    tokens, states = torch.randint(VOCAB, (9,)), torch.randn(9, model.config.get_text_config().hidden_size)
+    with torch.no_grad():
+        expected = head(tokens, states, torch.arange(9))
+        assert torch.equal(loaded(tokens, states, torch.arange(9)), expected)
+        # The target is not changed by it.
+        assert model.config._attn_implementation != "pagedtree"
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_text_stays(case, width):
+    _, model, _, folder = case
+    drafter = load_drafter(folder, model, num_nodes=9, depth=3, width=width)
+    assert type(drafter) is MtpDrafter and drafter.is_chain == (width == 1)
+    prompts = prompts_of(LENGTHS)
+    texts = [greedy(model, prompt, 20) for prompt in prompts]
+    for options in ({"tree": None}, {"page_size": 4, "num_pages": 24, "tree": None}, {}):
+        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=20, **options)
+        assert lists(sequences) == texts
+    params = SamplingParams(temperature=0.9)
+    plain, _ = generate(model, prompts, max_new_tokens=20, params=params, seeds=range(3))
+    sequences, _ = generate(
+        model, prompts, drafter=drafter, max_new_tokens=20, params=params, seeds=range(3), tree=None
+    )
+    assert lists(sequences) == lists(plain)
+
+
+def test_what_is_drafted(case):
+    """Each node of each tree, by the layer's dense pass over the text and the node's path."""
+    name, model, head, _ = case
+    drafter, seen = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
+    prompt = prompts_of(LENGTHS)[2]
+    text = greedy(model, prompt, 14)
+    generate(
+        model,
+        [prompt],
+        drafter=drafter,
+        max_new_tokens=14,
+        tree=None,
+        on_step=lambda result: seen.append((result, drafter.confidence())),
+    )
+    features, checked = features_of(model, text), 0
+    assert torch.allclose(head.fuse(_last_outputs(model, text)), features, atol=1e-4)
+    for result, log_probs in seen[1:-3]:
+        root, tokens = int(result.start[0]), result.draft_tokens.tolist()
+        parents = result.trees.parents.tolist()
+        for node in range(1, len(tokens)):
+            path, at = [], node
+            while at > 0:
+                path, at = [tokens[at], *path], parents[at]
+            states, joint = features[:root], 0.0
+            read = [*text[1 : root + 1], *path]
+            with torch.no_grad():
+                for step, token in enumerate(path):
+                    out = head(torch.tensor(read[: root + step]), states, torch.arange(root + step))
+                    joint += float(head.logits(out[-1]).log_softmax(-1)[token])
+                    states = torch.cat([states, out[-1:]])
+            assert abs(joint - float(log_probs[node])) < 2e-3, (name, node)
+            checked += 1
+    assert checked > 20
+
+
+def _last_outputs(model, text):
+    found = []
+    layers = model.get_decoder().layers
+    handle = layers[-1].register_forward_hook(
+        lambda _, args, out: found.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        model(torch.tensor([text]))
+    handle.remove()
+    return found[0].reshape(len(text), -1)
+
+
+def test_a_trained_layer_is_accepted():
+    """A few steps on the target's own texts; before them hardly a guess was right."""
+    model = FORMS["deepseek_v3"][0]()
+    head, prompts = random_head(model, "deepseek_v3"), prompts_of((8, 8, 8, 8))
+    texts = [greedy(model, prompt, 40) for prompt in prompts]
+    features = [features_of(model, text) for text in texts]
+    optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)
+    for _ in range(30):
+        loss = torch.zeros(())
+        for text, states in zip(texts, features, strict=True):
+            tokens = torch.tensor(text)
+            out = head(tokens[1:-1], states[:-2], torch.arange(len(text) - 2))
+            loss = loss + torch.nn.functional.cross_entropy(head.logits(out), tokens[2:])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    drafter = MtpDrafter(head.requires_grad_(False), num_nodes=6, depth=3, width=2)
+    sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=40, tree=None)
+    assert lists(sequences) == texts
+    assert stats.mean_accepted > 1
+
+
+REFUSED = [
+    ("hnorm.weight", lambda t: t[:5], "expected .* got \\[5\\]"),
+    ("mlp.experts.1.up_proj.weight", None, "expected a tensor .*experts.1.up_proj.weight, .* got none"),
+    ("self_attn.kv_b_proj.weight_scale_inv", torch.ones(1), "expected no such tensor"),
+    ("eh_proj.weight", lambda t: t.to(torch.float8_e4m3fn), "expected floating-point values of 16 bits or more"),
+]
+
+
+@pytest.mark.parametrize(("name", "changed", "message"), REFUSED)
+def test_other_layers_are_refused(tmp_path, name, changed, message):
+    model = FORMS["deepseek_v3"][0]()
+    write_layer(model, random_head(model, "deepseek_v3"), "deepseek_v3", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, name = load_file(path), f"model.layers.4.{name}"
+    found = tensors.pop(name, None)
+    if changed is not None:
+        tensors[name] = changed if found is None else changed(found).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=message) as error:
+        load_drafter(tmp_path, model)
+    assert name in str(error.value)
+
+
+def test_a_model_without_such_layers(tmp_path):
+    model = tiny(0)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="expected a draft head, or a model with MTP layers"):
+        load_drafter(tmp_path, model)
+    other = FORMS["glm4_moe"][0]()
+    write_layer(other, random_head(other, "glm4_moe"), "glm4_moe", tmp_path / "glm")
+    with pytest.raises(ValueError, match="a model with MTP layers"):  # behind the third layer, where this has two
+        load_drafter(tmp_path / "glm", model)
+    drafter = MtpDrafter(random_head(other, "glm4_moe"))
+    narrow = FORMS["deepseek_v3"][0]()
+    with pytest.raises(ValueError, match="drafter: expected MTP layers of the target's hidden size 64"):
+        generate(narrow, prompts_of((4,)), drafter=drafter, max_new_tokens=2)
+    assert json.loads((tmp_path / "glm" / "config.json").read_text())["num_nextn_predict_layers"] == 1
