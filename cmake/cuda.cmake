@@ -231,4 +231,18 @@ if(PAGEDTREE_SIMT)
   pagedtree_add_selftest(simt_selftest_asan -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined)
   pagedtree_add_selftest(simt_selftest_tsan ${tsan_flags})
   set_target_properties(simt_selftest PROPERTIES EXCLUDE_FROM_ALL OFF)
+
+  # The host code of the CUDA backend over a runtime that writes down what it is asked, for tests/recorded_case.py. It
+  # links only if the objects need no function of the runtime but those.
+  if(TARGET pagedtree_cuda)
+    add_library(pagedtree_recorded SHARED tests/runtime/recorded.cpp
+      $<FILTER:$<TARGET_OBJECTS:pagedtree_cuda>,EXCLUDE,/backend\\.cu\\.>)
+    target_include_directories(pagedtree_recorded PRIVATE csrc)
+    target_include_directories(pagedtree_recorded SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+    target_compile_options(pagedtree_recorded PRIVATE ${PAGEDTREE_WARNINGS} -O1)
+    target_link_options(pagedtree_recorded PRIVATE -Wl,-z,defs)
+    if(TARGET pagedtree_cuda_sm90)
+      target_sources(pagedtree_recorded PRIVATE $<TARGET_OBJECTS:pagedtree_cuda_sm90>)
+    endif()
+  endif()
 endif()

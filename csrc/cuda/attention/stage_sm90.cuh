@@ -34,6 +34,9 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   using PartRows = Panels<kHeadDim / kParts * 2, Base::kShape.keys>;
   static_assert(kParts == 1 || PartRows::kWide * 8 == PartRows::kChunks, "parts lie one behind the other");
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
+  // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
+  static constexpr int kFirstRegisters = min_of(255, 65536 / (Base::kThreads * Base::kShape.max_ctas())) / 8 * 8;
+  static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= Base::kThreads * kFirstRegisters);
 };
 
 // The caches as TMA reads them: boxes of 64 columns of `box` neighbouring slots of a page.

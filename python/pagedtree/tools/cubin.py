@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shutil
+import struct
 import subprocess
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,15 @@ from pathlib import Path
 
 import pagedtree
 
-__all__ = ["Kernel", "count_instructions", "cuda_library", "extract_cubins", "find_cuobjdump", "read_kernels"]
+__all__ = [
+    "Kernel",
+    "count_instructions",
+    "cuda_library",
+    "extract_cubins",
+    "find_cuobjdump",
+    "read_kernels",
+    "read_launch_bounds",
+]
 
 MISSING = "cuobjdump is not here: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
 
@@ -27,6 +36,7 @@ class Kernel:
     architecture: str  # sm_80, ...
     registers: int  # of a thread
     stack_bytes: int  # of a thread; what is spilt lies there
+    shared_bytes: int  # of a CTA, beside what a launch asks for; with 1 KB that GPUs since Hopper keep for themselves
 
 
 def cuda_library() -> Path | None:
@@ -80,17 +90,46 @@ def _demangle(names: list[str]) -> list[str]:
 
 def read_kernels(library: Path) -> list[Kernel]:
     """Every kernel for every architecture, in the library's order. Raises FileNotFoundError without cuobjdump."""
-    rows: list[tuple[str, str, int, int]] = []
+    rows: list[tuple[str, str, int, int, int]] = []
     architecture = name = ""
     for line in _cuobjdump("-res-usage", library).splitlines():
         if match := re.match(r"arch = (\w+)", line):
             architecture = match[1]
         elif match := re.match(r" *Function ([^\s:]+):", line):
             name = match[1]
-        elif match := re.match(r" *REG:(\d+) STACK:(\d+) ", line):
-            rows.append((name, architecture, int(match[1]), int(match[2])))
+        elif match := re.match(r" *REG:(\d+) STACK:(\d+) SHARED:(\d+) ", line):
+            rows.append((name, architecture, int(match[1]), int(match[2]), int(match[3])))
     names = _demangle([row[0] for row in rows])
     return [Kernel(row[0], name, *row[1:]) for name, row in zip(names, rows, strict=True)]
+
+
+def read_launch_bounds(cubin: Path) -> dict[str, int]:
+    """The most threads of a CTA by the symbols of a cubin's kernels, as `__launch_bounds__` gave them."""
+    data = cubin.read_bytes()
+    (headers,), (size, count, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
+    sections = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
+    bounds = {}
+    for name_at, _, _, _, start, length in sections:
+        begin = sections[names][4] + name_at
+        name = data[begin : data.index(b"\0", begin)].decode()
+        if name.startswith(".nv.info."):
+            bounds[name.removeprefix(".nv.info.")] = _attribute(data[start : start + length], _MAX_THREADS)
+    return bounds
+
+
+_MAX_THREADS = 5  # EIATTR_MAX_THREADS, as cuobjdump -elf calls it
+
+
+def _attribute(info: bytes, wanted: int) -> int:
+    """The first word of an attribute in a section .nv.info, 0 without it."""
+    at = 0
+    while at < len(info):
+        form, attribute, value = struct.unpack_from("<BBH", info, at)
+        size = value if form == 4 else 0  # EIFMT_SVAL: a value of that many bytes follows; others have it in place
+        if attribute == wanted:
+            return int(struct.unpack_from("<I", info, at + 4)[0])
+        at += 4 + size
+    return 0
 
 
 def _instructions(library: Path, architecture: str, symbols: list[str]) -> Iterator[tuple[str, str]]:
@@ -98,12 +137,12 @@ def _instructions(library: Path, architecture: str, symbols: list[str]) -> Itera
     for line in _cuobjdump("-sass", "-arch", architecture, "-fun", ",".join(symbols), library).splitlines():
         if match := re.match(r"\s*Function : (\S+)", line):
             name = match[1]
-        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*)", line):
+        elif match := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?\w+ )?(USETMAXREG[^;]*\w|[A-Z][\w.]*)", line):
             yield name, match[1]
 
 
 def count_instructions(library: Path, kernels: list[Kernel]) -> dict[Kernel, Counter[str]]:
-    """Counts the machine instructions in the code of each of the library's `kernels`.
+    """Counts the machine instructions in the code of each of the library's `kernels`; USETMAXREG by its operands, too.
 
     It takes 15 seconds for all kernels of one architecture. Raises FileNotFoundError without cuobjdump.
     """

@@ -1,0 +1,215 @@
+"""What the CUDA backend's host code asks of the CUDA runtime on GPUs of each kind. Needs no GPU: a runtime writes it
+down (recorded_case.py).
+
+Launches are held against what these GPUs and the compiled kernels allow: one beyond a limit would fail with "invalid
+argument" or "too many resources requested". And against what a CUDA graph's capture allows, on which stream they are,
+and what comes of calls that fail.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from recorded_case import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
+
+from pagedtree import _C
+from pagedtree.tools.cubin import (
+    Kernel,
+    cuda_library,
+    extract_cubins,
+    find_cuobjdump,
+    read_kernels,
+    read_launch_bounds,
+)
+
+LIBRARY = cuda_library()
+pytestmark = [
+    pytest.mark.skipif(LIBRARY is None, reason="built without CUDA"),
+    pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
+]
+ARCHITECTURES = [
+    "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
+]
+REGISTERS = 65536  # of an SM, and of a CTA
+MOST_THREADS, GRID_X, GRID_YZ = 1024, 2**31 - 1, 65535
+PORTABLE_CLUSTER = 8
+
+
+# The runtime's functions that may be called while a stream is captured: none waits, allocates, or asks a stream.
+ALLOWED_IN_CAPTURE = {
+    "cuTensorMapEncodeTiled",
+    "cudaDeviceGetAttribute",
+    "cudaFuncGetAttributes",
+    "cudaFuncSetAttribute",
+    "cudaGetDevice",
+    "cudaGetDriverEntryPointByVersion",
+    "cudaOccupancyMaxActiveClusters",
+    "launch",
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+    return recorded_once(tmp_path_factory.getbasetemp())
+
+
+@lru_cache
+def kernels(architecture: str) -> dict[str, Kernel]:
+    """By symbol."""
+    assert LIBRARY is not None
+    return {kernel.symbol: kernel for kernel in read_kernels(LIBRARY) if kernel.architecture == architecture}
+
+
+@lru_cache
+def launch_bounds(architecture: str) -> dict[str, int]:
+    assert LIBRARY is not None
+    with tempfile.TemporaryDirectory() as folder:
+        cubins = extract_cubins(LIBRARY, architecture.removesuffix("a"), Path(folder))
+        return {symbol: most for cubin in cubins for symbol, most in read_launch_bounds(cubin).items()}
+
+
+def architecture_of(device: Device) -> str:
+    """Whose code is looked at: the device's own, or the build's last; bounds and sizes are those of the sources."""
+    own = [f"sm_{device.capability}a", f"sm_{device.capability}"]
+    return next((architecture for architecture in own if architecture in ARCHITECTURES), ARCHITECTURES[-1])
+
+
+def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> list[str]:
+    """The limits that the launch breaks on the device."""
+    warps = -(-launch.threads // 32)
+    reserved = 1024 if int(kernel.architecture[3:].rstrip("a")) >= 90 else 0
+    shared_bytes = launch.shared_bytes + max(kernel.shared_bytes - reserved, 0)
+    has_clusters = device.largest_cluster > 1
+    kept = {
+        "threads": 0 < launch.threads <= min(bound, MOST_THREADS),
+        "registers": warps * 32 * -(-kernel.registers // 8) * 8 <= REGISTERS,
+        "shared memory": shared_bytes <= device.block_kilobytes << 10,
+        "grid": 0 < launch.grid[0] <= GRID_X and all(0 < axis <= GRID_YZ for axis in launch.grid[1:]),
+        "cluster": launch.cluster == 1 or (has_clusters and launch.cluster <= device.largest_cluster),
+        "whole clusters": launch.grid[0] % launch.cluster == 0,
+        "early start": not launch.early or device.capability >= 90,
+    }
+    return [limit for limit, is_kept in kept.items() if not is_kept]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
+def test_launches_keep_within_the_device(recorded: Recorded, device: Device) -> None:
+    architecture = architecture_of(device)
+    of_build, bounds = kernels(architecture), launch_bounds(architecture)
+    launches = recorded.launches(device.capability)
+    broken = [
+        (launch, faults)
+        for launch in launches
+        if (faults := faults_of(launch, of_build[launch.kernel], bounds[launch.kernel], device))
+    ]
+    assert not broken
+    print(len(launches), "launches of", len({launch.kernel for launch in launches}), "kernels", device)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
+def test_every_kernel_is_launched(recorded: Recorded, device: Device) -> None:
+    """Of those that the device can have: wgmma is Hopper's, and the larger tile of wide values takes 113 KB."""
+    left_out = [] if device == HOPPER else ["_sm90_kernel"]
+    if device.block_kilobytes < 113:
+        left_out.append("Li576ELi32ELi512E")
+    symbols = {symbol for symbol in kernels(architecture_of(device)) if not any(part in symbol for part in left_out)}
+    assert symbols == {launch.kernel for launch in recorded.launches(device.capability)}
+    if device.largest_cluster > 1:
+        assert Counter(launch.cluster for launch in recorded.launches(device.capability))[device.largest_cluster] > 0
+
+
+def test_each_broken_limit_would_be_found(recorded: Recorded) -> None:
+    """A launch of the kernel that takes most shared memory, changed one way at a time."""
+    architecture = architecture_of(HOPPER)
+    launch = max(recorded.launches(90), key=lambda launch: launch.shared_bytes)
+    kernel, bound = kernels(architecture)[launch.kernel], launch_bounds(architecture)[launch.kernel]
+    assert faults_of(launch, kernel, bound, HOPPER) == []
+    threads = launch.block[0]
+    wrong = {
+        "threads": (launch, kernel, bound - 32, HOPPER),
+        "registers": (launch, replace(kernel, registers=REGISTERS // threads + 8), bound, HOPPER),
+        "shared memory": (replace(launch, shared_bytes=HOPPER.block_kilobytes * 1024 + 1), kernel, bound, HOPPER),
+        "grid": (replace(launch, grid=(1, GRID_YZ + 1, 1)), kernel, bound, HOPPER),
+        "cluster": (replace(launch, cluster=32, grid=(32, 1, 1)), kernel, bound, HOPPER),
+        "whole clusters": (replace(launch, cluster=8, grid=(12, 1, 1)), kernel, bound, HOPPER),
+        "early start": (replace(launch, early=True, shared_bytes=0), kernel, bound, DEVICES[0]),
+    }
+    for limit, (changed, of_kernel, most, device) in wrong.items():
+        assert faults_of(changed, of_kernel, most, device) == [limit]
+    static = replace(
+        kernel, shared_bytes=kernel.shared_bytes + (HOPPER.block_kilobytes << 10) - launch.shared_bytes + 1
+    )
+    assert faults_of(launch, static, bound, HOPPER) == ["shared memory"]
+
+
+def test_launch_bounds_are_read_from_the_cubins() -> None:
+    bounds = launch_bounds(architecture_of(HOPPER))
+    assert set(bounds) == set(kernels(architecture_of(HOPPER)))
+    (symbol,) = (symbol for symbol in bounds if "16attention_kernelINS0_8InstanceI6__halfS3_Li64ELi128E" in symbol)
+    assert bounds[symbol] == 128 and all(32 <= most <= MOST_THREADS for most in bounds.values())
+
+
+def wrong_calls(asked: list[Asked]) -> list[Asked]:
+    """Calls that a device refuses or a capture forbids, and launches that are not on the caller's stream."""
+    launches = [one for one in asked if one.name == "launch"]
+    elsewhere = [
+        one for one in launches if Launch.read(one).stream != "caller" and "instruction" not in one.arguments[0]
+    ]
+    return [one for one in asked if one.answer != "ok" or one.name not in ALLOWED_IN_CAPTURE] + elsewhere
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
+def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Device) -> None:
+    """Shared memory beyond 48 KB and clusters beyond 8 CTAs are asked for before a launch, which is refused without.
+
+    The recorder has no other function of the runtime, and it could not be linked if the backend wanted one.
+    """
+    asked = recorded.asked(device.capability)
+    assert len(asked) > 500 and wrong_calls(asked) == []
+    # The one thing that a GPU cannot compute.
+    assert all(
+        re.search("must be of dtype Half or BFloat16.*got Float$", error)
+        for error in recorded.errors[str(device.capability)]
+    )
+
+
+def test_each_wrong_call_would_be_found(recorded: Recorded) -> None:
+    launch = next(one for one in recorded.asked(90) if one.name == "launch" and "instruction" not in one.arguments[0])
+    wrong = [
+        replace(launch, answer="refused"),
+        replace(launch, name="cudaMemcpy"),
+        replace(launch, arguments=(*launch.arguments[:-1], "other")),
+    ]
+    assert [wrong_calls([launch, one]) for one in wrong] == [[one] for one in wrong]
+
+
+def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
+    """Whatever the tensors hold, so that a graph of one step serves the others."""
+    assert len(recorded.steps) == 8
+    for kind, (first, *others) in recorded.steps.items():
+        launches = [[line for line in step if line.startswith("launch")] for step in (first, *others)]
+        assert len(launches[0]) >= 8 and all(step == launches[0] for step in launches), kind
+        assert wrong_calls([Asked.read(line) for line in first]) == [], kind
+        asks_nothing = {"launch", "cudaGetDevice", "cuTensorMapEncodeTiled"}
+        assert all(Asked.read(line).name in asks_nothing for step in others for line in step), kind
+
+
+def test_calls_that_fail_are_told(recorded: Recorded) -> None:
+    """But those that ask for clusters of 16 CTAs: a refusal is no error, and nobody else shall stumble on it."""
+    told, others = [], []
+    for op, line, error, is_read in recorded.failures:
+        (told if error.startswith("RuntimeError: CUDA: ") else others).append(Asked.read(line))
+        assert error or is_read, (op, line)
+    assert {asked.name for asked in told} == ALLOWED_IN_CAPTURE - {
+        "cuTensorMapEncodeTiled",
+        "cudaGetDriverEntryPointByVersion",
+        "cudaOccupancyMaxActiveClusters",
+    }
+    assert {asked.name for asked in others} == {"cudaFuncSetAttribute", "cudaOccupancyMaxActiveClusters"}
+    assert len(told) > 200

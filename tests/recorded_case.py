@@ -1,0 +1,320 @@
+"""What the CUDA backend's host code asks of the CUDA runtime, without a GPU: a runtime that writes it down
+(tests/runtime/recorded.cpp) takes the place of NVIDIA's.
+
+`recorded_once()` runs this file in a process of its own: every op on a device of each kind, steps that engines capture,
+and ops of which a call of the runtime fails.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARY = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "libpagedtree_recorded.so"
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU, after the table of compute capabilities in NVIDIA's CUDA programming guide.
+
+    Attributes:
+        capability: 90 for 9.0. num_sms: those of one GPU of the kind.
+        block_kilobytes: of shared memory that a CTA may ask for. sm_threads: that an SM holds.
+        largest_cluster: in CTAs, 1 without clusters.
+    """
+
+    capability: int
+    num_sms: int
+    block_kilobytes: int
+    sm_threads: int
+    largest_cluster: int
+
+
+DEVICES = [
+    Device(80, 108, 163, 2048, 1),
+    Device(86, 84, 99, 1536, 1),
+    Device(89, 142, 99, 1536, 1),
+    Device(90, 132, 227, 2048, 16),
+    Device(100, 148, 227, 2048, 16),
+    Device(103, 152, 227, 2048, 16),
+    Device(120, 188, 99, 1536, 8),
+    Device(121, 48, 99, 1536, 8),
+]
+HOPPER = next(device for device in DEVICES if device.capability == 90)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One call of the runtime: its name, its arguments and what came of it, "ok", "refused" or "fails"."""
+
+    name: str
+    arguments: tuple[str, ...]
+    answer: str
+
+    @classmethod
+    def read(cls, line: str) -> Asked:
+        name, *arguments, answer = line.split()
+        return cls(name, tuple(arguments), answer)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the runtime was asked to start: `kernel` is the symbol."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared_bytes: int
+    cluster: int
+    early: bool
+    stream: str
+
+    @classmethod
+    def read(cls, asked: Asked) -> Launch:
+        kernel, grid, block, shared_bytes, cluster, early, stream = asked.arguments
+        sizes = [tuple(map(int, axes.split(","))) for axes in (grid, block)]
+        return cls(kernel, sizes[0], sizes[1], int(shared_bytes), int(cluster), early == "1", stream)
+
+    @property
+    def threads(self) -> int:
+        return self.block[0] * self.block[1] * self.block[2]
+
+
+@dataclass
+class Recorded:
+    """What one process has written down.
+
+    Attributes:
+        lines: by the device's capability, every call of the runtime, each once.
+        errors: by the device's capability, what ops raised.
+        steps: by kind of step, the lines of each of STEPS steps.
+        failures: (op, the line of the call that failed, what the op raised, whether the runtime's error was read).
+    """
+
+    lines: dict[str, list[str]] = field(default_factory=dict)
+    errors: dict[str, list[str]] = field(default_factory=dict)
+    steps: dict[str, list[list[str]]] = field(default_factory=dict)
+    failures: list[tuple[str, str, str, bool]] = field(default_factory=list)
+
+    def asked(self, capability: int) -> list[Asked]:
+        return [Asked.read(line) for line in self.lines[str(capability)]]
+
+    def launches(self, capability: int) -> list[Launch]:
+        return [Launch.read(asked) for asked in self.asked(capability) if asked.name == "launch"]
+
+
+def recorded_once(temporary: Path) -> Recorded:
+    """What the recorder wrote down; skips the test where the build has none. `temporary` is pytest's folder."""
+    if not LIBRARY.exists():
+        pytest.skip("libpagedtree_recorded.so was not built: make test CUDA=1")
+    kept = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "recorded.json"
+    with open(kept.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            with tempfile.TemporaryDirectory() as folder:
+                done = subprocess.run([sys.executable, __file__, folder], stdout=subprocess.PIPE, check=True)
+            kept.write_bytes(done.stdout)
+    return Recorded(**json.loads(kept.read_text()))
+
+
+# ---- in the process of its own
+
+
+def copy_package(folder: Path) -> Path:
+    """Makes a package whose library of simt is the recorder, and returns that library."""
+    package = ROOT / "python" / "pagedtree"
+    libraries = folder / "pagedtree" / "lib"
+    libraries.mkdir(parents=True)
+    for entry in package.iterdir():
+        if entry.name != "lib":
+            (libraries.parent / entry.name).symlink_to(entry)
+    for name in ("libpagedtree_cpu.so", "libpagedtree_torch.so"):  # Torch follows links, and looks beside the file
+        shutil.copy(package / "lib" / name, libraries)
+    return Path(shutil.copy(LIBRARY, libraries / "libpagedtree_simt.so"))
+
+
+class Recorder:
+    """Runs ops on the recorder."""
+
+    def __init__(self, library: Path) -> None:
+        self.library = ctypes.CDLL(str(library))
+        self.library.recorded_calls.restype = ctypes.c_char_p
+        self.numbers = {device: self.add(device) for device in DEVICES}
+        self.found = Recorded(
+            lines={str(device.capability): [] for device in DEVICES},
+            errors={str(device.capability): [] for device in DEVICES},
+        )
+
+    def add(self, device: Device) -> int:
+        """The number of one more device of the kind, which has not been asked anything yet."""
+        arguments = (device.capability, device.num_sms, device.block_kilobytes << 10, device.largest_cluster)
+        return int(self.library.recorded_add_device(*arguments))
+
+    def run(self, number: int, call: Callable[[], Any]) -> tuple[list[str], str]:
+        """The calls of the runtime, and what was raised."""
+        from pagedtree.testing import use_backend
+
+        self.library.recorded_use_device(number)
+        error = ""
+        try:
+            with use_backend("simt"):
+                call()
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        lines = self.library.recorded_calls().decode().splitlines()
+        return [line for line in lines if not line.startswith("op ")], error
+
+    def run_on_all(self, call: Callable[[], Any]) -> None:
+        for device, number in self.numbers.items():
+            if os.environ.get("PAGEDTREE_ENGINE") == "wgmma" and device != HOPPER:
+                continue
+            lines, error = self.run(number, call)
+            self.found.lines[str(device.capability)] += lines
+            if error:
+                self.found.errors[str(device.capability)].append(error)
+
+    @contextmanager
+    def beside_cpu(self, run: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
+        """Within it, `run` gets each of pagedtree's ops first; its results are those of the CPU backend."""
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        from pagedtree.testing import use_backend
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                def call() -> Any:
+                    return func(*args, **(kwargs or {}))
+
+                if func.namespace != "pagedtree" or func.__name__.startswith("_"):
+                    return call()
+                run(call)
+                with use_backend("cpu"):
+                    return call()
+
+        with Mode():
+            yield
+
+
+def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
+    """Calls that reach kernels which no other call here reaches."""
+    import raw_case
+    import torch
+
+    from pagedtree import append_kv, merge_states
+
+    step = raw_case.raw_call("step_shards")
+    plain = dict(itertools.takewhile(lambda item: item[0] != "positions", step.arguments.items()))  # no options
+    for dtype in (torch.float16, torch.bfloat16):
+        yield partial(step.op, **plain | {"logits": step.arguments["logits"].to(dtype)})
+        rows, cache = torch.zeros(2, 1, 9, dtype=dtype)[..., 1:], torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
+        yield partial(append_kv, rows, rows, cache, cache.clone(), torch.zeros(2, dtype=torch.int64))
+    for dtype in (torch.float16, torch.float32):
+        states = torch.zeros(2, 2, 64, dtype=dtype), torch.zeros(2, 2)
+        yield partial(merge_states, *states, *states)
+
+
+def run_ops(recorder: Recorder) -> None:
+    """Those of the tests' calls and of `python -m pagedtree check`."""
+    import raw_case
+    import torch
+
+    from pagedtree.check.case import Case, Place
+    from pagedtree.check.cases import all_cases
+
+    for call in [*raw_case.raw_calls(), *calls_of_rare_kernels()]:
+        recorder.run_on_all(call)
+    place = Place(torch.device("cpu"), "simt")
+    for case in all_cases(place):
+        if isinstance(case, Case) and case.group not in ("instructions", "capture", "shards"):
+            with recorder.beside_cpu(recorder.run_on_all), suppress(Exception):  # what ops raise has been written down
+                case.run(place)
+
+
+def run_instructions(recorder: Recorder) -> None:
+    """Each one by itself, those of Hopper there."""
+    import numpy as np
+    import torch
+
+    from pagedtree.check.case import Place
+    from pagedtree.check.cases import instructions, instructions_sm90
+
+    place = Place(torch.device("cpu"), "simt")
+    for table in (instructions.TABLE, instructions_sm90.TABLE):
+        items = instructions._items("simt", table)
+        words = np.zeros((items.threads, items.in_words), np.uint32)
+        for name in instructions.instruction_names("simt", table):
+            run = partial(instructions.run_instruction, name, words, place, table)
+            for device, number in recorder.numbers.items():
+                if table == instructions.TABLE or device == HOPPER:
+                    recorder.found.lines[str(device.capability)] += recorder.run(number, run)[0]
+
+
+def run_steps(recorder: Recorder) -> None:
+    """Steps as they are captured, one after the other, on one device."""
+    import torch
+
+    from pagedtree.check.cases.capture import KINDS, Engine
+
+    number = recorder.add(HOPPER)
+    for kind in KINDS:
+        engine = Engine(torch.device("cpu"), 1, *kind)
+        steps = recorder.found.steps["/".join(filter(None, kind))] = []
+        for i in range(STEPS):
+            engine.prepare(i)
+            lines: list[str] = []
+            with recorder.beside_cpu(lambda call, lines=lines: lines.extend(recorder.run(number, call)[0])):
+                engine.step()
+            steps.append(lines)
+
+
+def run_failures(recorder: Recorder) -> None:
+    """Each op of the tests' calls once for each of its calls of the runtime, which fails."""
+    import raw_case
+
+    for call in raw_case.raw_calls():
+        for i in itertools.count():
+            number = recorder.add(HOPPER)  # whose attributes are not known yet
+            recorder.library.recorded_fail(i)
+            lines, error = recorder.run(number, call)
+            recorder.library.recorded_fail(-1)
+            failed = [line for line in lines if line.endswith(" fails")]
+            if not failed:
+                break
+            recorder.found.failures.append((call.name, failed[0], error, recorder.library.recorded_last_error() == 0))
+
+
+def main(folder: str) -> None:
+    library = copy_package(Path(folder))
+    sys.path[:0] = [folder, str(ROOT / "tests")]
+    import torch
+
+    torch.set_num_threads(1)
+    recorder = Recorder(library)
+    for run in (run_ops, run_instructions, run_steps, run_failures):
+        run(recorder)
+    found = recorder.found
+    for lists in (found.lines, found.errors):
+        for key, rows in lists.items():
+            lists[key] = sorted(set(rows))
+    print(json.dumps(asdict(found)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
