@@ -49,7 +49,7 @@ def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
-    return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt")
+    return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt or top_tokens")
 
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -494,7 +494,7 @@ TOP = [
     of_top("threads that share their last word", "load<true>(word", "load(word", "cuda/logits.cuh"),
     of_top("a threshold that too few tokens reach", "rank == count - 1", "rank == count / 2"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
-    of_top("NaN of one CTA alone", "has_nan |= shared.has_nan[cta] != 0", "has_nan |= shared.has_nan[rank] != 0"),
+    of_top("groups that share threads", "part < (group + 1) * parts / groups", "part < parts"),
     of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),
     of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
 ]
