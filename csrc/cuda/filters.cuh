@@ -17,11 +17,13 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-// Each thread looks for its largest logit; only the best of each warp look for the token that has it.
-template <typename Reader>
-__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared) {
+// Each thread looks for its largest logit; only the best of each warp look for the token that has it. Calls
+// each_word(word) with each clean word.
+template <typename Reader, typename EachWord = NoVisit>
+__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared, EachWord each_word = {}) {
   const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
-  const auto best = row.best_of_words(static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), threads);
+  const auto best =
+      row.best_of_words(static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), threads, each_word);
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
   uint64_t rank = 0;
   if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, best.word < 0 ? 0 : row.token_of(best, threads));
@@ -93,12 +95,6 @@ struct LogitItems {
   __device__ uint32_t key_of(float logit) const {
     return logit > -kInfinity && scale(logit) >= min_x ? order_key<ScalarMath>(logit + 0.0f) : 0;  // -0 is +0
   }
-  // Words without an item may be left out.
-  template <typename F>
-  __device__ __forceinline__ void each_word(F f) const {
-    row.each_own_word([&](float largest) { return __any_sync(~0u, key_of(largest) != 0) != 0; },
-                      [&](int, const uint4& word) { f(word); });
-  }
   template <typename F>
   __device__ __forceinline__ void each(uint32_t least, F f) const {
     const auto has_any = [&](float largest) {
@@ -122,11 +118,21 @@ struct LogitItems {
   }
 };
 
-// Additional scratch of the search for a threshold.
+// Additional scratch of the search for a threshold. Counters of values take the columns of a RadixShared and all memory
+// from there to the end of this struct: what a kernel has in between is not in use while a filter is looked for.
 struct FilterScratch {
   RadixMasses masses;
-  ValueCounts values;
+  uint32_t more[ValueCounts::kWords - 3 * kBins * kMaxColumns];
+
+  template <typename Reader>
+  __device__ ValueCounts values(RadixShared& shared, const Reader& row) {
+    return ValueCounts(shared.counts, row.is_bfloat16());
+  }
 };
+// Given the offsets of both in a kernel's shared memory.
+constexpr bool has_room_for_values(size_t radix, size_t scratch) {
+  return scratch + sizeof(FilterScratch) >= radix + offsetof(RadixShared, counts) + ValueCounts::kWords * 4;
+}
 
 // The scores of an array, also as keys of a radix search.
 struct ScoreItems {
@@ -153,52 +159,85 @@ struct ScoreItems {
   }
 };
 
+// Whether a row's values are counted while its peak is looked for.
 template <typename Reader>
-__device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
-                                              RadixShared& shared, FilterScratch& scratch) {
-  Filter filter;
+__device__ __forceinline__ bool counts_values(const Reader& row, const Sampling& sampling) {
+  const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab();
+  return sampling.temperature != 0.0f && (sampling.top_p < 1.0f || by_count) && ValueCounts::pays(row);
+}
+
+// The peak; where it pays also the counts of the row's values, for find_threshold().
+template <typename Reader>
+__device__ __forceinline__ Peak find_peak(const Reader& row, const Sampling& sampling, RadixShared& shared,
+                                          FilterScratch& scratch, ValueCounts::Seen& seen) {
+  if (!counts_values(row, sampling)) return find_peak(row, shared.block);
+  const ValueCounts values = scratch.values(shared, row);
+  values.clear();
+  __syncthreads();
+  return find_peak(row, shared.block, [&](const uint4& word) { values.add(word, seen); });
+}
+
+// Finds the filter of a row, except that all ties at the threshold are kept. Returns how many of them are to be kept, 0
+// for all. `seen` comes from find_peak().
+template <typename Reader>
+__device__ __forceinline__ uint64_t find_threshold(const Reader& row, const Sampling& sampling, const Scale& scale,
+                                                   RadixShared& shared, FilterScratch& scratch,
+                                                   const ValueCounts::Seen& seen, Filter& filter) {
   filter.min_x = min_p_bound(sampling.min_p);
   const bool by_mass = sampling.top_p < 1.0f;
   const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab();
-  if (!by_mass && !by_count) return filter;
+  if (!by_mass && !by_count) return 0;
 
   // Tokens without mass matter only for counts.
   const float view_min_x = sampling.joint ? -kInfinity : filter.min_x;
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
   RadixMasses* const masses = by_mass ? &scratch.masses : nullptr;
-  const bool by_value = ValueCounts::pays(row);
+  const ValueCounts values = scratch.values(shared, row);
+  const bool by_value =
+      counts_values(row, sampling) && values.settle(shared.block, seen, uint64_t{8} * row.num_words());
   if (by_value) {
-    tabulate_values(shared, masses, scratch.values, items, weight);
+    tabulate_values(shared, values, items, weight);
   } else {
     tabulate(shared, masses, shared.first, items, weight, 0, 0);
   }
   const auto tabulate_next = [&](int digit, uint32_t prefix) {
-    if (by_value && ValueCounts::has(prefix)) {
-      tabulate_next_of_values(shared, scratch.values, items, weight, prefix);
+    if (by_value) {
+      tabulate_next_of_values(shared, values, items, weight, prefix);
     } else {
       tabulate(shared, masses, shared.next, items, weight, digit, prefix);
     }
   };
   Totals left = sum_of_bins(shared, shared.first);
+  uint64_t ties = 0;
   // First by count, then by mass.
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
     const bool mass_pass = pass == 1;
     if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(sampling.top_k) < left.count)) continue;
     const uint64_t needed = mass_pass ? top_p_mass(sampling.top_p, left.mass) : static_cast<uint64_t>(sampling.top_k);
-    const Cut cut = find_cut(shared, items.digits(), mass_pass, needed, tabulate_next);
-    const float logit = logit_of_key<ScalarMath>(cut.key);
+    const Cut cut = find_cut(shared, by_value ? 2 : items.digits(), mass_pass, needed, tabulate_next);
+    const float logit =
+        by_value ? row.value(ValueCounts::bits_of_key(cut.key >> 16)) : logit_of_key<ScalarMath>(cut.key);
     if (!mass_pass) {
       filter.min_logit = logit;
       if (!sampling.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
     } else if (logit >= filter.min_logit) {
       filter.min_logit = logit;
-      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
-      if (ties == cut.at.count) continue;
-      filter.tie_end = end_of_ties(row, logit, ties, shared.block);
+      ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties == cut.at.count) ties = 0;
     }
   }
+  return ties;
+}
+
+template <typename Reader>
+__device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
+                                              RadixShared& shared, FilterScratch& scratch,
+                                              const ValueCounts::Seen& seen) {
+  Filter filter;
+  const uint64_t ties = find_threshold(row, sampling, scale, shared, scratch, seen, filter);
+  if (ties > 0) filter.tie_end = end_of_ties(row, filter.min_logit, ties, shared.block);
   return filter;
 }
 

@@ -70,10 +70,12 @@ struct RowMasses {
 __device__ __forceinline__ RowDistribution find_distribution(RadixShared& radix, FilterScratch& filter,
                                                              const LogitRow& row, const Sampling& sampling) {
   AnyReader reader(row);
-  const Peak peak = find_peak(reader, radix.block);
+  ValueCounts::Seen seen;
+  const Peak peak = find_peak(reader, sampling, radix, filter, seen);
   reader.learn(peak);
-  return row_distribution(row, sampling, peak,
-                          [&](const Scale& scale) { return find_filter(reader, sampling, scale, radix, filter); });
+  return row_distribution(row, sampling, peak, [&](const Scale& scale) {
+    return find_filter(reader, sampling, scale, radix, filter, seen);
+  });
 }
 
 // A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each

@@ -11,6 +11,7 @@ struct SamplingShared {
   RadixShared radix;
   FilterScratch filter;
 };
+static_assert(has_room_for_values(offsetof(SamplingShared, radix), offsetof(SamplingShared, filter)));
 
 // The best x + noise of this thread's kept tokens, as ranked() gives it; 0 if none can beat `bound`, the peak's own
 // score. noise_words(token, count, words) gives the noise words of the `count` tokens in a word of logits. A warp draws
@@ -123,20 +124,32 @@ template <DType kDType>
 __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
                                            int64_t position, SamplingShared& shared) {
   LogitReader<kDType> row(logits);
-  const Peak peak = find_peak(row, shared.radix.block);
+  ValueCounts::Seen seen;
+  const Peak peak = find_peak(row, sampling, shared.radix, shared.filter, seen);
   const bool uniform = peak.logit == -kInfinity;
   row.learn(peak);
   if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
   Scale scale{0.0f, 1.0f};
   Filter filter;
+  uint64_t ties = 0;
   if (uniform) {
     row.make_uniform();
   } else {
     scale = {peak.logit, inverse_temperature(sampling.temperature)};
-    filter = find_filter(row, sampling, scale, shared.radix, shared.filter);
+    ties = find_threshold(row, sampling, scale, shared.radix, shared.filter, seen, filter);
   }
-  const uint64_t best = race(row, scale, filter, peak.token, RaceNoise<true>{seed, position, 0});
-  return {ranked_id(cluster_max(shared.radix.block, best)), peak.has_nan || uniform};
+  // Seldom is it a tie at the threshold that wins. Only then the ties are looked for that the filter keeps.
+#pragma unroll 1
+  while (true) {
+    const uint64_t best = race(row, scale, filter, peak.token, RaceNoise<true>{seed, position, 0});
+    const int64_t token = ranked_id(cluster_max(shared.radix.block, best));
+    if (ties > 0 && row.logit(token) == filter.min_logit) {
+      filter.tie_end = end_of_ties(row, filter.min_logit, ties, shared.radix.block);
+      ties = 0;
+      if (token >= filter.tie_end) continue;
+    }
+    return {token, peak.has_nan || uniform};
+  }
 }
 
 }  // namespace pagedtree::cuda

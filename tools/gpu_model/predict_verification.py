@@ -43,34 +43,31 @@ class Pass:
 
 PASSES = {
     "peak": Pass("peak", 0),
-    "values, nothing counted": Pass("values", 0, avoids="atomic"),
-    "values, all counted": Pass("values", 1, does="atomic"),
-    "ties, none": Pass("ties", 0, avoids="count"),
+    "peak and counts": Pass("counts", 1, does="atomic"),
     "race, no noise": Pass("race", 0, avoids="philox"),
     "race, all noise": Pass("race", 1, does="philox", avoids="logarithm"),
 }
-# The passes of a call, and where they are of another length if the row is flat, so that every token counts.
+FROM_MEMORY = ("peak", "peak and counts")
+# The passes of a call, and where they are of another length if the row is flat, so that every token counts. Ties at the
+# threshold of top-p are counted only if one of them wins, one row in hundreds.
 CALLS = {
     "greedy": (["peak"], ["peak"]),
     "temperature": (["peak", "race, no noise"], ["peak", "race, all noise"]),
-    "top-p": (
-        ["peak", "values, nothing counted", "ties, none", "race, no noise"],
-        ["peak", "values, all counted", "ties, none", "race, all noise"],
-    ),
+    "top-p": (["peak and counts", "race, no noise"], ["peak and counts", "race, all noise"]),
 }
 
 
 def word_of_counter(lane: int, bits: int) -> int:
-    """Where a lane counts a logit (csrc/cuda/value_counts.cuh)."""
-    first, magnitudes = (127 - 9) << 7, 16 << 7
+    """Where a lane counts a logit of bfloat16 (ValueCounts in csrc/cuda/value_counts.cuh)."""
+    copies, first, magnitudes = 16, (127 - 8) << 7, 15 << 7
     magnitude = (bits & 0x7FFF) - first
     place = magnitude if 0 <= magnitude < magnitudes else magnitudes
-    return (bits >> 15) * (magnitudes + 1) + place
+    return ((bits >> 15) * (magnitudes // 4 + 1) + place // 4) * copies + lane % copies
 
 
 def counting(machine: Machine) -> Machine:
     """The machine, with the passes that an addition to the counters takes."""
-    return replace(machine, atomic_passes=mean_passes(word_of_counter, merges=True))
+    return replace(machine, atomic_passes=mean_passes(word_of_counter, merges=False))
 
 
 def does(instruction: Instruction) -> str:
@@ -79,7 +76,7 @@ def does(instruction: Instruction) -> str:
         return "word"
     if PHILOX.search(instruction.arguments):
         return "philox"
-    kinds = {"ATOMS": "atomic", "POPC": "count", "MUFU": "logarithm"}
+    kinds = {"ATOMS": "atomic", "F2I": "weight", "POPC": "count", "MUFU": "logarithm"}
     return kinds.get(instruction.root, "")
 
 
@@ -92,8 +89,7 @@ def row_loops(flow: Flow) -> dict[str, Loop]:
         if own.count("word") < 4:
             continue
         kinds = Counter(does(x) for block in loop.body for x in flow.blocks[block])
-        increments = sum(".POPC.INC" in x.opcode for block in loop.body for x in flow.blocks[block])
-        named = {"philox": "race", "atomic": "values" if increments >= WORD else "masses", "count": "ties"}
+        named = {"philox": "race", "weight": "masses", "atomic": "counts", "count": "ties"}
         found.setdefault(next((name for kind, name in named.items() if kind in kinds), "peak"), loop)
     return found
 
@@ -143,7 +139,7 @@ def pass_rows(machine: Machine, function: Function, wanted: list[str], num_stall
         if of_pass.loop not in loops:
             raise ValueError(f"{match[1]}_kernel has no loop for {of_pass.loop}")
         path, words = path_of(flow, loops[of_pass.loop], of_pass)
-        source = "memory" if of_pass.loop == "peak" else "l2"
+        source = "memory" if name in FROM_MEMORY else "l2"
         on = counting(machine) if of_pass.does == "atomic" else machine
         of_loop = figures(on, path, warps=threads // 32, ctas=ctas, source=source, num_stalls=num_stalls)
         share = LOGITS / (threads * ctas * words * WORD)

@@ -73,18 +73,20 @@ class Flow:
         found: dict[int, Loop] = {}
         for tail, following in self.next.items():
             for head in following:
-                if head <= tail:
-                    found.setdefault(head, Loop(head, set())).body.update(self._between(head, tail))
+                if head <= tail and (body := self._between(head, tail)):
+                    found.setdefault(head, Loop(head, set())).body.update(body)
         return [found[head] for head in sorted(found)]
 
     def _between(self, head: int, tail: int) -> set[int]:
-        body, work = {head, tail}, [tail]
+        """The blocks on the ways from head to tail; empty if there is none: where the lanes of a warp have parted, a vote
+        is in code behind the kernel (BRA.DIV), which jumps back."""
+        body, work = {tail}, [tail]
         while work:
             at = work.pop()
             fresh = {block for block in self.before[at] if block >= head} - body if at != head else set()
             body |= fresh
             work += fresh
-        return body
+        return body if head in body else set()
 
     def path(self, loop: Loop, weight: Weight = tensor_and_copies) -> list[Instruction]:
         """One iteration: the way of the largest weight; empty where an inner loop is in every way."""

@@ -27,7 +27,7 @@ struct RadixShared {
   Totals of_cta[kBins];  // sums of one CTA of a cluster
   Totals above, at;      // the result of a search
   uint32_t bin;
-  Columns counts;
+  alignas(16) Columns counts;
 };
 
 // Masses are added in two halves, so that no column overflows for the largest vocabulary.

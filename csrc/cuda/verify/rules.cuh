@@ -26,6 +26,7 @@ struct RulesShared {
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
+static_assert(has_room_for_values(offsetof(RulesShared, radix), offsetof(RulesShared, filter)));
 static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 // The terms m log m of the masses m.

@@ -1,0 +1,119 @@
+"""Rows whose values the CUDA kernels count while they look for the peak: draws and distributions are those of the CPU,
+bit for bit, also where counters overflow or a row has values that are not counted."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from device_case import placed
+from sampling_case import random_words
+from torch import Tensor
+
+from pagedtree import SamplingParams, sample, token_logprobs
+from pagedtree.testing import backends, use_backend
+
+on_gpu_code = pytest.mark.parametrize("backend", [name for name in backends() if name != "cpu"], indirect=True)
+# Rows that are long enough for counters, and do not end with a word.
+VOCABS = {torch.bfloat16: 4219, torch.float16: 33001}
+SAMPLINGS = [
+    {"top_p": 0.9},
+    {"top_p": 0.5, "temperature": 2.0},
+    {"top_k": 40},
+    {"top_k": 700, "top_p": 0.3, "min_p": 1e-4},
+    {"top_k": 300, "top_p": 0.8, "temperature": 3.0, "filter_order": "joint"},
+    {"top_p": 1e-6, "temperature": 0.3},
+]
+
+
+def rows_of(vocab: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(5)
+    normal = torch.randn(vocab, generator=draw)
+    at = torch.randperm(vocab, generator=draw)
+    rows = {
+        "flat": normal,
+        "peaked": normal * 4,
+        "ties": (normal * 2).round(),
+        "ties by quarters": (normal * 8).round() / 4 - 6,
+        "equal": torch.full((vocab,), -2.5),  # counters overflow
+        "two values": torch.where(normal > 1, 3.0, 1.0),
+        "near zero": normal * 1e-3,
+        "tiny": normal * 1e-6,  # smaller than what bfloat16 has counters for
+        "large": normal * 90,
+        "far below": normal - 40,
+        "with zeros": torch.where(normal > 0.5, normal, math.copysign(0.0, -1.0)),
+        "with both zeros": torch.where(normal > 0, 0.0, math.copysign(0.0, -1.0)),
+        "mostly forbidden": normal.clone(),
+        "with infinities": normal.clone(),
+        "with NaN": normal.clone(),
+        "one is far above": normal - 30,
+    }
+    rows["mostly forbidden"][at[vocab // 50 :]] = -math.inf
+    rows["with infinities"][at[:3]] = math.inf
+    rows["with NaN"][at[:9]] = math.nan
+    rows["one is far above"][at[0]] = 200.0
+    rows["with zeros"][at[:40]] = 0.0
+    return rows
+
+
+def at_address(row: Tensor, offset: int) -> Tensor:
+    """The row, `offset` numbers behind an address that is aligned for words."""
+    around = torch.full((row.numel() + 16,), math.nan, dtype=row.dtype)
+    around[offset : offset + row.numel()] = row
+    return around[offset : offset + row.numel()]
+
+
+@on_gpu_code
+@pytest.mark.parametrize("dtype", VOCABS, ids=str)
+@pytest.mark.parametrize("kind", rows_of(1))
+def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    vocab, draws = VOCABS[dtype], 12 if dtype == torch.bfloat16 else 3
+    row = at_address(rows_of(vocab)[kind].to(dtype), len(kind) % 8)
+    rows, streams = row.expand(draws, -1), {"seeds": random_words(draws), "positions": torch.arange(draws)}
+    on_device = {name: stream.to(device) for name, stream in streams.items()}
+    for sampling in SAMPLINGS:
+        params = SamplingParams(**sampling)
+        with use_backend("cpu"):
+            expected = sample(rows, params, **streams)
+        assert sample(placed(rows, device), params, **on_device).tolist() == expected.tolist(), sampling
+
+
+@on_gpu_code
+@pytest.mark.parametrize(("dtype", "vocab"), [(torch.bfloat16, 16411), (torch.float16, 131077)], ids=str)
+@pytest.mark.parametrize("kind", ["ties", "equal", "with zeros"])
+def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, vocab: int, kind: str) -> None:
+    """One row is read by a cluster of CTAs, each of which counts what it has read."""
+    row = rows_of(vocab)[kind].to(dtype).expand(1, -1)
+    seeds, positions = random_words(1), torch.arange(1)
+    for sampling in SAMPLINGS[:4]:
+        params = SamplingParams(**sampling)
+        with use_backend("cpu"):
+            expected = sample(row, params, seeds=seeds, positions=positions)
+        found = sample(placed(row, device), params, seeds=seeds.to(device), positions=positions.to(device))
+        assert found.tolist() == expected.tolist(), sampling
+
+
+@on_gpu_code
+@pytest.mark.parametrize("dtype", VOCABS, ids=str)
+@pytest.mark.parametrize("kind", ["flat", "ties by quarters", "equal", "tiny", "with both zeros", "mostly forbidden"])
+def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """Of the tokens at the threshold of top-p the first are kept: their log-probabilities tell which."""
+    row = rows_of(VOCABS[dtype])[kind].to(dtype)
+    order = torch.sort(row.float(), descending=True, stable=True).indices
+    for sampling in ({"top_p": 0.4}, {"top_k": 900, "top_p": 0.7}):
+        params = SamplingParams(**sampling)
+
+        def logprobs(tokens: Tensor, params: SamplingParams = params) -> Tensor:
+            return token_logprobs(placed(row, tokens.device).expand(len(tokens), -1), tokens, params=params)[0]
+
+        with use_backend("cpu"):
+            first, end = 0, row.numel()  # of the tokens in order, the first one that is dropped
+            while first < end:
+                middle = (first + end) // 2
+                kept = logprobs(order[middle : middle + 1]).isfinite().item()
+                first, end = (middle + 1, end) if kept else (first, middle)
+            assert 0 < first < row.numel()
+            chosen = order[max(first - 3, 0) : first + 3]
+            expected = logprobs(chosen).tolist()
+        assert logprobs(chosen.to(device)).tolist() == expected, sampling
