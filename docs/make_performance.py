@@ -50,6 +50,7 @@ SECTIONS = {
     "predicted": of_code.attention(*PREDICTED),
     "calls": kept("calls_predicted_h200", of_code.calls),
     "op-calls": kept("ops_predicted_h200", of_code.op_calls),
+    "predicted-verification": of_code.verification("verification_predicted_h200", "verification_predicted_a100"),
     "published": kept("published_predicted", of_code.published),
     "bounds": kept("wgmma_bounds_h200", of_code.bounds),
 }

@@ -44,6 +44,33 @@ def attention(*names: str) -> Callable[[], str]:
     return shown
 
 
+def verification(*names: str) -> Callable[[], str]:
+    """Calls of verify_sampled in reads of all logits, with a column for each machine and way of reading rows."""
+
+    def span(reads: list[float]) -> str:
+        return " to ".join(f"{figure:.2f}" for figure in dict.fromkeys(reads))
+
+    def shown() -> str:
+        results = {name: result for name in names if (result := load(name))}
+        rows = [
+            {"machine": call["machine"], "call": call["call"], "way": way, "reads": span(call[key])}
+            for result in results.values()
+            for call in result["calls"]
+            for way, key in (("all rows", "all_rows"), ("visited rows", "lazy"))
+        ]
+        cells = pivot(
+            "reads of all logits",
+            rows,
+            lambda row: row["call"],
+            lambda row: f"{row['machine']}, {row['way']}",
+            lambda row: row["reads"],
+        )
+        kept = ", ".join(f"`{name}.json` (commit {result['commit']})" for name, result in results.items())
+        return f"{kept}:\n\n{cells}"
+
+    return shown
+
+
 def published(result: Result, name: str) -> str:
     """Tells how far the model is off where others have published what they measured."""
     errors = [

@@ -17,7 +17,7 @@ struct LogprobShared {
   MassTable sums;
 };
 static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-static_assert(has_room_for_values(offsetof(LogprobShared, best), offsetof(LogprobShared, filter)));
+static_assert(has_room_for_values(offsetof(LogprobShared, top), offsetof(LogprobShared, filter)));
 
 // How many logits reach this one, by all CTAs of the cluster.
 __device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float logit, BlockShared& shared) {

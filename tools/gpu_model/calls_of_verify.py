@@ -9,10 +9,12 @@ from functools import partial
 from bank_conflicts import mean_passes
 from predict_ops import DIGIT, Kernels, Launch, OpCall, Phase, words_of
 from predict_verification import CALLS as WAYS
-from predict_verification import NODES, PASSES, TREES, VOCAB, path_of, row_loops, word_of_counter
+from predict_verification import FROM_MEMORY, NODES, PASSES, TREES, VOCAB, path_of, row_loops, word_of_counter
 
 THREADS = 256  # of a row, where there are more rows than multiprocessors
-SAMPLING_BYTES = 12288 + 4 * 256 * 16 * 3 + 20000  # of SamplingShared
+# Of 64 KB of counters, cleared and added up by words of 16 bytes, and of the weights of their values, reckoned.
+COUNTERS = 2 * 64 * 1024 // 128 + 2000
+SAMPLING_BYTES = 78400  # of SamplingShared
 
 
 def verify_sampled(kernels: Kernels, ways: list[str], trees: int) -> list[Launch]:
@@ -20,10 +22,11 @@ def verify_sampled(kernels: Kernels, ways: list[str], trees: int) -> list[Launch
     loops, phases = row_loops(kernel.flow), [Phase("begin", loads=2)]
     for name in ways:
         path, words = path_of(kernel.flow, loops[PASSES[name].loop], PASSES[name])
-        source = "memory" if name == "peak" else "l2"
-        passes = mean_passes(word_of_counter, merges=True) if PASSES[name].does == "atomic" else 0
+        source = "memory" if name in FROM_MEMORY else "l2"
+        counts = PASSES[name].does == "atomic"
+        passes = mean_passes(word_of_counter, merges=False) if counts else 0
         phases.append(Phase(name, path, words_of(VOCAB, THREADS, batch=words), source=source, passes=passes))
-        phases.append(Phase(f"{name}: fold", barriers=4, cycles=200 + (2 * DIGIT if "values" in name else 0)))
+        phases.append(Phase(f"{name}: fold", barriers=4, cycles=200 + (COUNTERS + 2 * DIGIT if counts else 0)))
     rows = trees * NODES
     path = math.ceil(NODES**0.5)  # nodes that are visited
     return [
