@@ -32,7 +32,7 @@ py::list steps_of(const Replay& found) {
 
 py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surroundings& around) {
   std::vector<int32_t> ranges(kListSize);
-  const RangeLimits limits = range_limits(tile, around.num_sms);
+  const RangeLimits limits = range_limits(tile, around.num_sms, around.max_shared_bytes);
   make_ranges(work, limits, ranges.data());
   const int32_t num_ranges = ranges[0], sharers = ranges[1];
   py::list sequences;

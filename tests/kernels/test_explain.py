@@ -119,6 +119,29 @@ def test_tile_follows_the_rows(queries: int, head_dim: int, m_tile: int) -> None
             assert launch.ctas_per_sm * (launch.shared_bytes + 1024) <= shared + 1024
 
 
+@pytest.mark.parametrize("queries", [1, 5])  # tiles of 16 and of 32 rows
+@pytest.mark.parametrize(("head_dim", "most"), [(64, 4), (96, 3), (128, 2)])
+def test_small_tiles_have_more_ctas(head_dim: int, most: int, queries: int) -> None:
+    """As many as shared memory holds with the least number of stages each: two, and room for four warps' outputs.
+
+    There are ranges for those that a cache of 16 bits allows.
+    """
+    sizes = {**SIZES, "head_dim": head_dim, "num_sms": 10}
+    for shared in (99 << 10, 163 << 10, 227 << 10):
+        fit = {}
+        for kv_bytes in (1, 2):
+            call = {**sizes, "kv_bytes": kv_bytes, "max_shared_bytes": shared}
+            (launch,) = explain([queries], [2**20], **call).launches
+            stage = 64 * 2 * (head_dim * kv_bytes + 8)
+            of_output = -(-launch.m_tile * head_dim * (4 * 4 - 2) // stage)  # Q lies there, too
+            least = launch.shared_bytes + 1024 - (launch.stages - max(of_output, 2)) * stage
+            fit[kv_bytes] = min(most, (shared + 1024) // least)
+            assert launch.ctas_per_sm == fit[kv_bytes]
+            if kv_bytes == 2:
+                assert launch.ranges == 10 * fit[2]
+    assert fit[1] == most
+
+
 LATENT = {"num_q_heads": 16, "num_kv_heads": 1, "head_dim": 576, "head_dim_v": 512, "latent": True}
 
 

@@ -15,7 +15,8 @@ namespace {
 constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
-  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms)), tile.m_tile, tile.head_dim_v};
+  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms, limits.max_shared_bytes)), tile.m_tile,
+          tile.head_dim_v};
 }
 
 bool is_aligned(const void* rows, int64_t token_stride, int64_t head_stride) {
@@ -66,7 +67,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
     const ListTile item = list_tile(p, list, limits.max_shared_bytes);
     const auto i = static_cast<size_t>(list);
     lists.work[i] = work_shape(p, item.tile.m_tile, list);
-    lists.limits[i] = range_limits(item.tile, limits.num_sms);
+    lists.limits[i] = range_limits(item.tile, limits.num_sms, limits.max_shared_bytes);
     most = max_of<int64_t>(most, lists.limits[i].most);
   }
   launch(plan_kernel, dim3(std::size(kWorkLists)), dim3(schedule_threads(most)), sizeof(PlanShared), ctx.stream, lists,

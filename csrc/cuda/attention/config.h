@@ -42,9 +42,12 @@ struct TileShape {
   constexpr int warp_rows() const { return m_tile / row_warps; }
   // Keys of a stage whose scores a warp weighs. Of latent stages, groups of warps weigh one each.
   constexpr int warp_keys() const { return keys / (is_latent() ? key_warps : key_warps * column_warps); }
-  // The most CTAs that the registers of an SM allow; with wgmma and 256 columns its shared memory.
+  // The most CTAs that the registers of an SM allow; with wgmma and 256 columns its shared memory. With few rows and
+  // columns a stage is a chain of steps that fills no unit, and more CTAs hide it.
   constexpr int max_ctas() const {
-    return is_wgmma() ? (m_tile == 64 && head_dim < 256 ? 2 : 1) : threads() <= 128 ? 2 : 1;
+    if (is_wgmma()) return m_tile == 64 && head_dim < 256 ? 2 : 1;
+    if (threads() > 128) return 1;
+    return m_tile > 32 || head_dim > 96 ? 2 : head_dim == 64 ? 4 : 3;
   }
 
   // Bytes of shared memory: Q (wgmma takes it from registers where they suffice), one stage, with mma.sync with the
@@ -199,12 +202,14 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
   return {{tile_of(WorkList::kSmall), tile_of(WorkList::kLarge)}, 2};
 }
 
-// Ranges of work on a device: at most one for each CTA that the device can hold, and equally many on each SM. They may
-// be short: a CTA alone on an SM waits for its keys, which costs more than joining more pieces. Where two cuts
-// fall on the begin of one row tile, the range between them is empty.
-constexpr RangeLimits range_limits(const TileShape& shape, int num_sms) {
+// Ranges of work on a device: at most one for each CTA that the device can hold with a cache of 16 bits, as a plan does
+// not know the cache's type, and equally many on each SM. They may be short: a CTA alone on an SM waits for its keys,
+// which costs more than joining more pieces. Where two cuts fall on the begin of one row tile, the range between them
+// is empty.
+constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_shared_bytes) {
   constexpr int kMinRangeCost = 3, kMinPieceTiles = 2, kHeldTiles = 8;
-  return {min_of<int32_t>(num_sms * shape.max_ctas(), kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles,
+  const int ctas = residency(shape, 2, max_shared_bytes).ctas;
+  return {min_of<int32_t>(num_sms * ctas, kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles,
           int64_t{num_sms} * kHeldTiles};
 }
 

@@ -59,6 +59,8 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   }
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
+  // Where more than two CTAs share the registers, those of the one warp that found them are read again.
+  const auto kept = [&] { return I::kShape.max_ctas() > 2 ? shared.bounds[0] : bounds; };
   int now = 0;  // the place of stage i in the ring
   for (int32_t i = stages.first; i < stages.end; ++i) {
     wait_for_stage(ring);
@@ -74,7 +76,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     Stage<I>& stage = shared.stage(now);
     if (!has_rows) {
       start_copies();
-    } else if (bounds.all_see(first_key, kKeys)) {
+    } else if (kept().all_see(first_key, kKeys)) {
       attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
     } else {
       attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
@@ -93,7 +95,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   const WarpParts<I> parts{shared};
   const auto find_work = [&] { return sequence_work(call.work, at.sequence, shared.share.sharers); };
   const auto find_tile = [&](const SequenceWork& work) {
-    return row_tile(p, work, at.sequence, at.row_tile, I::kMTile, shared.share.part);
+    return row_tile(p, work, at.sequence, at.row_tile, I::kMTile, shared.share.part());
   };
   const auto find_end = [&](const SequenceWork& work) {
     return at.same_row(shared.stop) ? shared.stop.kv_tile : work.kv_tiles;
@@ -113,8 +115,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   if (at.kv_tile == 0 && find_end(work) == work.kv_tiles) {
     join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
   } else {
-    const auto cta = static_cast<int32_t>(blockIdx.x);
-    join<I>(parts, tile.rows, ToPiece{call.pieces.of(cta, at.kv_tile == 0), I::kHeadDimV});
+    join<I>(parts, tile.rows, ToPiece{call.pieces.of(shared.share.cta, at.kv_tile == 0), I::kHeadDimV});
   }
 }
 
@@ -131,7 +132,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ranges.find(shared.at, shared.stop, shared.share);
   __syncthreads();
   if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) {
-    clear_piece(call.pieces.of(static_cast<int32_t>(blockIdx.x), false), I::kMTile);
+    clear_piece(call.pieces.of(shared.share.cta, false), I::kMTile);
   }
   while (shared.at.before(shared.stop)) {
     // A sequence without row tiles may lie between two others.
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     }
     __syncthreads();
   }
-  clear_padding<I>(p, shape);
+  clear_padding<I>(p, shape, shared.share.cta);
 }
 
 template <typename I>

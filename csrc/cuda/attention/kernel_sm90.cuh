@@ -28,7 +28,7 @@ __device__ __forceinline__ void for_each_row_tile(const TreeAttentionParams& p, 
     const SequenceWork sequence = find_work();
     // A sequence without row tiles may lie between two others.
     if (at.row_tile < sequence.row_tiles) {
-      const RowTile tile = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, shared.share.part);
+      const RowTile tile = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, shared.share.part());
       if (tile.rows > 0) at = work(at, tile);
     }
     const bool is_last = at.row_tile + 1 >= find_work().row_tiles;
@@ -48,9 +48,8 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
-      const auto cta = static_cast<int32_t>(blockIdx.x);
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{call.pieces.of(cta, at.kv_tile == 0), I::kHeadDimV});
+                    ToPiece{call.pieces.of(shared.share.cta, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });
@@ -82,9 +81,9 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   if (threadIdx.x == 0) shared.init_barriers(call.stages);
   __syncthreads();
   if (shared.start.kv_tile > 0 && !shared.start.before(shared.stop)) {
-    clear_piece(call.pieces.of(static_cast<int32_t>(blockIdx.x), false), I::kMTile);
+    clear_piece(call.pieces.of(shared.share.cta, false), I::kMTile);
   }
-  clear_padding<I>(p, call.work);
+  clear_padding<I>(p, call.work, shared.share.cta);
   if (ptx::thread_index() < I::kConsumers) {
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();
     consume_range<I>(p, call, maps, shared);

@@ -178,9 +178,9 @@ __device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
 
 // Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
 template <typename I>
-__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end) {
+__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end, int32_t cta) {
   const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
-  const int64_t first = begin * heads + blockIdx.x;
+  const int64_t first = begin * heads + cta;
   for (int64_t row = first; row < end * heads; row += gridDim.x) {
     const int64_t token = row / heads, head = row % heads;
     uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
@@ -192,10 +192,10 @@ __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64
 }
 
 template <typename I>
-__device__ __forceinline__ void clear_padding(const TreeAttentionParams& p, const WorkShape& shape) {
+__device__ __forceinline__ void clear_padding(const TreeAttentionParams& p, const WorkShape& shape, int32_t cta) {
   const NodeRange used = used_rows(p.cu_seqlens_q, shape.batch, p.num_tokens);
-  clear_tokens<I>(p, 0, used.begin);
-  clear_tokens<I>(p, used.end, p.num_tokens);
+  clear_tokens<I>(p, 0, used.begin, cta);
+  clear_tokens<I>(p, used.end, p.num_tokens, cta);
 }
 
 }  // namespace pagedtree::cuda

@@ -39,7 +39,7 @@ struct CallRanges {
   __device__ __forceinline__ void find(WorkPosition& begin, WorkPosition& end, Share& share) const {
     const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x);
     if (thread < 2) (thread == 0 ? begin : end) = start(cta / sharers + thread);
-    if (thread == 0) share = {sharers, cta % sharers};
+    if (thread == 0) share = {sharers, cta};
   }
 
   // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.

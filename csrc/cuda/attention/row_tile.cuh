@@ -6,10 +6,10 @@
 
 namespace pagedtree::cuda {
 
-// Which of the CTAs that share a range's row tiles one is.
+// Which of the CTAs that share a range's row tiles one is; `cta` is its index in the launch.
 struct Share {
-  int32_t sharers;
-  int32_t part;
+  int32_t sharers, cta;
+  __device__ __forceinline__ int32_t part() const { return cta % sharers; }
 };
 
 struct RowTile {
