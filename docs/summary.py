@@ -113,7 +113,7 @@ def span(figures: list[float]) -> str:
 
 def predicted() -> str:
     attention, peers = load("predicted_h200"), load("flashinfer_predicted_h200")
-    verification, delta_rule = load("verification_predicted_h200"), load("delta_rule_predicted_h200")
+    verification, calls = load("verification_predicted_h200"), load("ops_predicted_h200")
     ours = {row["instance"]: row for row in attention["rows"]}
     flashinfer = {(row["instance"], row["mask"]): row for row in peers["rows"]}
     tiles = ("bf16-128-16", "bf16-128-64", "bf16-128-128", "bf16/fp8-128-16")
@@ -122,8 +122,8 @@ def predicted() -> str:
         what, reads = f"verification of all rows, {call['call']}", call["all_rows"]
         floor = span([1 / figure for figure in reversed(reads)])
         rows.append([what, f"{span(reads)} reads of the logits", floor, "", "", call["machine"]])
-    row = next(row for row in delta_rule["rows"] if (row["nodes"], row["batch"]) == (32, 8))
-    floor = f"{row['floor_us'] / row['tree_us']:.2f}"
-    rows.append(["recurrent layer, 8 trees of 32 nodes", f"{row['tree_us']:.0f} us", floor, "", "", row["machine"]])
+    row = next(row for row in calls["rows"] if row["call"] == "tree_delta_rule, 32 nodes x 8")
+    floor = f"{row['floor_us'] / row['us']:.2f}"
+    rows.append(["recurrent layer, 8 trees of 32 nodes", f"{row['us']:.0f} us", floor, "", "", row["machine"]])
     header = ["predicted", "ours", "floor / time", "over FlashInfer, tree mask", "over FlashInfer, causal", "GPU"]
     return table(header, rows)

@@ -68,6 +68,11 @@ def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, 
     return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, tests, "simt", "simt")
 
 
+def of_delta_rule(name: str, file: str, line: str, broken: str, suffix: str = ".cuh") -> Mutant:
+    tests = ("tests/ops/test_recurrent_kernels.py", "tests/ops/test_recurrent.py")
+    return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", "simt and not channel")
+
+
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "hybrid and not two_ranks")
 
@@ -425,6 +430,20 @@ LATENT_WGMMA = [
               "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip
 
+DELTA_RULE = [
+    of_delta_rule("the ring a step ahead", "tree", "copies.start((stage + kStages - 1) % kStages);",
+                  "copies.start((stage + kStages - 2) % kStages);"),
+    of_delta_rule("columns of a state for its channels", "tree", "Copies::kByChannel ? state[n][half * 2 + 1]",
+                  "Copies::kByChannel ? state[half * 2 + 1][n]"),
+    of_delta_rule("a block without ancestors of the last tile left out", "tree_solve", "all |= mask;", "all = mask;"),
+    of_delta_rule("weights of 0 times what is infinite", "tree_solve", "infinite |= 1u << first / kTile;", ""),
+    of_delta_rule("a token's own u in what is left of it", "tree_solve", "near[tile] & ~(1u << (tile * kTile + quad))",
+                  "near[tile]"),
+    of_delta_rule("weights of keys without beta", "tree", "is_above && with_beta ? decayed", "is_above ? decayed"),
+    of_delta_rule("rows behind all trees as they were", "delta_rule",
+                  "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),
+]  # fmt: skip
+
 STATES = [
     of_states(
         "states that follow the root alone", "recurrent_step",
@@ -499,4 +518,4 @@ TOP = [
     of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
 ]
 
-MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + STATES
+MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES

@@ -14,7 +14,6 @@ from typing import Any
 import bank_conflicts
 import bench_predict
 import predict_peers
-import predict_recurrent
 import predict_verification
 import pytest
 from predict_loop import ctas_that_fit, registers_of
@@ -228,7 +227,6 @@ with_library = [
 CORE = {
     "predicted": ("bf16-128-16", "bf16-128-128"),
     "verification_predicted": ("draw_rows: peak", "draw_rows: peak and counts", "draw_rows: race, no noise"),
-    "delta_rule_predicted": ("delta rule, 64 nodes x 1",),
 }
 
 
@@ -245,14 +243,6 @@ def predicted(tmp_path: Path, kind: str, machine: Machine, wanted: list[str]) ->
         pytest.skip(f"this build has no code for {machine.architecture}")
     if kind == "verification_predicted":
         rows = predict_verification.verification_rows(machine, cubins, wanted, 0)
-        return {row["instance"]: row for row in rows}
-    if kind == "delta_rule_predicted":
-        calls = [
-            (nodes, batch)
-            for nodes, batch in predict_recurrent.CALLS
-            if predict_recurrent.call_name(nodes, batch) in wanted
-        ]
-        rows = predict_recurrent.recurrent_rows(machine, cubins, calls)
         return {row["instance"]: row for row in rows}
     return {name: bench_predict.look_at(machine, name, f, 0) for name, f in bench_predict.kernels_of(cubins, wanted)}
 
@@ -361,24 +351,6 @@ def test_names_of_published_kernels() -> None:
     matching = [p.head_dim for p in predict_peers.PUBLISHED if p.pattern.fullmatch(name.format("Lb0E").encode())]
     assert matching == [128]
     assert not any(p.pattern.fullmatch(name.format("Lb1E").encode()) for p in predict_peers.PUBLISHED)
-
-
-# ---- the delta rule
-
-
-def test_trips_of_the_delta_rule() -> None:
-    """Of 64 tokens, each pair of blocks is multiplied by one warp, and a chain's blocks add up all before them."""
-    chain, tree = (predict_recurrent.trips(64, is_chain) for is_chain in (True, False))
-    assert predict_recurrent.group_of(64) == 64 and chain["load"] == 2 and chain["read"] == 8
-    assert chain["keys"] * 8 == 2 * 36 and chain["earlier"] == 28 and chain["block"] == chain["solve"] == 8
-    assert tree == chain  # of 8 levels: each token has an ancestor in each earlier block
-    assert predict_recurrent.trips(128, False)["earlier"] < predict_recurrent.trips(128, True)["earlier"]
-    assert predict_recurrent.group_of(8) == 8 and predict_recurrent.trips(8, True)["earlier"] == 0
-
-
-def test_bytes_of_the_delta_rule() -> None:
-    """The state of 32 heads of 128 x 128 once, and q, k, v, outputs, g and beta of one token."""
-    assert predict_recurrent.moved_bytes(1, 1) == 4 * 32 * 128**2 + 2 * (2 * 16 + 2 * 32) * 128 + 4 * 2 * 32
 
 
 # ---- passes of verification

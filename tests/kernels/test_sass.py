@@ -137,10 +137,24 @@ def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
-    """64 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys; and the update of the state."""
+    """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; and the update of
+    the state."""
     ((name, opcodes),) = instructions(architecture, "^delta_rule_kernel").items()
-    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 4 * 2 * (2 + 1) + 4 * 2, name
+    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 8 * 2 * 2 + 4 * 2, name
+    assert count(opcodes, r"HMMA\.16816") == 2 * 8, name
     assert count(opcodes, "LDL|STL") == 0, name
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str) -> None:
+    """16 channels of 16 or 32 tokens, and of half as many, with 32 columns of the state in two parts."""
+    found = instructions(architecture, "^tree_delta_rule_kernel")
+    assert len(found) == 8
+    for name, opcodes in found.items():
+        (tiles,) = map(int, re.findall(r", (\d+)>", name))
+        assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == (tiles + tiles // 2) * 4 * 2 * 2, name
+        assert count(opcodes, r"LDGSTS\.E\.BYPASS\.128") >= 4 * 3, name
+        assert count(opcodes, "LDL|STL") == 0, name
 
 
 @pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")

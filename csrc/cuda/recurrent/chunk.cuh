@@ -1,7 +1,7 @@
 // A chunk of tokens of one value head, and 32 columns of its state, in shared memory.
 #pragma once
 
-#include "cuda/recurrent/elements.cuh"
+#include "cuda/recurrent/numbers.cuh"
 
 namespace pagedtree::cuda {
 
@@ -20,7 +20,10 @@ struct ChunkShared {
   float betas[kMaxRecurrentNodes];      // 1 without
   float norms[kMaxRecurrentNodes];      // of the keys: what they are multiplied by
   int16_t parents[kMaxRecurrentNodes];  // -1: none, -2: cannot be reached
-  int16_t jumps[kMaxRecurrentNodes];    // scratch of link()
+  union {
+    int16_t jumps[kMaxRecurrentNodes];   // scratch of link()
+    float query_norms[kWarps * kBlock];  // of the group
+  };
 };
 
 // The rest of shared memory, whose sizes depend on the call.
@@ -32,7 +35,7 @@ struct Chunk {
   int32_t weight_stride;
   int32_t head, key_head;
   int32_t column;   // of the lane
-  float* state;     // [Dk, kStateStride]
+  float* state;     // [Dk, kStateStride]; Dk up to a multiple of kStep, with zeros
   float* u;         // [capacity, kColumns]
   float* weights;   // [key or query, group, weight_stride]: of the tokens above a token
   float* reads;     // [key or query, group, kReadStride]: what it reads of the state, with the decays of its path
@@ -47,6 +50,8 @@ struct Chunk {
   }
 };
 
+__host__ __device__ constexpr int32_t padded_channels(int32_t key_dim) { return (key_dim + kStep - 1) / kStep * kStep; }
+
 struct ChunkSizes {
   int32_t words{}, weight_stride{};
   int64_t u{}, weights{}, reads{}, masks{};  // where they begin
@@ -55,7 +60,7 @@ struct ChunkSizes {
   __host__ __device__ constexpr ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
     words = (capacity + 31) / 32;
     weight_stride = words * 32 + kBlock;
-    u = static_cast<int64_t>(sizeof(ChunkShared)) + key_dim * kStateStride * 4;
+    u = static_cast<int64_t>(sizeof(ChunkShared)) + padded_channels(key_dim) * kStateStride * 4;
     weights = u + capacity * kColumns * 4;
     reads = weights + 2 * group * weight_stride * 4;
     masks = reads + 2 * group * kReadStride * 4;
@@ -80,15 +85,6 @@ __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t c
   masks = reinterpret_cast<uint32_t*>(begin + sizes.masks);
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
-  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(~0u, x, bits);
-  return x;
-}
-
-__device__ __forceinline__ float norm_of(const DeltaRuleParams& p, float squares) {
-  return p.l2norm ? 1.0f / sqrtf(squares + 1e-6f) : 1.0f;
-}
-
 // Where the key of token i begins, and its query.
 __device__ __forceinline__ int64_t key_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.k_token_stride + t.key_head * t.p.k_head_stride;
@@ -100,17 +96,34 @@ __device__ __forceinline__ int64_t decay_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.g_token_stride + t.head * t.p.g_head_stride;
 }
 
-// Multiples of 2^-40: sums of them are exact in any order, and so are the differences of sums, whatever lies between.
-// Below -128 a decay is 0.
-__device__ __forceinline__ int64_t fixed_point(float g) {
-  return static_cast<int64_t>(max_of(g < 0.0f ? g : 0.0f, -128.0f) * 0x1p40f);
+// The norm of a row, by a warp.
+__device__ __forceinline__ float row_norm(const Chunk& t, const void* data, int64_t row) {
+  if (!t.p.l2norm) return 1.0f;
+  float squares = 0.0f;
+  for (int32_t c = threadIdx.x % 32 * 4; c < t.p.key_dim; c += 128) {
+    const Four x = load_four_halves(data, t.p.dtype, row + c);
+    squares = dot(x, x, squares);
+  }
+  return norm_of(t.p, warp_sum(squares));
 }
 
-// exp of such a difference.
-__device__ __forceinline__ float decay_between(int64_t later, int64_t earlier) {
-  const int64_t limit = int64_t{-128} << 40;
-  const int64_t difference = max_of(min_of<int64_t>(later - earlier, 0), limit);
-  return decay_of<ScalarMath>(static_cast<float>(static_cast<int32_t>(difference >> 16)) * 0x1p-24f);
+// Those of all keys.
+__device__ __forceinline__ void find_norms(const Chunk& t, int32_t count) {
+  for (int32_t i = threadIdx.x / 32; i < count; i += kWarps) {
+    const float norm = row_norm(t, t.p.k, key_row(t, i));
+    if (threadIdx.x % 32 == 0) t.shared.norms[i] = norm;
+  }
+  __syncthreads();
+}
+
+// Those of the queries begin .. begin + group - 1.
+__device__ __forceinline__ void find_query_norms(const Chunk& t, int32_t begin, int32_t count) {
+  if (t.p.out == nullptr) return;
+  for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += kWarps) {
+    const float norm = row_norm(t, t.p.q, query_row(t, begin + row));
+    if (threadIdx.x % 32 == 0) t.shared.query_norms[row] = norm;
+  }
+  __syncthreads();
 }
 
 // The paths of the tokens in shared.rows and shared.parents, and the sums of g along them. One thread for each token:

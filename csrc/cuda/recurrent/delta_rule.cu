@@ -1,10 +1,11 @@
-// The gated delta rule over a chunk of tokens, of which each follows its parent; the algebra is in
-// docs/notes/recurrent.md. One CTA for each sequence, value head and 32 columns of the state, which it keeps in shared
-// memory.
+// The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Small
+// trees with one decay for each head have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
+// sequence, value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
 #include "cuda/recurrent/chunk.cuh"
 #include "cuda/recurrent/products.cuh"
 #include "cuda/recurrent/solve.cuh"
+#include "cuda/recurrent/tree_solve.cuh"
 #include "cuda/recurrent/walks.cuh"
 
 namespace pagedtree::cuda {
@@ -14,7 +15,7 @@ namespace {
 __device__ __forceinline__ void run_chunk(const Chunk& t, int32_t count, bool carried) {
   __syncthreads();
   link(t, count);
-  if (t.p.channel_decay) find_norms(t, count);
+  find_norms(t, count);
   for (int32_t begin = 0; begin < count; begin += t.group) {
     if (t.p.channel_decay) {
       weigh_by_walks(t, begin, count);
@@ -32,7 +33,7 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, int32_t count, bool ca
 struct StateTile {
   float* begin;
   int64_t channel_stride, column_stride;
-  int32_t channels, columns;
+  int32_t channels, padded, columns;
   bool by_channel;
 
   __device__ StateTile(const Chunk& t, int64_t state_index) {
@@ -42,13 +43,12 @@ struct StateTile {
     channel_stride = strides[2];
     column_stride = strides[3];
     channels = t.p.key_dim;
+    padded = padded_channels(channels);
     columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
     by_channel = channel_stride < column_stride;
   }
   // A thread has elements 0 .. size() - 1; some may lie outside.
-  __device__ int32_t size() const {
-    return by_channel ? (channels + 31) / 32 * (kColumns / kWarps) : channels / kWarps;
-  }
+  __device__ int32_t size() const { return by_channel ? (padded + 31) / 32 * (kColumns / kWarps) : padded / kWarps; }
   __device__ int32_t channel(int32_t e) const {
     return by_channel ? e / (kColumns / kWarps) * 32 + threadIdx.x % 32 : e * kWarps + threadIdx.x / 32;
   }
@@ -69,7 +69,7 @@ __device__ __forceinline__ void load_state(const Chunk& t, const StateTile& stat
 #pragma unroll
     for (int j = 0; j < kUnderWay; ++j) {
       const int32_t channel = state.channel(first + j), column = state.column(first + j);
-      if (channel < state.channels) t.state[channel * kStateStride + column] = values[j];
+      if (channel < state.padded) t.state[channel * kStateStride + column] = values[j];
     }
   }
 }
@@ -104,6 +104,48 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(tokens, b)));
 }
 
+// One CTA for each sequence, value head and 32 columns for each of its warps.
+template <typename T, StateWords kWords, int kTiles>
+__global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
+    tree_delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
+  const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks, b = item / p.num_heads;
+  const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
+  const Tree t(p, rows, item % p.num_heads, block % column_blocks * static_cast<int32_t>(blockDim.x), kTiles);
+  if (b == 0 || b + 1 == p.tokens.batch) {
+    const NodeRange used = used_rows(p.tokens.cu_nodes, p.tokens.batch, p.tokens.num_rows);
+    if (b == 0) clear_rows(t, 0, used.begin);
+    if (b + 1 == p.tokens.batch) clear_rows(t, used.end, p.tokens.num_rows);
+  }
+  if (t.count == 0) return;
+  copy_rows(t);
+  StateCopies<kWords> copies(t, state_index_of(p.tokens, b));
+  for (int32_t stage = 0; stage < kStages - 1; ++stage) copies.start(stage);
+  if (threadIdx.x / 32 == 0) link_tree(t);
+  ptx::cp_async_wait<kStages - 1>();  // for keys and queries
+  __syncthreads();
+  if (p.l2norm) {
+    find_norms(t);
+    __syncthreads();
+  }
+  int32_t stage = 0;
+  uint32_t infinite = 0;
+  for (int32_t begin = 0; begin < t.count; begin += t.together) {
+    if (begin > 0) __syncthreads();  // all have read the weights of the tokens before
+    const int32_t tiles = min_of(kTiles, ceil_div(t.count - begin, kTile));
+    weigh_tree<T>(t, begin, tiles);
+    Sums<kTiles> sums;
+    if (tiles > kTiles / 2) {
+      read_state<T, kTiles>(t, copies, stage, begin, sums);
+    } else {
+      read_state<T, kTiles / 2>(t, copies, stage, begin, sums);
+    }
+    __syncthreads();
+    solve_tree<T>(t, begin, sums, infinite);
+  }
+  ptx::cp_async_wait<0>();
+  clear_rows(t, rows.begin + t.count, rows.end);
+}
+
 // What no node writes.
 __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count) {
   const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
@@ -119,6 +161,47 @@ int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   return group;
 }
 
+template <typename T, StateWords kWords, int kTiles>
+void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
+  const int32_t columns = ceil_div(p.value_dim, kTreeColumns), max_bytes = device_limits().max_shared_bytes;
+  int32_t warps = kTreeWarps;
+  while (TreeSizes(p.tokens.max_nodes, kTiles, warps).bytes > max_bytes) warps /= 2;
+  const int32_t column_blocks = ceil_div(columns, warps);
+  warps = ceil_div(columns, column_blocks);
+  const dim3 grid(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks));
+  const auto bytes = static_cast<size_t>(TreeSizes(p.tokens.max_nodes, kTiles, warps).bytes);
+  launch(tree_delta_rule_kernel<T, kWords, kTiles>, grid, dim3(static_cast<unsigned>(warps * 32)), bytes, ctx.stream, p,
+         column_blocks);
+}
+
+template <typename T, StateWords kWords>
+void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
+  p.tokens.max_nodes <= 2 * kTile ? launch_tree<T, kWords, 2>(p, ctx) : launch_tree<T, kWords, 4>(p, ctx);
+}
+
+// Whether four neighbours along one dimension of all states lie at multiples of 16 bytes.
+bool has_words(const DeltaRuleParams& p, int along, int across) {
+  const int64_t* const strides = p.state_strides;
+  return strides[along] == 1 && strides[across] % 4 == 0 && strides[0] % 4 == 0 && strides[1] % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(p.state) % 16 == 0;
+}
+
+// False where the call is not one for this kernel.
+bool run_small_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
+  const RecurrentBatch& tokens = p.tokens;
+  const bool by_columns = has_words(p, 3, 2), is_half = p.dtype == DType::kFloat16;
+  if (tokens.parents == nullptr || tokens.max_nodes > kTreeNodes || tokens.batch == 0) return false;
+  if (p.channel_decay || p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
+  if (by_columns) {
+    is_half ? launch_tree<__half, StateWords::kOfColumns>(p, ctx)
+            : launch_tree<__nv_bfloat16, StateWords::kOfColumns>(p, ctx);
+  } else {
+    is_half ? launch_tree<__half, StateWords::kOfChannels>(p, ctx)
+            : launch_tree<__nv_bfloat16, StateWords::kOfChannels>(p, ctx);
+  }
+  return true;
+}
+
 void run(const DeltaRuleParams& p, const ExecContext& ctx) {
   const RecurrentBatch& tokens = p.tokens;
   const bool whole_tree = tokens.parents != nullptr && p.out != nullptr;
@@ -132,6 +215,7 @@ void run(const DeltaRuleParams& p, const ExecContext& ctx) {
 }  // namespace
 
 void CudaBackend::tree_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) const {
+  if (run_small_tree(p, ctx)) return;
   const int64_t count = p.tokens.num_rows * p.num_heads * p.value_dim;
   launch(clear_kernel, grid_of(count, 256), dim3(256), 0, ctx.stream, static_cast<uint16_t*>(p.out), count);
   run(p, ctx);

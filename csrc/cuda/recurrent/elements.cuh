@@ -7,9 +7,12 @@
 #include "core/numeric.h"
 #include "core/recurrent.h"
 #include "cuda/tile/launch.cuh"
-#include "cuda/tile/ptx.cuh"
+#include "cuda/tile/mma.cuh"
 
 namespace pagedtree::cuda {
+
+template <typename T>
+constexpr DType kTypeOf = kIsBFloat16<T> ? DType::kBFloat16 : DType::kFloat16;
 
 // A number of a 16-bit type, in the low half of `bits`.
 __device__ __forceinline__ float half_from_bits(uint32_t bits, DType dtype) {

@@ -1,73 +1,41 @@
 // Weights of tokens with one decay for each head, by tensor cores. Such a decay is a factor of whole products: a tile
 // of 16 rows, 8 keys and the queries of the same tokens, is multiplied with the state and with the keys of other
-// tokens. fp16 and bf16 are exact in tf32, an element of the state is the sum of two numbers of tf32.
+// tokens.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
 
 namespace pagedtree::cuda {
 
-// A lane has 4 of each 16 channels. Beyond the last channel it reads the last ones again, where the rows are 0.
-constexpr int kPassChannels = 64, kSteps = kPassChannels / 16;
+constexpr int kSteps = kPassChannels / kStep;
 constexpr int kReadTiles = kColumns / 8;
 
-__device__ __forceinline__ int32_t first_channel(const Chunk& t, int32_t first, int step) {
-  return min_of(first + step * 16 + static_cast<int32_t>(threadIdx.x % 4) * 4, t.p.key_dim - 4);
+__device__ __forceinline__ int32_t lane_channel(int32_t first, int step) {
+  return first + step * kStep + static_cast<int32_t>(threadIdx.x % 4) * 4;
 }
 
-// A lane's channels of a row. All loads start before the first one ends.
+// A lane's channels of a row, 0 where there is none. All loads start before the first one ends.
 __device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64_t at, int32_t first,
                                          uint2 (&pairs)[kSteps]) {
   const uint16_t* const row = static_cast<const uint16_t*>(data) + at;
   const bool aligned = is_aligned(row);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    pairs[step] = load_pairs(row + first_channel(t, first, step), aligned);
+    const int32_t channel = lane_channel(first, step);
+    pairs[step] = channel < t.p.key_dim ? load_pairs(row + channel, aligned) : make_uint2(0, 0);
   }
 }
 
-// Channels of key and query `quad`, for two products in each step.
+// Channels of key and query `quad`.
 struct RowTile {
-  float a[kSteps][2][4];
+  uint2 keys[kSteps], queries[kSteps];
 };
 
-// The part of x that tf32 holds.
-__device__ __forceinline__ float high_part(float x) {
-  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0xffffe000u);
-}
-
-__device__ __forceinline__ void add_split_product(float (&high)[4], float (&low)[4], const float (&a)[4], float b0,
-                                                  float b1) {
-  const float b0_high = high_part(b0), b1_high = high_part(b1);
-  ptx::mma_m16n8k8(high, a, b0_high, b1_high);
-  ptx::mma_m16n8k8(low, a, b0 - b0_high, b1 - b1_high);
-}
-
-// The sum of both products. Where an element is infinite its low part is NaN, and the high part is the result.
-__device__ __forceinline__ float joined(float high, float low) { return low != low ? high : high + low; }
-
-// Adds to the sums of squares of key and query.
-__device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first,
-                                             float& key_squares, float& query_squares) {
-  const DeltaRuleParams& p = t.p;
+__device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first) {
   const int32_t token = min_of(i, count - 1);
-  uint2 key_pairs[kSteps] = {}, query_pairs[kSteps] = {};
-  load_row(t, p.k, key_row(t, token), first, key_pairs);
-  if (p.out != nullptr) load_row(t, p.q, query_row(t, token), first, query_pairs);
-  RowTile rows;
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const bool inside = i < count && first + step * 16 + static_cast<int32_t>(threadIdx.x % 4) * 4 < p.key_dim;
-    const Four k = unpack(key_pairs[step], p.dtype), q = unpack(query_pairs[step], p.dtype);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const float key = inside ? k.x[j] : 0.0f, query = inside ? q.x[j] : 0.0f;
-      rows.a[step][j / 2][j % 2 * 2] = key;
-      rows.a[step][j / 2][j % 2 * 2 + 1] = query;
-      key_squares = __fmaf_rn(key, key, key_squares);
-      query_squares = __fmaf_rn(query, query, query_squares);
-    }
-  }
+  RowTile rows{};
+  load_row(t, t.p.k, key_row(t, token), first, rows.keys);
+  if (t.p.out != nullptr) load_row(t, t.p.q, query_row(t, token), first, rows.queries);
   return rows;
 }
 
@@ -78,9 +46,11 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
   float low[4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const float* b = t.state + first_channel(t, first, step) * kStateStride + column;
-    add_split_product(sum, low, rows.a[step][0], b[0], b[kStateStride]);
-    add_split_product(sum, low, rows.a[step][1], b[2 * kStateStride], b[3 * kStateStride]);
+    if (first + step * kStep >= t.p.key_dim) break;
+    const StepRows a = rows_of({rows.keys[step], rows.queries[step]}, t.p.dtype);
+    const float* b = t.state + lane_channel(first, step) * kStateStride + column;
+    add_split_product(sum, low, a.a[0], b[0], b[kStateStride]);
+    add_split_product(sum, low, a.a[1], b[2 * kStateStride], b[3 * kStateStride]);
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
@@ -94,9 +64,12 @@ __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& row
   load_row(t, t.p.k, key_row(t, m), first, pairs);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const Four b = unpack(pairs[step], t.p.dtype);
-    ptx::mma_m16n8k8(sum, rows.a[step][0], b.x[0], b.x[1]);
-    ptx::mma_m16n8k8(sum, rows.a[step][1], b.x[2], b.x[3]);
+    if (first + step * kStep >= t.p.key_dim) break;
+    if (t.p.dtype == DType::kFloat16) {
+      add_key_product<__half>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
+    } else {
+      add_key_product<__nv_bfloat16>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
+    }
   }
 }
 
@@ -107,21 +80,10 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
   const int32_t blocks = 1 << shift, block = warp & (blocks - 1), parts = kWarps >> shift;
   const int32_t row = block * kBlock + quad, i = begin + row;
   const int32_t own = begin / kBlock + block;  // among all blocks
-  float key_norm = 0.0f, query_norm = 0.0f;    // sums of squares before the last pass
-  for (int32_t first = 0; first < t.p.key_dim; first += kPassChannels) {
-    const RowTile rows = load_rows(t, i, count, first, key_norm, query_norm);
+  find_query_norms(t, begin, count);
+  for (int32_t first = 0; first < t.p.key_dim && own * kBlock < count; first += kPassChannels) {
+    const RowTile rows = load_rows(t, i, count, first);
     const bool is_last = first + kPassChannels >= t.p.key_dim;
-    if (is_last) {
-      for (int bits = 1; bits < 4; bits *= 2) {
-        key_norm += __shfl_xor_sync(~0u, key_norm, bits);
-        query_norm += __shfl_xor_sync(~0u, query_norm, bits);
-      }
-      key_norm = norm_of(t.p, key_norm);
-      query_norm = norm_of(t.p, query_norm);
-      if (i < count && pair == 0 && warp < blocks) t.shared.norms[i] = key_norm;
-      __syncthreads();
-    }
-    if (own * kBlock >= count) continue;
     for (int32_t job = warp >> shift; job <= kReadTiles + own; job += parts) {
       const int32_t other = job - kReadTiles, m = other * kBlock + pair * 2;
       const bool reads = other < 0;
@@ -141,9 +103,9 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
           if (first > 0) x += to[j];
           if (is_last && i < count) {
             const bool is_other = !reads && m + j < count;
+            const float norm = which == 0 ? t.shared.norms[i] : t.shared.query_norms[row];
             const float decay = decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
-            x *= (which == 0 ? key_norm : query_norm) * (is_other ? t.shared.norms[m + j] : 1.0f);
-            x = decay == 0.0f ? 0.0f : x * decay;
+            x = decayed(x, norm * (is_other ? t.shared.norms[m + j] : 1.0f), decay);
           }
           to[j] = x;
         }

@@ -7,15 +7,16 @@
 
 namespace pagedtree::cuda {
 
-// By one warp, a column for each lane: u of the tokens begin .. begin + 7. Their sums and values lie in the reads.
+// By one warp, a column for each lane: u of the tokens begin .. begin + 7. What is left of their values lies in the
+// reads.
 __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_t row, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
-  float sums[kBlock], values[kBlock], weights[kBlock][kBlock];
+  const bool with_beta = t.p.beta != nullptr;
+  float left[kBlock], weights[kBlock][kBlock];
   uint32_t above[kBlock];
 #pragma unroll
   for (int s = 0; s < kBlock; ++s) {
-    sums[s] = t.reads_of(0, row + s)[lane];
-    values[s] = t.reads_of(1, row + s)[lane];
+    left[s] = t.reads_of(0, row + s)[lane];
     above[s] = begin + s < count ? t.ancestors(begin + s, begin / kBlock) : 0;
 #pragma unroll
     for (int m = 0; m < s; ++m) weights[s][m] = t.weights_of(0, row + s)[begin + m];
@@ -24,12 +25,11 @@ __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_
 #pragma unroll
   for (int m = 0; m < kBlock; ++m) {
     if (begin + m >= count) break;
-    float u = values[m];
-    if (t.p.beta != nullptr) u = (u - sums[m]) * t.shared.betas[begin + m];
+    const float u = left[m] * t.shared.betas[begin + m];
     t.u[(begin + m) * kColumns + lane] = u;
 #pragma unroll
     for (int s = m + 1; s < kBlock; ++s) {
-      if (above[s] >> m & 1) sums[s] = __fmaf_rn(weights[s][m], u, sums[s]);
+      if (with_beta && (above[s] >> m & 1)) left[s] = __fmaf_rn(-weights[s][m], u, left[s]);
     }
   }
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void solve(const Chunk& t, int32_t first, int32_t cou
     const bool is_reachable = i < count && t.shared.parents[i] >= -1;
     const float* const key_weights = t.weights_of(0, row);
     const float* const query_weights = t.weights_of(1, row);
-    float key_sum = t.reads_of(0, row)[lane], query_sum = t.reads_of(1, row)[lane];
+    float left = left_of(p, value, t.reads_of(0, row)[lane]), query_sum = t.reads_of(1, row)[lane];
     for (int32_t m = 0; is_reachable && m < begin; m += kBlock) {
       const uint32_t above = t.ancestors(i, m / kBlock);
       if (above == 0) continue;
@@ -58,13 +58,12 @@ __device__ __forceinline__ void solve(const Chunk& t, int32_t first, int32_t cou
       for (int j = 0; j < kBlock; ++j) {
         const float u = t.u[(m + j) * kColumns + lane], a = key_weights[m + j], c = query_weights[m + j];
         if (above >> j & 1) {
-          key_sum = __fmaf_rn(a, u, key_sum);
+          if (p.beta != nullptr) left = __fmaf_rn(-a, u, left);
           query_sum = __fmaf_rn(c, u, query_sum);
         }
       }
     }
-    t.reads_of(0, row)[lane] = key_sum;
-    t.reads_of(1, row)[lane] = value;
+    t.reads_of(0, row)[lane] = left;
     value = load_value(t, i + kBlock, count);  // of the next block
     __syncthreads();
     if (warp == 0) substitute(t, begin, begin - first, count);

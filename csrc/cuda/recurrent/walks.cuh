@@ -16,26 +16,6 @@ __device__ __forceinline__ Four load_key(const Chunk& t, int32_t i, int32_t c) {
   return key;
 }
 
-__device__ __forceinline__ float dot(const Four& a, const Four& b, float sum) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) sum = __fmaf_rn(a.x[j], b.x[j], sum);
-  return sum;
-}
-
-__device__ __forceinline__ void find_norms(const Chunk& t, int32_t count) {
-  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int32_t i = warp; i < count; i += kWarps) {
-    float squares = 0.0f;
-    for (int32_t c = lane * 4; c < t.p.key_dim; c += 128) {
-      const Four x = load_four_halves(t.p.k, t.p.dtype, key_row(t, i) + c);
-      squares = dot(x, x, squares);
-    }
-    squares = warp_sum(squares);
-    if (lane == 0) t.shared.norms[i] = norm_of(t.p, squares);
-  }
-  __syncthreads();
-}
-
 // By one warp: token i, row `row` of its group.
 __device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
   const DeltaRuleParams& p = t.p;

@@ -1,0 +1,368 @@
+// A tree of at most 64 nodes of one value head, by a CTA whose warps have 32 columns of the state each. The state goes
+// through a ring in shared memory; it is read again for every 16 tokens.
+#pragma once
+
+#include "cuda/recurrent/numbers.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kTreeNodes = 64, kTreeChannels = kPassChannels;  // at most
+constexpr int kTreeWarps = 4;                                  // at most
+constexpr int kTreeColumns = 32;                // of a warp; a lane has 8 neighbours of them, for each of its tokens
+constexpr int kTile = 8;                        // tokens whose keys and queries are a tile of a product
+constexpr int kTokens = 2 * kTile;              // that are read and solved together
+constexpr int kStages = 4;                      // steps of the state that the ring holds
+constexpr int kRowStride = kTreeChannels + 16;  // of keys and queries; lanes read 8 bytes without bank conflicts
+
+struct TreeShared {
+  uint64_t masks[kTreeNodes];  // the tokens of a token's path, itself included; none where it cannot be reached
+  int64_t sums[kTreeNodes];    // of g from the root on, see fixed_point()
+  float betas[kTreeNodes];     // 1 without
+  float norms[2][kTreeNodes];  // [key or query]: what they are multiplied by
+  int32_t jumps[kTreeNodes];   // scratch of link_tree()
+};
+
+// The rest of shared memory, whose sizes depend on the call. `tiles`: that are read and solved together.
+struct TreeSizes {
+  int32_t rows{};                           // tokens that there is room for: a multiple of 16
+  int32_t earlier{};                        // of them, those before the last tiles
+  int32_t weight_stride{};                  // lanes read four weights of 8 tokens without bank conflicts
+  int32_t data{}, weights{}, u{}, state{};  // where they begin
+  int32_t bytes{};
+
+  __host__ __device__ constexpr TreeSizes(int32_t capacity, int32_t tiles, int32_t warps) {
+    const int32_t together = tiles * kTile;
+    rows = (capacity + 2 * kTile - 1) / (2 * kTile) * 2 * kTile;
+    earlier = (capacity - 1) / together * together;
+    weight_stride = rows + 4;
+    data = static_cast<int32_t>(sizeof(TreeShared));
+    weights = data + 2 * rows * kRowStride * 2;
+    u = weights + 2 * together * weight_stride * 4;
+    state = u + warps * earlier * kTreeColumns * 4;
+    bytes = state + warps * kStages * kStep * kTreeColumns * 4;
+  }
+};
+
+static_assert(sizeof(TreeShared) % 16 == 0);
+static_assert(TreeSizes(kTreeNodes, 4, 1).bytes <= 99 << 10, "what every GPU has");
+
+struct Tree {
+  const DeltaRuleParams& p;
+  TreeShared& shared;
+  int32_t first_row, count;  // of its tokens
+  int32_t rows, weight_stride;
+  int32_t head, key_head;
+  int32_t first_column, column;  // of the CTA, of the warp
+  int32_t steps;                 // of 16 channels
+  uint16_t* data;                // [key or query, rows, kRowStride]
+  int32_t together;
+  float* weights;  // [key or query, together, weight_stride]: of the tokens above a token, 0 for others; no keys
+                   // without beta
+  float* u;        // [earlier, 32]: the warp's columns
+  float4* state;   // [kStages, 4, 32]: the warp's part of the ring, of which a lane touches its own elements only
+
+  __device__ Tree(const DeltaRuleParams& params, NodeRange of_rows, int32_t of_head, int32_t of_columns, int32_t tiles)
+      : p(params), shared(ptx::shared<TreeShared>()), head(of_head), first_column(of_columns) {
+    const int32_t warps = static_cast<int32_t>(blockDim.x) / 32, warp = static_cast<int32_t>(threadIdx.x) / 32;
+    const TreeSizes sizes(p.tokens.max_nodes, tiles, warps);
+    char* const begin = reinterpret_cast<char*>(&shared);
+    first_row = static_cast<int32_t>(of_rows.begin);
+    count = static_cast<int32_t>(min_of<int64_t>(of_rows.size(), p.tokens.max_nodes));
+    rows = sizes.rows;
+    together = tiles * kTile;
+    weight_stride = sizes.weight_stride;
+    key_head = head / p.group_size;
+    column = first_column + warp * kTreeColumns;
+    steps = ceil_div(p.key_dim, kStep);
+    data = reinterpret_cast<uint16_t*>(begin + sizes.data);
+    weights = reinterpret_cast<float*>(begin + sizes.weights);
+    u = reinterpret_cast<float*>(begin + sizes.u) + warp * sizes.earlier * kTreeColumns;
+    state = reinterpret_cast<float4*>(begin + sizes.state) + warp * kStages * 4 * 32;
+  }
+  // 8 outputs.
+  __device__ uint4* outputs(int64_t row, int32_t of_column) const {
+    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (row * p.num_heads + head) * p.value_dim +
+                                    of_column);
+  }
+  __device__ uint16_t* row_of(int which, int32_t i) const { return data + (which * rows + i) * kRowStride; }
+  __device__ float* weights_of(int which, int32_t row) const {
+    return weights + (which * together + row) * weight_stride;
+  }
+};
+
+// Zeros in the CTA's columns of the outputs of rows begin .. end - 1.
+__device__ __forceinline__ void clear_rows(const Tree& t, int64_t begin, int64_t end) {
+  const int32_t threads = blockDim.x / 8, column = t.first_column + threadIdx.x % threads * 8;  // of a row
+  if (column >= t.p.value_dim) return;
+  for (int64_t row = begin + threadIdx.x / threads; row < end; row += 8)
+    *t.outputs(row, column) = make_uint4(0, 0, 0, 0);
+}
+
+// By one warp: the paths, and the sums of g along them. In each round a token takes over what is known at the end of
+// its own stretch of the path.
+__device__ __forceinline__ void link_tree(const Tree& t) {
+  constexpr int kOfLane = kTreeNodes / 32;
+  const int32_t lane = threadIdx.x % 32;
+  const DeltaRuleParams& p = t.p;
+  int32_t above[kOfLane];
+  int64_t sums[kOfLane];
+  uint64_t masks[kOfLane];
+#pragma unroll
+  for (int j = 0; j < kOfLane; ++j) {
+    const int32_t i = j * 32 + lane;
+    const int64_t row = t.first_row + i;
+    above[j] = -2;
+    if (i >= t.count) continue;
+    above[j] = linked_parent(p.tokens, t.first_row, i);
+    masks[j] = uint64_t{1} << i;
+    sums[j] = fixed_point(p.g[row * p.g_token_stride + t.head * p.g_head_stride]);
+    t.shared.betas[i] = p.beta != nullptr ? p.beta[row * p.beta_token_stride + t.head * p.beta_head_stride] : 1.0f;
+  }
+  for (int32_t reach = 1;; reach *= 2) {
+    const bool is_last = reach >= t.count;
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      const int32_t i = j * 32 + lane;
+      if (i >= t.count) continue;
+      t.shared.masks[i] = is_last && above[j] != -1 ? 0 : masks[j];
+      t.shared.sums[i] = sums[j];
+      t.shared.jumps[i] = above[j];
+    }
+    if (is_last) break;
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < kOfLane; ++j) {
+      if (above[j] < 0) continue;
+      masks[j] |= t.shared.masks[above[j]];
+      sums[j] += t.shared.sums[above[j]];
+      above[j] = t.shared.jumps[above[j]];
+    }
+    __syncwarp();
+  }
+}
+
+// Starts the copies of keys and queries; zeros behind the last token and the last channel.
+__device__ __forceinline__ void copy_rows(const Tree& t) {
+  constexpr int32_t kWords = kTreeChannels / 8;  // of a row
+  const DeltaRuleParams& p = t.p;
+  const int32_t word = threadIdx.x % kWords, rows = ceil_div(t.count, 2 * kTile) * 2 * kTile;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const int64_t stride = which == 0 ? p.k_token_stride : p.q_token_stride;
+    const int64_t head = t.key_head * (which == 0 ? p.k_head_stride : p.q_head_stride);
+    const uint16_t* const first = static_cast<const uint16_t*>(which == 0 ? p.k : p.q) + t.first_row * stride + head;
+    const bool aligned = reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride % 8 == 0;
+    for (int32_t i = threadIdx.x / kWords; i < rows; i += blockDim.x / kWords) {
+      const bool valid = i < t.count && word * 8 < p.key_dim;
+      const uint16_t* const from = first + (valid ? i * stride + word * 8 : 0);
+      uint16_t* const to = t.row_of(which, i) + word * 8;
+      if (aligned) {
+        ptx::cp_async_16(ptx::smem_addr(to), from, valid);
+      } else {
+#pragma unroll 1
+        for (int e = 0; e < 8; ++e) to[e] = valid ? from[e] : uint16_t{0};
+      }
+    }
+  }
+  ptx::cp_async_commit();
+  for (int32_t at = threadIdx.x; at < 2 * kTreeNodes; at += blockDim.x)
+    t.shared.norms[at / kTreeNodes][at % kTreeNodes] = 1.0f;
+}
+
+// For l2norm; a warp for each row.
+__device__ __forceinline__ void find_norms(const Tree& t) {
+  const int32_t lane = threadIdx.x % 32, rows = ceil_div(t.count, 2 * kTile) * 2 * kTile;
+  for (int32_t at = threadIdx.x / 32; at < 2 * rows; at += blockDim.x / 32) {
+    const int32_t which = at >= rows, i = at - which * rows;
+    const Four x = unpack(*reinterpret_cast<const uint2*>(t.row_of(which, i) + lane * 4), t.p.dtype);
+    const float norm = norm_of(t.p, warp_sum(dot(x, x, 0.0f)));
+    if (lane == 0) t.shared.norms[which][i] = norm;
+  }
+}
+
+__device__ __forceinline__ TokenPairs pairs_of(const Tree& t, int32_t i, int32_t step) {
+  const int32_t channel = step * kStep + static_cast<int32_t>(threadIdx.x % 4) * 4;
+  return {*reinterpret_cast<const uint2*>(t.row_of(0, i) + channel),
+          *reinterpret_cast<const uint2*>(t.row_of(1, i) + channel)};
+}
+
+// Weights of the tokens of `tiles` tiles from `begin` on: products of a tile with the keys of two blocks of 8 tokens
+// are a warp's job.
+template <typename T>
+__device__ __forceinline__ void weigh_tree(const Tree& t, int32_t begin, int32_t tiles) {
+  const int32_t quad = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
+  for (int32_t job = threadIdx.x / 32;; job += blockDim.x / 32) {
+    int32_t tile = 0, of_tile = job;
+    for (; tile < tiles && of_tile > (begin / kTile + tile) / 2; ++tile) of_tile -= (begin / kTile + tile) / 2 + 1;
+    if (tile == tiles) break;
+    const int32_t block = of_tile * 2, row = tile * kTile + quad, i = begin + row;
+    const uint32_t above = i < t.count ? static_cast<uint32_t>(t.shared.masks[i] >> block * kTile) & 0xffffu : 0;
+    float sums[2][4] = {};
+    if (__any_sync(~0u, above != 0)) {
+#pragma unroll 4
+      for (int32_t step = 0; step < t.steps; ++step) {
+        const TokenPairs own = pairs_of(t, i, step);
+        add_key_product<T>(sums[0], own, pairs_of(t, block * kTile + quad, step).key);
+        add_key_product<T>(sums[1], own, pairs_of(t, block * kTile + kTile + quad, step).key);
+      }
+    }
+    const bool with_beta = t.p.beta != nullptr;
+    const int64_t path = t.shared.sums[i];
+    const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
+    float keys[4], queries[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int32_t place = j / 2 * kTile + pair * 2 + j % 2, m = block * kTile + place;
+      const float decay = decay_between(path, t.shared.sums[m]), norm = t.shared.norms[0][m];
+      const bool is_above = (above >> place & 1) != 0;
+      keys[j] = is_above && with_beta ? decayed(sums[j / 2][j % 2], key_norm * norm, decay) : 0.0f;
+      queries[j] = is_above ? decayed(sums[j / 2][2 + j % 2], query_norm * norm, decay) : 0.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t m = (block + half) * kTile + pair * 2;
+      *reinterpret_cast<float2*>(t.weights_of(0, row) + m) = make_float2(keys[half * 2], keys[half * 2 + 1]);
+      *reinterpret_cast<float2*>(t.weights_of(1, row) + m) = make_float2(queries[half * 2], queries[half * 2 + 1]);
+    }
+  }
+}
+
+// ---- the state
+
+// Four neighbours in memory, at multiples of 16 bytes: columns of a channel, or channels of a column.
+enum class StateWords { kOfColumns, kOfChannels };
+
+// A lane's elements of the state in memory: 4 x 4 of each step, channels 4 pair .. 4 pair + 3 and columns 4 quad ..
+// 4 quad + 3. In the ring they are 4 words, each of neighbours in memory.
+template <StateWords kWords>
+struct StateCopies {
+  static constexpr bool kByChannel = kWords == StateWords::kOfChannels;
+  const float *first, *next;  // of the first step, of the next one
+  float4* ring;               // the lane's words
+  int64_t step_stride, word_stride;
+  int32_t left, step, steps;
+  bool inside, ends_inside;  // the last step, too
+
+  __device__ StateCopies(const Tree& t, int64_t state_index) {
+    const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
+    const int64_t* const strides = t.p.state_strides;
+    first = t.p.state + max_of<int64_t>(state_index, 0) * strides[0] + t.head * strides[1] + pair * 4 * strides[2] +
+            (t.column + quad * 4) * strides[3];
+    next = first;
+    ring = t.state + lane;
+    step_stride = kStep * strides[2];
+    word_stride = strides[kByChannel ? 3 : 2];
+    steps = t.steps;
+    left = ceil_div(t.count, t.together) * steps;
+    step = 0;
+    inside = state_index >= 0 && t.column + quad * 4 < t.p.value_dim;
+    ends_inside = inside && (steps - 1) * kStep + pair * 4 < t.p.key_dim;
+  }
+  // Starts the copies of the next step, if any, into place `stage`. Zeros where there is no state.
+  __device__ __forceinline__ void start(int32_t stage) {
+    if (left > 0) {
+      const bool valid = step + 1 < steps ? inside : ends_inside;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        ptx::cp_async_16(ptx::smem_addr(ring + (stage * 4 + j) * 32), next + j * word_stride, valid);
+      }
+      const bool wraps = ++step == steps;
+      next = wraps ? first : next + step_stride;
+      if (wraps) step = 0;
+      --left;
+    }
+    ptx::cp_async_commit();
+  }
+};
+
+// A lane's 8 values of each tile's token, 16-bit.
+template <int kTiles>
+struct Values {
+  uint4 x[kTiles];
+
+  __device__ __forceinline__ Values(const Tree& t, int32_t begin) {
+    const DeltaRuleParams& p = t.p;
+    const int32_t lane = threadIdx.x % 32, column = t.column + lane % 4 * 8;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int32_t i = begin + tile * kTile + lane / 4;
+      x[tile] = make_uint4(0, 0, 0, 0);
+      if (i >= t.count || column >= p.value_dim) continue;
+      const uint16_t* const from =
+          static_cast<const uint16_t*>(p.v) + (t.first_row + i) * p.v_token_stride + t.head * p.v_head_stride + column;
+      if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+        x[tile] = *reinterpret_cast<const uint4*>(from);
+      } else {
+        const uint2 low = load_pairs(from, false), high = load_pairs(from + 4, false);
+        x[tile] = make_uint4(low.x, low.y, high.x, high.y);
+      }
+    }
+  }
+  __device__ __forceinline__ Four four(int tile, int half, DType dtype) const {
+    return unpack(half == 0 ? make_uint2(x[tile].x, x[tile].y) : make_uint2(x[tile].z, x[tile].w), dtype);
+  }
+};
+
+// Of a lane's 8 columns, for each tile's token: what is left of its value, which is u once it has been multiplied by
+// beta, and its output without the scale.
+template <int kTiles>
+struct Sums {
+  float left[kTiles][8], out[kTiles][8];
+};
+
+// By one warp: what the tokens of kTiles tiles from `begin` on read of the first state. `stage`: of the ring. Sums has
+// room for kRoom tiles.
+template <typename T, int kTiles, int kRoom, typename Copies>
+__device__ __forceinline__ void read_state(const Tree& t, Copies& copies, int32_t& stage, int32_t begin,
+                                           Sums<kRoom>& sums) {
+  float high[kTiles][4][4] = {}, low[kTiles][4][4] = {};  // columns 4 n + i of the product's columns n
+  int32_t tokens[kTiles];
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    tokens[tile] = min_of<int32_t>(begin + tile * kTile + threadIdx.x % 32 / 4, t.rows - 1);
+  }
+  for (int32_t step = 0; step < t.steps; ++step) {
+    ptx::cp_async_wait<kStages - 2>();
+    float state[4][4];  // [word, element]
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float4 word = copies.ring[(stage * 4 + j) * 32];
+      state[j][0] = word.x, state[j][1] = word.y, state[j][2] = word.z, state[j][3] = word.w;
+    }
+    copies.start((stage + kStages - 1) % kStages);
+    stage = (stage + 1) % kStages;
+    TokenPairs pairs[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) pairs[tile] = pairs_of(t, tokens[tile], step);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const StepRows rows = rows_of(pairs[tile], kTypeOf<T>);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const float first = Copies::kByChannel ? state[n][half * 2] : state[half * 2][n];
+          const float second = Copies::kByChannel ? state[n][half * 2 + 1] : state[half * 2 + 1][n];
+          add_split_product(high[tile][n], low[tile][n], rows.a[half], first, second);
+        }
+      }
+    }
+  }
+  const Values<kTiles> values(t, begin);
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    const int32_t i = tokens[tile];
+    const float decay = decay_between(t.shared.sums[i], 0);
+    const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const float value = values.four(tile, e / 4, kTypeOf<T>).x[e % 4];
+      const float key = joined(high[tile][e % 4][e / 4], low[tile][e % 4][e / 4]);
+      const float query = joined(high[tile][e % 4][2 + e / 4], low[tile][e % 4][2 + e / 4]);
+      sums.left[tile][e] = left_of(t.p, value, decayed(key, key_norm, decay));
+      sums.out[tile][e] = decayed(query, query_norm, decay);
+    }
+  }
+}
+
+}  // namespace pagedtree::cuda

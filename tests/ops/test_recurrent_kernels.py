@@ -1,0 +1,94 @@
+"""The kernels of the CUDA backend choose themselves by sizes and strides: results do not tell which one it was."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import recurrent_case as case
+import torch
+from recurrent_case import Layer, error, layer, trees_of
+from step_case import int32
+
+from pagedtree import build_trees
+from pagedtree.reference import recurrent as loops
+
+pytestmark = pytest.mark.usefixtures("on_device")
+
+SIZES = (64, 1, 0, 33, 16, 8, 17, 48, 9)
+
+
+@pytest.fixture(autouse=True)
+def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if backend != "cpu":
+        monkeypatch.setattr(case, "PLAIN", torch.float16)
+
+
+def without_words(of: Layer) -> Layer:
+    """The same states at addresses that are no multiples of 16 bytes."""
+    shape = of.state.shape
+    state = torch.zeros(*shape[:3], shape[3] + 1)[..., 1:]
+    state.copy_(of.state)
+    return replace(of, state=state)
+
+
+def of_larger_trees(of: Layer) -> Layer:
+    assert of.trees is not None
+    trees = of.trees
+    return replace(of, trees=build_trees(trees.parents, trees.cu_nodes, max_nodes=256, max_depth=255))
+
+
+@pytest.mark.parametrize("dims", [(128, 128), (72, 40), (24, 8), (128, 160)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sizes_and_strides_do_not_matter(dims: tuple[int, int], transposed: bool) -> None:
+    for sizes in (SIZES, (16, 3, 9), (8, 2)):
+        of = layer(
+            trees_of(list(sizes), 5, padding=3), dims=dims, heads=(1, 2), transposed=transposed, l2norm=dims[0] == 128
+        )
+        out = of.run()
+        assert error(out, of.run(loops.tree_delta_rule)) <= 2.5e-3 and not out[sum(sizes) :].any()
+        assert torch.equal(without_words(of).run(), out)
+        assert torch.equal(of_larger_trees(of).run(), out)
+
+
+@pytest.mark.parametrize("with_beta", [True, False])
+@pytest.mark.parametrize("what", ["v", "k", "q"])
+def test_infinities_stay_on_their_paths(what: str, with_beta: bool) -> None:
+    """Also those in tokens that come much earlier, which are added up block by block."""
+    of = layer(trees_of([64, 20], 4, reach=12), with_beta=with_beta)
+    out = of.run()
+    getattr(of, what)[3, :, 5] = math.inf
+    found, below = of.run(), of.trees.mask[:, 0] & (1 << 3) != 0  # type: ignore[union-attr]
+    below[64:] = False
+    assert 2 < below.sum() < 60
+    changed = found.isfinite().all(2).all(1).logical_not()
+    assert (changed <= below).all() and changed[3]
+    assert torch.equal(found[~below], out[~below])
+    large = of_larger_trees(of).run()
+    assert torch.equal(found.isnan(), large.isnan()) and torch.equal(found.nan_to_num(), large.nan_to_num())
+
+
+def test_rows_may_lie_anywhere() -> None:
+    """Keys, queries and values at addresses that are multiples of their own size alone."""
+    of = layer(trees_of([20, 40], 8), dims=(64, 32))
+    out = of.run()
+    moved = {}
+    for name in ("q", "k", "v"):
+        t = getattr(of, name)
+        wide = torch.zeros(t.shape[0], t.shape[1] * t.shape[2] + 3, dtype=t.dtype)
+        moved[name] = wide[:, 1:-2].unflatten(1, t.shape[1:])
+        moved[name].copy_(t)
+    assert torch.equal(replace(of, **moved).run(), out)
+
+
+def test_what_trees_leave_is_cleared() -> None:
+    """Rows before, between the ends and behind all trees, whatever was in memory."""
+    trees = build_trees(int32([7, 7, -1, 0, 0, -1, 0, 5, 9, 9]), int32([2, 5, 8]), max_nodes=2, max_depth=1)
+    of = layer(trees, dims=(32, 72))
+    for _ in range(3):
+        filled = torch.full((10, 4, 72), math.nan, dtype=of.v.dtype)
+        del filled
+        out = of.run()
+        reachable = trees.depths >= 0
+        assert out[reachable].any(2).all() and not out[~reachable].any()
