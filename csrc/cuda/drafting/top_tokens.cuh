@@ -154,22 +154,25 @@ struct SumShared {
 // before them are weighed.
 template <DType kDType>
 __device__ __forceinline__ float partial_sum(const LogitReader<kDType>& row, float peak, int begin) {
-  constexpr int kAhead = 16;
+  constexpr int kAhead = 16, kTurn = kAhead * kSumPartials;
   const int end = min_of(begin + kSumBlock, static_cast<int>(row.vocab())), lane = threadIdx.x % kSumPartials;
   float partial = 0.0f;
-  if (end - begin < kSumBlock || !row.stands()) {
+  if (!row.stands()) {
 #pragma unroll 1
     for (int token = begin + lane; token < end; token += kSumPartials) {
       partial += exp_exact<ScalarMath>(row.logit(token) - peak);
     }
     return partial;
   }
+  const int whole_end = begin + (end - begin) / kTurn * kTurn;
   float next[kAhead];
+  if (begin < whole_end) {
 #pragma unroll
-  for (int i = 0; i < kAhead; ++i) next[i] = row.raw(begin + i * kSumPartials + lane);
+    for (int i = 0; i < kAhead; ++i) next[i] = row.raw(begin + i * kSumPartials + lane);
+  }
 #pragma unroll 1
-  for (int first = begin + lane; first < end; first += kAhead * kSumPartials) {
-    const int following = first + kAhead * kSumPartials < end ? first + kAhead * kSumPartials : first;
+  for (int first = begin; first < whole_end; first += kTurn) {
+    const int following = (first + kTurn < whole_end ? first + kTurn : first) + lane;
     float logits[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) logits[i] = next[i];
@@ -177,6 +180,16 @@ __device__ __forceinline__ float partial_sum(const LogitReader<kDType>& row, flo
     for (int i = 0; i < kAhead; ++i) next[i] = row.raw(following + i * kSumPartials);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) partial += exp_exact<ScalarMath>(logits[i] - peak);
+  }
+  if (whole_end < end) {  // a last turn, in which some lanes have fewer logits
+    float logits[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) logits[i] = row.raw(min_of(whole_end + i * kSumPartials + lane, end - 1));
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const float mass = exp_exact<ScalarMath>(logits[i] - peak);
+      if (whole_end + i * kSumPartials + lane < end) partial += mass;
+    }
   }
   return partial;
 }
