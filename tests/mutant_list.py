@@ -333,7 +333,7 @@ DRAFTED = [
     ),
     of_drafting(
         "places of other CTAs are not found", "ngram",
-        "ptx::cluster_rank() * kWarps + threadIdx.x / 32", "threadIdx.x / 32",
+        "threadIdx.x / 32], 0) = count;", "threadIdx.x / 32], 0) = ptx::cluster_rank() == 0 ? count : 0;",
     ),
     of_drafting(
         "older tokens of pairs listed first", "ngram",
@@ -345,8 +345,16 @@ DRAFTED = [
         "if (lane == 0 && begin > 0 && added > 0) trie.first_child[node - 1] = trie.last_child[node - 1] = node;", "",
     ),
     of_drafting(
-        "pairs reach over the newest token", "ngram",
-        "if (newer <= newest && newer > oldest) {", "if (newer > oldest) {",
+        "tokens of half a pair are left out", "ngram",
+        "if (newer - 1 == newest) pairs[i].older = text.tokens[newest];", "",
+    ),
+    of_drafting(
+        "trees of the first round alone are counted", "select_nodes", "    before += total;\n", "",
+        ("tests/ops/test_select_nodes.py",),
+    ),
+    of_drafting(
+        "trees end where their first thread's nodes do", "select_nodes",
+        "thread_of_tree == kThreadsOfTree - 1", "thread_of_tree == 0", ("tests/ops/test_select_nodes.py",),
     ),
     of_drafting(
         "ties of one lane's nodes are not seen", "best_first",

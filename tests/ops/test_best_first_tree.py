@@ -72,16 +72,16 @@ def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("num_nodes", [64, 65, 256, 257, 700])
-@pytest.mark.parametrize("values", [STEPS[:4], [-0.5], None], ids=["few values", "one value", "normal"])
-def test_large_trees(backend: str, num_nodes: int, values: list[float] | None) -> None:
-    """With ties within and between lanes of a warp, and none."""
-    shape, generator = (2, 6, 9), seeded(num_nodes)
-    if values is None:
-        log_probs = torch.randn(shape, generator=generator).log_softmax(-1)
+@pytest.mark.parametrize("values", [STEPS[:4], [-0.5], 64, 1024], ids=["few values", "one value", "64ths", "1024ths"])
+def test_large_trees(backend: str, num_nodes: int, values: list[float] | int) -> None:
+    """With ties of many nodes and of few, also of two nodes of one lane of a warp."""
+    shape, generator = (6, 6, 9), seeded(num_nodes)
+    if isinstance(values, int):
+        log_probs = torch.randn(shape, generator=generator).log_softmax(-1).mul(values).round() / values
     else:
         log_probs = torch.tensor(values)[torch.randint(0, len(values), shape, generator=generator)]
-    log_probs[1] = log_probs[1].sort(dim=-1, descending=True).values
-    expect_tree(log_probs, numbered(shape), torch.arange(2) + 7, num_nodes)
+    log_probs[::2] = log_probs[::2].sort(dim=-1, descending=True).values
+    expect_tree(log_probs, numbered(shape), torch.arange(6) + 7, num_nodes)
 
 
 def paths(levels: int, width: int) -> list[tuple[int, ...]]:

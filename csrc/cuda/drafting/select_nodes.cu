@@ -181,7 +181,8 @@ __global__ void __launch_bounds__(kTreeWarps * 32, 1)
   if (tree_of_warp() < p.batch) write_keys(p, tree_of_warp());
 }
 
-// Sets the keys of tree b's rows that are not kept to 0, every `step`th by this thread; returns how many are kept.
+// Sets the keys of tree b's rows that are not kept to 0 (a root is: its key is the largest), every `step`th by this
+// thread; returns how many are kept.
 __device__ __forceinline__ uint64_t drop_rows(const SelectNodesParams& p, const Selection& chosen, int64_t b,
                                               int64_t from, int64_t step) {
   constexpr int kLoads = 8;  // on their way together
@@ -193,7 +194,7 @@ __device__ __forceinline__ uint64_t drop_rows(const SelectNodesParams& p, const 
     for (int i = 0; i < kLoads; ++i) keys[i] = row + i * step < rows.end ? p.keys[row + i * step] : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const bool is_kept = keys[i] != 0 && (keys[i] == kRootKey || chosen.has(keys[i], row + i * step));
+      const bool is_kept = keys[i] != 0 && chosen.has(keys[i], row + i * step);
       if (keys[i] != 0 && !is_kept) p.keys[row + i * step] = 0;
       count += is_kept;
     }
