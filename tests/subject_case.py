@@ -23,6 +23,7 @@ from pagedtree.integrations.transformers import (
     MtpDrafter,
     NgramDrafter,
     ParallelEagleDrafter,
+    SuffixDrafter,
     medusa_tree,
 )
 
@@ -87,6 +88,7 @@ DRAFTERS = {
     "none": lambda s: None,
     "ngram chain": lambda s: NgramDrafter(6, max_branches=1),
     "ngram tree": lambda s: NgramDrafter(12, remember=4),
+    "suffix": lambda s: SuffixDrafter(200, num_nodes=12),
     "medusa": lambda s: MedusaDrafter(s.heads, medusa_tree(3, 10)),
     "medusa, best first": lambda s: MedusaDrafter(s.heads, 10),
     "EAGLE": lambda s: EagleDrafter(tiny_eagle(s.model), num_nodes=10, depth=3, width=3),

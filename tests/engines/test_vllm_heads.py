@@ -135,6 +135,16 @@ def test_a_drafter_from_a_folder(stock, options, schedule):
         assert accepted(llm) > len(PROMPTS)
 
 
+@pytest.mark.parametrize("tree", ["whole", "auto"])
+def test_a_memory_over_requests(stock, tree):
+    """The second time each answer is copied from the first one."""
+    with engine(**tree_options("suffix", tree=tree)) as llm:
+        assert generate(llm, PROMPTS) == stock
+        first = accepted(llm)
+        assert generate(llm, PROMPTS) == stock
+        assert accepted(llm) - first > (15 * len(PROMPTS) if tree == "whole" else 0)
+
+
 @HEADS
 def test_heads_on_two_ranks(stock, drafter):
     with engine(**tree_options(drafter), **RANKS, **NO_PREFIXES) as llm:

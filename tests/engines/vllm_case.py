@@ -141,18 +141,20 @@ def write_eagle_head(folder: Path) -> str:
 
 def tree_options(drafter: str = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
     """Options of an engine that drafts trees: "ngram", or "model", "medusa", "eagle" and "folder" (a block drafter)
-    with the toy's checkpoints.
+    with the toy's checkpoints, or "suffix".
 
     Every node of every tree is verified, unless `tree` is "auto".
     """
     names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle", "folder": "Folder"}
+    module = "suffix" if drafter == "suffix" else "drafters"
+    names["suffix"] = "Suffix"
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
-    defaults["folder"] = {"drafter": BLOCK}
+    defaults |= {"folder": {"drafter": BLOCK}, "suffix": {}}
     given = {"tree": "whole", **defaults[drafter], **options}
     return {
         "speculative_config": {
             "method": "custom_class",
-            "model": f"pagedtree.integrations.vllm.drafters.{names[drafter]}TreeDrafter",
+            "model": f"pagedtree.integrations.vllm.{module}.{names[drafter]}TreeDrafter",
             "num_speculative_tokens": num_nodes - 1,
         },
         "additional_config": {"pagedtree": given},

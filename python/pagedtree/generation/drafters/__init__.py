@@ -11,6 +11,8 @@ from pagedtree.generation.drafters.medusa import MedusaDrafter, MedusaHeads, med
 from pagedtree.generation.drafters.model import ModelDrafter
 from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.drafters.parallel_eagle import ParallelEagleDrafter
+from pagedtree.generation.drafters.suffix import SuffixDrafter
+from pagedtree.generation.drafters.text_memory import TextMemory
 
 __all__ = [
     "BlockDraftConfig",
@@ -29,6 +31,8 @@ __all__ = [
     "ParallelEagleDrafter",
     "Proposal",
     "StepResult",
+    "SuffixDrafter",
+    "TextMemory",
     "as_drafter",
     "load_drafter",
     "medusa_tree",

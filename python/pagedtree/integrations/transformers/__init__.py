@@ -23,6 +23,8 @@ from pagedtree.generation.drafters import (
     NoDrafter,
     ParallelEagleDrafter,
     StepResult,
+    SuffixDrafter,
+    TextMemory,
     medusa_tree,
 )
 from pagedtree.generation.logprobs import TokenLogprobs
@@ -60,6 +62,8 @@ __all__ = [
     "ParallelEagleDrafter",
     "SequenceStats",
     "StepResult",
+    "SuffixDrafter",
+    "TextMemory",
     "TokenLogprobs",
     "TokenOptions",
     "continuous_batching",

@@ -244,8 +244,11 @@ class NgramTreeDrafter(TreeDrafter):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.drafter = NgramDrafter(self.max_nodes, **self.options)
+        self.drafter = self.make()
         self.max_depth = self.drafter.max_depth
+
+    def make(self) -> NgramDrafter:
+        return NgramDrafter(self.max_nodes, **self.options)
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:

@@ -1,0 +1,92 @@
+"""N-grams with a memory over requests (SuffixDecoding, Oliaro et al., 2024)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagedtree import Draft
+from pagedtree.generation.drafters.ngram import NgramDrafter
+from pagedtree.generation.drafters.text_memory import TextMemory
+from pagedtree.generation.rules import Sampling
+from pagedtree.generation.scheduler import GeneratedSequence
+
+__all__ = ["SuffixDrafter"]
+
+# Places of former texts that a tree is made of, for each branch that it may have.
+RUNS_OF_A_BRANCH = 2
+
+
+class SuffixDrafter(NgramDrafter):
+    """Prompt lookup in the text itself and in former answers, for agents and others whose requests repeat.
+
+    What was generated is remembered when a sequence is finished, from call to call of `generate`, up to `max_tokens`
+    tokens; the oldest are forgotten first. Where at least four of a text's last tokens stand in a former answer, what
+    followed there is looked at as if it stood in front of the text: a longer n-gram comes first, at equal length the
+    text itself, then what most former answers went on with.
+
+        for run in memory.continuations(text[-max_ngram:]): extra += [*run, -1]
+        tree = ngram_propose(extra + text)
+
+    The text never depends on it. Drafters may share a `memory`, also in threads.
+
+    Args:
+        max_tokens: of the memory. memory: one that is there already, in its place.
+        num_nodes, max_depth, max_branches, min_ngram, max_ngram: as in `NgramDrafter`; max_ngram is the memory's if
+            that is given.
+    """
+
+    is_capturable = False
+
+    def __init__(
+        self,
+        max_tokens: int = 1_000_000,
+        *,
+        memory: TextMemory | None = None,
+        num_nodes: int = 32,
+        max_depth: int | None = None,
+        max_branches: int = 4,
+        min_ngram: int = 1,
+        max_ngram: int = 16,
+    ) -> None:
+        self.memory = (
+            TextMemory(max_tokens, context=min(4, max_ngram), max_ngram=max_ngram) if memory is None else memory
+        )
+        super().__init__(
+            num_nodes,
+            max_depth=max_depth,
+            max_branches=max_branches,
+            min_ngram=min_ngram,
+            max_ngram=self.memory.max_ngram,
+        )
+        self._remembered: dict[int, int] = {}  # of each sequence, so many of its tokens
+
+    def begin(self, page_size: int, sampling: Sampling) -> None:
+        super().begin(page_size, sampling)
+        self._remembered.clear()
+
+    def propose(
+        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    ) -> Draft:
+        most = RUNS_OF_A_BRANCH * self.max_branches
+        found = [
+            self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)
+            for sequence in self._selected
+        ]
+        count, width = max(map(len, found)), self.max_ngram + self._depth
+        if count:
+            runs = np.full((len(found), count, width + 1), -1, dtype=np.int64)  # -1 is no token
+            for row, each in zip(runs, found, strict=True):
+                row[count - len(each) :, :width] = each
+            former = torch.from_numpy(runs.reshape(len(found), -1)).to(tokens.device)
+            tokens, lengths = torch.cat([former, tokens], dim=1), lengths + former.shape[1]
+        return super().propose(tokens, lengths, active, rows)
+
+    def forget(self, sequence: GeneratedSequence) -> None:
+        """Remembers what was generated, with the tokens in front of it by which it is found."""
+        super().forget(sequence)
+        begin = max(self._remembered.get(sequence.index, sequence.prompt_len), sequence.prompt_len)
+        if len(sequence.tokens) > begin:
+            self.memory.add(sequence.tokens[max(begin - self.max_ngram, 0) :])
+            self._remembered[sequence.index] = len(sequence.tokens)

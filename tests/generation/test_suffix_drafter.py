@@ -1,0 +1,170 @@
+"""A memory over requests: what it finds, by looking everywhere, and that the text never depends on it."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from generate_case import greedy, lists, prompts_of, tiny
+
+from pagedtree import SamplingParams
+from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
+from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, NgramDrafter, SuffixDrafter, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def everywhere(text, end, context, max_ngram, length):
+    """The rows of `continuations`, in any order, by comparing at each place of what the memory holds."""
+    rows, padded = [], [-1] * max_ngram + text + [-1] * length
+    for place in range(len(text) - 1):
+        equal = 0
+        while equal < min(max_ngram, len(end)) and place >= equal and text[place - equal] == end[-1 - equal]:
+            equal += 1
+        if equal >= context and text[place + 1] >= 0:
+            rows.append(padded[place + 1 : place + 1 + max_ngram + length])
+    return rows
+
+
+@pytest.mark.parametrize(("size", "context", "words"), [(50, 3, 3), (1000, 3, 6), (64, 1, 12), (7, 2, 3), (1, 1, 2)])
+def test_what_is_found(size, context, words):
+    rng, memory, text, compared = random.Random(0), TextMemory(size, context=context, max_ngram=8), [], 0
+    for _ in range(80):
+        new = [rng.randrange(words) for _ in range(rng.randrange(60))]
+        memory.add(new)
+        if len(new) >= context and size > 1:
+            text = [*text, -1, *new[-(size - 1) :]][-size:]
+        assert len(memory) == len(text)
+        end = [rng.randrange(words) for _ in range(rng.randrange(10))]
+        expected = everywhere(text, end, context, 8, 4)
+        found = memory.continuations(end, 4, 100).tolist()
+        if len(expected) < MAX_PLACES - 8:  # other texts of the same hash take places, too
+            assert sorted(found) == sorted(expected)
+            compared += len(expected)
+    assert compared > 10 or size < 10
+
+
+def test_the_best_places_come_last():
+    memory = TextMemory(1000, context=2, max_ngram=4)
+    for text in ([9, 1, 2, 3, 50], [1, 2, 3, 60], [8, 2, 3, 70], [7, 2, 3, 70], [6, 2, 3, 80]):
+        memory.add(text)
+    rows = memory.continuations([9, 1, 2, 3], 1, 5)
+    # By equal tokens; of two equal ones the token that follows twice, the newer one behind the older one.
+    assert rows[:, -1].tolist() == [80, 70, 70, 60, 50]
+    assert memory.continuations([9, 1, 2, 3], 1, 2)[:, -1].tolist() == [60, 50]
+    assert memory.continuations([1, 9], 1, 5).shape == (0, 5) and memory.continuations([3], 1, 5).shape == (0, 5)
+
+
+def test_hashes_of_one_and_of_many_are_the_same():
+    memory, rng = TextMemory(5000), random.Random(0)
+    text = [rng.randrange(200_000) for _ in range(300)]
+    memory.add(text)
+    assert all(len(memory.continuations(text[i : i + 16], 3, 8)) == 1 for i in range(280))
+
+
+def test_threads_share_a_memory():
+    """Whoever looks while others write gets rows of real texts: each text repeats one token."""
+    memory, wrong = TextMemory(400, context=2, max_ngram=4), []
+
+    def write(token):
+        for _ in range(300):
+            memory.add([token] * 30)
+
+    def look(token):
+        for _ in range(300):
+            for row in memory.continuations([token] * 4, 3, 8).tolist():
+                wrong.extend(t for t in row[3:5] if t != token)
+
+    threads = [threading.Thread(target=call, args=(t,)) for t in range(1, 4) for call in (write, look)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(memory) == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens: expected 1 to 1073741824, got 0"),
+        ({"max_tokens": 9, "context": 0}, "context: expected 1 to 64, got 0"),
+        ({"max_tokens": 9, "max_ngram": 3}, "max_ngram: expected 4 to 64, got 3"),
+    ],
+)
+def test_bad_sizes(options, message):
+    with pytest.raises(ValueError, match=message):
+        TextMemory(**options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny(0)
+
+
+def test_a_request_that_repeats_is_copied(model):
+    """In the second call hardly a token is not drafted; without a memory it is as in the first one."""
+    prompts = prompts_of((5, 12, 9))
+    texts = [greedy(model, prompt, 40) for prompt in prompts]
+    drafter, accepted = SuffixDrafter(10_000, num_nodes=16), []
+    for _ in range(2):
+        sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=40, tree=None)
+        assert lists(sequences) == texts
+        accepted.append(stats.mean_accepted)
+    assert accepted[1] > max(accepted[0] + 2, 5)
+    _, plain = generate(model, prompts, drafter=NgramDrafter(16), max_new_tokens=40, tree=None)
+    assert plain.mean_accepted < accepted[1] - 2
+
+
+def test_the_text_does_not_depend_on_it(model):
+    prompts, params = prompts_of((5, 12, 9)), SamplingParams(temperature=0.8)
+    drafter = SuffixDrafter(300, num_nodes=12)
+    for options in ({"n": 2, "seeds": range(6), "params": params}, {"page_size": 4, "num_pages": 20}, {}):
+        plain, _ = generate(model, prompts, max_new_tokens=24, **options)
+        for tree in ("auto", None):
+            sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=24, tree=tree, **options)
+            assert lists(sequences) == lists(plain)
+
+
+def test_an_evicted_answer_is_remembered_once(model):
+    prompts, added = prompts_of((5, 12, 9, 7)), []
+    drafter = SuffixDrafter(10_000, num_nodes=8)
+    add = drafter.memory.add
+    drafter.memory.add = lambda tokens: (added.append(list(tokens)), add(tokens))
+    sequences, stats = generate(
+        model, prompts, drafter=drafter, max_new_tokens=24, page_size=4, num_pages=20, tree=None
+    )
+    assert stats.evictions > 0
+    answers = [text[len(prompt) :] for prompt, text in zip(prompts, lists(sequences), strict=True)]
+    context = drafter.max_ngram
+    assert sum(map(len, added)) <= sum(map(len, answers)) + context * len(added)
+    for answer in answers:  # each token of an answer, beginning with the ones that an eviction cut off
+        assert sum(answer[-8:] == text[-8:] for text in added) == 1
+
+
+def test_drafters_share_a_memory(model):
+    prompts = prompts_of((5, 12))
+    first = SuffixDrafter(10_000, num_nodes=16)
+    generate(model, prompts, drafter=first, max_new_tokens=30)
+    second = SuffixDrafter(memory=first.memory, num_nodes=16)
+    _, stats = generate(model, prompts, drafter=second, max_new_tokens=30, tree=None)
+    assert stats.mean_accepted > 5 and second.max_ngram == 16
+
+
+def test_beside_a_model(model):
+    """The model is asked only where neither the text nor a former answer has what follows."""
+    prompts, asked = prompts_of((5, 12)), []
+    other = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6)
+    propose = other.propose
+    other.propose = lambda tokens, lengths, *rest: (asked.append(len(tokens)), propose(tokens, lengths, *rest))[1]
+    drafter = CombinedDrafter(other, SuffixDrafter(10_000, num_nodes=12))
+    texts, counts = [greedy(model, prompt, 40) for prompt in prompts], []
+    for _ in range(2):
+        asked.clear()
+        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=40, tree=None)
+        assert lists(sequences) == texts
+        counts.append(sum(asked))
+    assert counts[1] < counts[0] / 3
