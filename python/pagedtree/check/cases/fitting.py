@@ -20,9 +20,9 @@ FIELDS = ("cu_nodes", "parents", "depths", "first_child", "next_sibling", "mask"
 
 def cases() -> Iterator[Case]:
     for name, shape, num_nodes in [
-        ("ragged", (3, 4, 6), 25), ("64 nodes", (9, 8, 64), 64), ("1024 nodes", (2, 5, 300), 1024),
-        ("levels of one", (2, 40, 1), 30), ("one node", (3, 2, 4), 1), ("no sequence", (0, 2, 4), 9),
-        ("no level", (2, 0, 4), 9), ("no candidate", (2, 3, 0), 9),
+        ("ragged", (3, 4, 6), 25), ("64 nodes", (9, 8, 64), 64), ("200 nodes", (2, 8, 9), 200),
+        ("1024 nodes", (2, 5, 300), 1024), ("levels of one", (2, 40, 1), 30), ("one node", (3, 2, 4), 1),
+        ("no sequence", (0, 2, 4), 9), ("no level", (2, 0, 4), 9), ("no candidate", (2, 3, 0), 9),
     ]:  # fmt: skip
         log_probs = torch.randn(shape, generator=seeded(num_nodes)).mul(2)
         yield _best_first(name, log_probs.log_softmax(-1) if log_probs.numel() else log_probs, num_nodes)
