@@ -68,9 +68,11 @@ def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, 
     return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, tests, "simt", "simt")
 
 
-def of_delta_rule(name: str, file: str, line: str, broken: str, suffix: str = ".cuh") -> Mutant:
+def of_delta_rule(
+    name: str, file: str, line: str, broken: str, suffix: str = ".cuh", only: str = "simt and not channel"
+) -> Mutant:
     tests = ("tests/ops/test_recurrent_kernels.py", "tests/ops/test_recurrent.py")
-    return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", "simt and not channel")
+    return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", only)
 
 
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -444,12 +446,14 @@ DELTA_RULE = [
     of_delta_rule("columns of a state for its channels", "tree", "Copies::kByChannel ? state[n][half * 2 + 1]",
                   "Copies::kByChannel ? state[half * 2 + 1][n]"),
     of_delta_rule("a block without ancestors of the last tile left out", "tree_solve", "all |= mask;", "all = mask;"),
-    of_delta_rule("weights of 0 times what is infinite", "tree_solve", "infinite |= 1u << first / kTile;", ""),
+    of_delta_rule("weights of 0 times what is infinite", "tree_solve", "infinite |= 1u << first / kTile;", ";"),
     of_delta_rule("a token's own u in what is left of it", "tree_solve", "near[tile] & ~(1u << (tile * kTile + quad))",
                   "near[tile]"),
     of_delta_rule("weights of keys without beta", "tree", "is_above && with_beta ? decayed", "is_above ? decayed"),
     of_delta_rule("rows behind all trees as they were", "delta_rule",
                   "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),
+    of_delta_rule("decayed rows of the first tokens alone", "walks", "t.reads_of(j / 2, first + quad)",
+                  "t.reads_of(j / 2, quad)", only="simt and channel"),
 ]  # fmt: skip
 
 STATES = [

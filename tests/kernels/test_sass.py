@@ -137,10 +137,10 @@ def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
-    """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; and the update of
-    the state."""
+    """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; the update of the
+    state; and rows of decays of channels in two parts, with 8 columns in two."""
     ((name, opcodes),) = instructions(architecture, "^delta_rule_kernel").items()
-    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 8 * 2 * 2 + 4 * 2, name
+    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 8 * 2 * 2 + 4 * 2 + 2 * 3, name
     assert count(opcodes, r"HMMA\.16816") == 2 * 8, name
     assert count(opcodes, "LDL|STL") == 0, name
 

@@ -99,11 +99,11 @@ def group_of(nodes: int) -> int:
     return group
 
 
-def chunk_bytes(nodes: int, group: int) -> int:
+def chunk_bytes(nodes: int, group: int, by_channel: bool = False) -> int:
     """As ChunkSizes."""
     words = math.ceil(nodes / 32)
     floats = DIM * (COLUMNS + 2) + nodes * COLUMNS + 2 * group * (words * 32 + BLOCK + COLUMNS + 8) + nodes * words
-    return 6144 + 4 * floats
+    return 6144 + 4 * (floats + (2 * BLOCK * (DIM + 16) if by_channel else 0))
 
 
 class ChunkLoops:
@@ -165,14 +165,14 @@ def products(loops: ChunkLoops, nodes: int) -> list[Phase]:
 
 
 def walks(kernel: Kernel, nodes: int) -> list[Phase]:
-    """The weights by walks up the tree, one warp for each node; then its reads of the state."""
+    """The weights by walks up the tree, one warp for each node; then four warps read the state for 8 nodes."""
     steps = kernel.loop(own={"LDG.E": 8, "FFMA": 80, "SHFL": 10})
-    reads = kernel.loop(own={"SHFL": 8, "LDS": 4, "FFMA": 7}, lacks=("LDG",))
-    ancestors = nodes * (min(LEVELS, nodes) - 1) / 2
+    reads = kernel.loop(own={"HMMA": 6, "LDS.128": 2}, lacks=("LDG", "BAR"))
+    ancestors, blocks = nodes * (min(LEVELS, nodes) - 1) / 2, math.ceil(nodes / BLOCK)
     return [
         Phase("norms", loads=-(-nodes // WARPS), cycles=200 * -(-nodes // WARPS)),
         Phase("walk", kernel.turn(steps, into={"SHFL": (1,)}), ancestors / WARPS, loads=ancestors / WARPS),
-        Phase("reads", kernel.turn(reads, into={"SHFL": (1,)}), nodes / WARPS * DIM / 4),
+        Phase("reads", kernel.turn(reads), STEPS * blocks, warps=COLUMNS // 8, barriers=2 * blocks),
     ]
 
 
@@ -195,7 +195,7 @@ def tree_delta_rule(kernels: Kernels, batch: int, nodes: int, by_channel: bool) 
             batch * HEADS * DIM // COLUMNS,
             WARPS * 32,
             [Phase("state", far=2), *weighing, *solving(loops, nodes)],
-            chunk_bytes(nodes, group_of(nodes)),
+            chunk_bytes(nodes, group_of(nodes), by_channel),
             moved=moved,
         ),
     ]

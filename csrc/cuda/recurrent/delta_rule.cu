@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;
-  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (96 << 10)) group /= 2;
+  while (group > kBlock && ChunkSizes(p.key_dim, p.channel_decay, capacity, group).bytes > (96 << 10)) group /= 2;
   return group;
 }
 
@@ -208,7 +208,7 @@ void run(const DeltaRuleParams& p, const ExecContext& ctx) {
   const int32_t capacity = whole_tree ? tokens.max_nodes : kCausalChunk, group = group_size(p, capacity);
   const int32_t tiles = ceil_div(p.value_dim, kColumns);
   const dim3 grid(static_cast<unsigned>(tokens.batch * p.num_heads * tiles));
-  const size_t bytes = static_cast<size_t>(ChunkSizes(p.key_dim, capacity, group).bytes);
+  const size_t bytes = static_cast<size_t>(ChunkSizes(p.key_dim, p.channel_decay, capacity, group).bytes);
   launch(delta_rule_kernel, grid, dim3(kWarps * 32), bytes, ctx.stream, p, capacity, group, tiles);
 }
 

@@ -62,6 +62,14 @@ __device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
     }
     above = next;
   }
+  if (p.key_dim <= kPassChannels) {
+    float* const to = t.decayed + row % kBlock * kDecayedStride + lane * 4;
+    const Four &k = key[0], &q = query[0];
+    *reinterpret_cast<float4*>(to) = make_float4(k.x[0], k.x[1], k.x[2], k.x[3]);
+    *reinterpret_cast<float4*>(to + kBlock * kDecayedStride) =
+        make_float4(q.x[0] * norm, q.x[1] * norm, q.x[2] * norm, q.x[3] * norm);
+    return;
+  }
   float read_key = 0.0f, read_query = 0.0f;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
@@ -79,11 +87,41 @@ __device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
   t.reads_of(1, row)[lane] = read_query * norm;
 }
 
-__device__ __forceinline__ void weigh_by_walks(const Chunk& t, int32_t begin, int32_t count) {
-  for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += kWarps) {
-    if (t.shared.parents[begin + row] >= -1) walk(t, begin + row, row);
+// What 8 tokens from row `first` of the group on read of the state: products of tf32, of which rows and state are the
+// sums of two numbers each. By four warps, with 8 columns each.
+__device__ __forceinline__ void read_decayed(const Chunk& t, int32_t first) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
+  if (warp >= kColumns / 8) return;
+  float high[4] = {}, low[4] = {};
+  for (int32_t step = 0; step * kStep < t.p.key_dim; ++step) {
+    const float* const from = t.decayed + quad * kDecayedStride + step * kStep + pair * 4;
+    const float4 k = *reinterpret_cast<const float4*>(from);
+    const float4 q = *reinterpret_cast<const float4*>(from + kBlock * kDecayedStride);
+    const float* const b = t.state + (step * kStep + pair * 4) * kStateStride + warp * 8 + quad;
+    const float rows[2][4] = {{k.x, q.x, k.y, q.y}, {k.z, q.z, k.w, q.w}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float rest[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) rest[j] = rows[half][j] - high_part(rows[half][j]);
+      const float b0 = b[half * 2 * kStateStride], b1 = b[(half * 2 + 1) * kStateStride];
+      add_split_product(high, low, rows[half], b0, b1);
+      ptx::mma_m16n8k8(low, rest, high_part(b0), high_part(b1));
+    }
   }
-  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < 4; ++j) t.reads_of(j / 2, first + quad)[warp * 8 + pair * 2 + j % 2] = joined(high[j], low[j]);
+}
+
+__device__ __forceinline__ void weigh_by_walks(const Chunk& t, int32_t begin, int32_t count) {
+  for (int32_t first = 0; first < t.group && begin + first < count; first += kWarps) {
+    const int32_t row = first + static_cast<int32_t>(threadIdx.x) / 32;
+    if (begin + row < count && t.shared.parents[begin + row] >= -1) walk(t, begin + row, row);
+    __syncthreads();
+    if (t.p.key_dim > kPassChannels) continue;
+    read_decayed(t, first);
+    __syncthreads();
+  }
 }
 
 // The state behind the last token of a chain; each warp has channels of its own.
