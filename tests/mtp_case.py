@@ -122,6 +122,7 @@ def write_layer(model, head, name, folder):
         )
     if names is DEEPSEEK:  # it repeats what it shares with the model
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight
+        tensors[f"{prefix}self_attn.rotary_emb.inv_freq"] = torch.ones(32)
         tensors[f"{prefix}shared_head.head.weight"] = model.get_output_embeddings().weight
     folder.mkdir(parents=True, exist_ok=True)
     save_file(

@@ -72,11 +72,13 @@ def selected_trees(
     a level have children, at most `width` each. Returns the trees, and the joint log-probabilities of their nodes.
     """
     batch, depth = logits.shape[:2]
+    known = selector.successor_codebook.shape[0]  # the target may have padding behind these tokens
+    logits = logits[..., :known]
     unary, candidates = logits.topk(min(selector.top_k, logits.shape[-1]), dim=-1)
     width = min(width, unary.shape[-1])
     # A candidate's place among those of its level stands for its token, as levels have others.
     state = start_draft(torch.zeros_like(roots), max_kv_nodes=1 + width * (depth - 1))
-    before = roots[:, None]
+    before = roots[:, None].clamp(max=known - 1)
     for level in range(depth):
         scores = selector(states[:, level], before, candidates[:, level], unary[:, level])
         num_frontier = min(width, state.num_frontier * width) if level + 1 < depth else 0

@@ -24,8 +24,8 @@ from pagedtree.integrations.transformers.packed_pass import PackedPass
 __all__ = ["MtpDrafter", "MtpHead", "load_drafter"]
 
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors")
-# What a checkpoint repeats of the target, whose own is used.
-NOT_READ = ("embed_tokens.weight", "shared_head.head.weight")
+# What a checkpoint repeats of the target, whose own is used, and what follows from its config.
+NOT_READ = ("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq")
 
 
 class Layout(NamedTuple):
