@@ -1,4 +1,4 @@
-"""Writes the tables of performance.md, README.md and your_model.md from the JSON files under benchmarks/results/."""
+"""Writes the tables of README.md and of pages in docs/ from the JSON files under benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -47,6 +47,10 @@ SECTIONS = {
     "rules": kept("rules", of_runs.rules),
     "distributed": kept("distributed", of_runs.distributed),
     "grammars": kept("grammars_cpu", of_runs.grammars),
+}
+
+# The same of predictions.md.
+PREDICTIONS = {
     "predicted": of_code.attention(*PREDICTED),
     "calls": kept("calls_predicted_h200", of_code.calls),
     "op-calls": kept("ops_predicted_h200", of_code.op_calls),
@@ -59,6 +63,7 @@ SECTIONS = {
 # Page -> its sections.
 PAGES = {
     DOCS / "performance.md": SECTIONS,
+    DOCS / "predictions.md": PREDICTIONS,
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},
 }

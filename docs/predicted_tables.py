@@ -1,4 +1,4 @@
-"""The tables of performance.md that show what was predicted from machine code. No GPU was there."""
+"""The tables of predictions.md, which show what was predicted from machine code. No GPU was there."""
 
 from __future__ import annotations
 

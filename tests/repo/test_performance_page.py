@@ -1,4 +1,4 @@
-"""docs/performance.md shows what was kept: its tables and plots say what a result says, and are up to date."""
+"""The pages of figures show what was kept: their tables and plots say what a result says, and are up to date."""
 
 from __future__ import annotations
 
@@ -29,7 +29,12 @@ def keep(folder: Path, **results: dict) -> None:
 
 def test_pages_show_the_kept_results(docs):
     make_performance = docs("make_performance")
-    assert [page.name for page in make_performance.PAGES] == ["performance.md", "your_model.md", "README.md"]
+    assert [page.name for page in make_performance.PAGES] == [
+        "performance.md",
+        "predictions.md",
+        "your_model.md",
+        "README.md",
+    ]
     for page, sections in make_performance.PAGES.items():
         text = page.read_text(encoding="utf-8")
         assert text == make_performance.filled(text, sections), f"{page.name} is out of date: run `make docs`"
@@ -38,6 +43,7 @@ def test_pages_show_the_kept_results(docs):
 def test_page_stays_readable():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 400
+    assert len((ROOT / "docs" / "predictions.md").read_text(encoding="utf-8").splitlines()) <= 400
     assert len(text[: text.index("\n## ")].splitlines()) <= 50
 
 
