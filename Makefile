@@ -157,6 +157,10 @@ test-simt: $(READY_DEV) build  ## CUDA kernels under ThreadSanitizer: the op tes
 	$(PYTEST) tests/kernels/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
 
+.PHONY: witness
+witness: $(READY)  ## what NVIDIA's CuTe says of mma, ldmatrix and wgmma, for the tests: makes tests/cute/vectors.npz anew
+	python tests/cute/make_vectors.py
+
 test-host-cuda: export PAGEDTREE_SIMT := 1
 test-host-cuda: $(READY_DEV) build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
 	tests/run_host_cuda.sh -n $(WORKERS)

@@ -1,0 +1,72 @@
+"""mma, ldmatrix and wgmma against NVIDIA's CuTe: what its layouts say, kept in tests/cute/vectors.npz (`make witness`).
+
+The wrappers run on simt, and from the PTX that nvcc made of them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ptx.execute import executed_from_ptx, simt_library
+
+from pagedtree import _C
+from pagedtree.check.case import Place
+from pagedtree.check.cases import instructions, instructions_sm90
+from pagedtree.testing import backends
+from pagedtree.tools.cubin import cuda_library, find_cuobjdump
+
+SIMT, CUDA = simt_library(), cuda_library()
+VECTORS = np.load(Path(__file__).parents[1] / "cute" / "vectors.npz")
+NAMES = sorted(name.removesuffix(".in") for name in VECTORS.files if name.endswith(".in"))
+PLACE = Place(torch.device("cpu"), "simt")
+KINDS = {"ss": "wgmma_ss/{0}/N {1}", "rsK": "wgmma_rs/K-major/{0}/N {1}", "rsN": "wgmma_rs/N-major/{0}/N {1}"}
+pytestmark = pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+
+
+def differing(name: str, given: np.ndarray | None = None) -> int:
+    """How many words of the instruction's result are not CuTe's."""
+    words = VECTORS[f"{name}.in"] if given is None else given
+    expected = VECTORS[f"{name}.out"]
+    if name.startswith("wgmma"):
+        _, kind, dtype, columns = name.split("_")
+        instruction, used = KINDS[kind].format(dtype, columns), int(columns) // 2
+        shape, table = (instructions_sm90.THREADS, -1), instructions_sm90.TABLE
+    else:
+        instruction = "/".join(name.rsplit("_", 1)) if name.startswith("mma") else name
+        shape, table, used = (64, -1), instructions.TABLE, 4
+    out, _ = instructions.run_instruction(instruction, words.reshape(shape), PLACE, table)
+    return int((out[..., :used] != expected.reshape(shape[0], -1)[:, :used]).sum())
+
+
+def test_the_vectors_are_all_there() -> None:
+    assert len(NAMES) == 3 + 2 + 3 * 4
+    assert [str(package).partition("==")[0] for package in VECTORS["origin"]] == ["nvidia-cutlass", "nvidia-cuda-cccl"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_simt_agrees_with_cute(name: str) -> None:
+    assert differing(name) == 0
+
+
+@pytest.mark.skipif(CUDA is None or find_cuobjdump() is None, reason="no CUDA library or no cuobjdump")
+@pytest.mark.skipif("9.0a+PTX" not in _C.build_info()["cuda_architectures"], reason="built without PTX for 9.0a")
+@pytest.mark.parametrize("name", NAMES)
+def test_ptx_agrees_with_cute(name: str) -> None:
+    assert SIMT is not None and CUDA is not None
+    with executed_from_ptx(SIMT, CUDA, lambda kernel: "instruction" in kernel) as executed:
+        assert differing(name) == 0
+    assert len(executed) == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_layout_would_be_noticed(name: str) -> None:
+    """Two words of what is given change places: of registers, or of shared memory."""
+    words = VECTORS[f"{name}.in"].copy()
+    is_image = name.startswith("wgmma")
+    first = 128 * (1 + instructions_sm90.OWN) + 4096 if is_image else 0  # where B begins
+    other = next(i for i in range(first + 1, len(words)) if words[i] != words[first])
+    words[[first, other]] = words[[other, first]]
+    assert differing(name, words) > 0
