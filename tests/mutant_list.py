@@ -75,6 +75,14 @@ def of_delta_rule(
     return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", only)
 
 
+def of_values(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_value_counts.py",), "simt", "simt")
+
+
+def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
+    return Mutant(name, file, line, broken, ("tests/ops/test_rope_append.py",), backend, backend)
+
+
 def of_states(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"generation/{file}.py", line, broken, HYBRID, "python", "hybrid and not two_ranks")
 
@@ -530,4 +538,46 @@ TOP = [
     of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
 ]
 
+VALUES = [
+    of_values("counters that overflow", "value_counts", "return a + b; }) == 0;", "return a + b; }) >> 40 == 0;"),
+    of_values("values that no counter has", "value_counts", "seen.others = true;", "seen.others = false;"),
+    of_values(
+        "the zeros of float16 that are negative",
+        "value_counts",
+        "byte_of(words_[0], 0) + byte_of(words_[0x8000 / 4], 0);",
+        "byte_of(words_[0], 0);",
+    ),
+    of_values("small values in another's counter", "value_counts", "(small & ~3u), small);", "(small & ~3u), 0);"),
+    of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
+    of_values(
+        "ties at the threshold of the rules all kept",
+        "filters",
+        "if (ties > 0) filter.tie_end = end_of_ties(",
+        "if (ties > 1u << 30) filter.tie_end = end_of_ties(",
+    ),
+]
+
+ROTARY = [
+    of_rotary(
+        "columns behind the rotated ones taken from their place",
+        "cuda/kv_cache.cu",
+        "at < p.rotary_start ? at : at + p.rotary_dim;",
+        "at;",
+        "simt",
+    ),
+    of_rotary(
+        "sines of the next position",
+        "cpu/isa/rotate.cpp",
+        "cosines + half * kAngleSize;",
+        "cosines + 2 * half * kAngleSize;",
+    ),
+    of_rotary(
+        "rotation the other way",
+        "cpu/isa/rotate.cpp",
+        "x.second * cos + x.first * sin}",
+        "x.second * cos - x.first * sin}",
+    ),
+]
+
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
+MUTANTS += VALUES + ROTARY

@@ -38,12 +38,13 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
         "ties by quarters": (normal * 8).round() / 4 - 6,
         "equal": torch.full((vocab,), -2.5),  # counters overflow
         "two values": torch.where(normal > 1, 3.0, 1.0),
-        "near zero": normal * 1e-3,
+        "near zero": normal.sign() * (normal.abs() + 0.01) * 2e-3,  # bfloat16 has one counter for most of them
         "tiny": normal * 1e-6,  # smaller than what bfloat16 has counters for
         "large": normal * 90,
         "far below": normal - 40,
         "with zeros": torch.where(normal > 0.5, normal, math.copysign(0.0, -1.0)),
         "with both zeros": torch.where(normal > 0, 0.0, math.copysign(0.0, -1.0)),
+        "zeros carry it": normal - 30,
         "mostly forbidden": normal.clone(),
         "with infinities": normal.clone(),
         "with NaN": normal.clone(),
@@ -54,6 +55,7 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
     rows["with NaN"][at[:9]] = math.nan
     rows["one is far above"][at[0]] = 200.0
     rows["with zeros"][at[:40]] = 0.0
+    rows["zeros carry it"][at[:200]] = torch.tensor([0.0, -0.0]).repeat(100)[:vocab]
     return rows
 
 
@@ -96,7 +98,9 @@ def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, voc
 
 @on_gpu_code
 @pytest.mark.parametrize("dtype", VOCABS, ids=str)
-@pytest.mark.parametrize("kind", ["flat", "ties by quarters", "equal", "tiny", "with both zeros", "mostly forbidden"])
+@pytest.mark.parametrize(
+    "kind", ["flat", "ties by quarters", "equal", "near zero", "tiny", "with both zeros", "mostly forbidden"]
+)
 def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     """Of the tokens at the threshold of top-p the first are kept: their log-probabilities tell which."""
     row = rows_of(VOCABS[dtype])[kind].to(dtype)
