@@ -24,6 +24,7 @@ from pagedtree import (
     verify_traversal,
 )
 from pagedtree.check.cases.inputs import as_words
+from pagedtree.testing import use_backend
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 PARTS = (
@@ -221,7 +222,8 @@ def make_case(
     vocab: int, parts: Iterable[str], *, seed: int = 0, dtype: torch.dtype = torch.float32,
     parents: list[list[int]] = TREES,
 ) -> Case:  # fmt: skip
-    return Maker(vocab, parts, parents, seed).case(dtype)
+    with use_backend("cpu"):  # a case is made on the host, whatever the test's backend
+        return Maker(vocab, parts, parents, seed).case(dtype)
 
 
 def changed(case: Case, change: Callable[[Tensor], Tensor]) -> Case:

@@ -5,13 +5,14 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "core/params.h"
@@ -38,9 +39,9 @@ class Check {
 
   template <typename Got>
   [[noreturn]] void fail(std::string_view name, std::string_view expected, const Got& got) const {
-    std::ostringstream message;
-    message << op_ << ": `" << name << "` must be " << expected << ", got " << got;
-    throw std::runtime_error(message.str());
+    std::string message = op_;
+    message.append(": `").append(name).append("` must be ").append(expected).append(", got ").append(text_of(got));
+    throw std::runtime_error(message);
   }
 
   template <typename Got>
@@ -113,6 +114,21 @@ class Check {
   }
 
  private:
+  // A stream would write numbers by the facets of its locale. A process that has two C++ libraries, as with a
+  // statically linked one here and torch's, may mix them up and end there.
+  template <typename Got>
+  static std::string text_of(const Got& got) {
+    if constexpr (std::is_floating_point_v<Got>) {
+      char digits[32];
+      std::snprintf(digits, sizeof digits, "%g", static_cast<double>(got));
+      return digits;
+    } else if constexpr (std::is_integral_v<Got>) {
+      return std::to_string(got);
+    } else {
+      return std::string(got);
+    }
+  }
+
   // None passes for an undefined tensor in the stable ABI; tensor() refuses it by name.
   static torch::stable::Device device_of(const Tensor& anchor) {
     return anchor.defined() ? anchor.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU);

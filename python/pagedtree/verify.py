@@ -216,7 +216,24 @@ def verify_rejection(
     Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot" and for their
     absence elsewhere; TypeError for wrong Python types.
     """
-    return _by_ratio(ops.verify_rejection, **locals())
+    return _by_ratio(
+        ops.verify_rejection,
+        logits=logits,
+        draft_tokens=draft_tokens,
+        trees=trees,
+        params=params,
+        draft_law=draft_law,
+        draft_probs=draft_probs,
+        draft_rows=draft_rows,
+        seeds=seeds,
+        positions=positions,
+        coins=coins,
+        final_coins=final_coins,
+        grammar_mask=grammar_mask,
+        draft_to_target=draft_to_target,
+        draft_params=draft_params,
+        options=options,
+    )
 
 
 def verify_block(
@@ -264,7 +281,24 @@ def verify_block(
 
     Raises what `verify_rejection` raises; with PAGEDTREE_CHECK=1 also ValueError for trees that are no chains.
     """
-    return _by_ratio(ops.verify_block, **locals())
+    return _by_ratio(
+        ops.verify_block,
+        logits=logits,
+        draft_tokens=draft_tokens,
+        trees=trees,
+        params=params,
+        draft_law=draft_law,
+        draft_probs=draft_probs,
+        draft_rows=draft_rows,
+        seeds=seeds,
+        positions=positions,
+        coins=coins,
+        final_coins=final_coins,
+        grammar_mask=grammar_mask,
+        draft_to_target=draft_to_target,
+        draft_params=draft_params,
+        options=options,
+    )
 
 
 def verify_traversal(
@@ -314,7 +348,24 @@ def verify_traversal(
 
     Raises what `verify_rejection` raises, and ValueError for draft_law "onehot".
     """
-    return _by_ratio(ops.verify_traversal, **locals())
+    return _by_ratio(
+        ops.verify_traversal,
+        logits=logits,
+        draft_tokens=draft_tokens,
+        trees=trees,
+        params=params,
+        draft_law=draft_law,
+        draft_probs=draft_probs,
+        draft_rows=draft_rows,
+        seeds=seeds,
+        positions=positions,
+        coins=coins,
+        final_coins=final_coins,
+        grammar_mask=grammar_mask,
+        draft_to_target=draft_to_target,
+        draft_params=draft_params,
+        options=options,
+    )
 
 
 def verify_typical(

@@ -36,6 +36,7 @@ from pagedtree import (
 )
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import seeded
+from pagedtree.testing import use_backend
 
 BATCH, VOCAB, HEADS, KV_HEADS, DIM = 3, 17, 4, 2, 64
 LATENT_DIM, LATENT_DIM_V = 576, 512
@@ -140,7 +141,8 @@ class Engine:
     def _trees(seed: int) -> TreeBatch:
         kinds = [DraftTree.full([8]), DraftTree.full([3, 1]), DraftTree.full([2, 2]), DraftTree.chain(4)]
         shapes = [kinds[(seed + b) % len(kinds)] for b in range(BATCH)]
-        return TreeBatch.from_trees(shapes, max_nodes=MAX_NODES, max_depth=MAX_DEPTH, capacity=BATCH * MAX_NODES)
+        with use_backend("cpu"):  # they are made on the host, whatever the backend that is checked
+            return TreeBatch.from_trees(shapes, max_nodes=MAX_NODES, max_depth=MAX_DEPTH, capacity=BATCH * MAX_NODES)
 
     def load(self, other: Engine) -> None:
         for name, tensor in vars(other).items():
