@@ -43,6 +43,7 @@ SECTIONS = {
     "options": kept("options_cpu", of_runs.options),
     "drafting": kept("ops_avx512", DRAFTING),
     "host": kept("host_cpu", of_runs.host),
+    "gpu": kept("headline_h200", of_runs.on_gpu),
     "real": kept("real_cpu", of_model.gains),
     "rules": kept("rules", of_runs.rules),
     "distributed": kept("distributed", of_runs.distributed),

@@ -27,6 +27,24 @@ def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Call
     return render
 
 
+def on_gpu(result: Result, name: str) -> str:
+    """The rows of headline.py: our time, and that of the kernel for wgmma and of the fastest other way over ours."""
+    machine, body = result["machine"], []
+    for row in result["rows"]:
+        others = {peer: ratio for peer, ratio in row["ratio"].items() if not is_ours(peer)}
+        fastest = min(others, key=lambda peer: others[peer], default="")
+        wgmma = row["ratio"].get("pagedtree by wgmma")
+        body.append([
+            f"`{row['op']}`", row["point"], f"{row['ms'] * 1e3:.0f} ({row['spread_ms'] * 1e3:.0f})",
+            f"{over_floor(row):.2f}", f"{wgmma:.2f} x" if wgmma else "",
+            f"{others[fastest]:.2f} x {fastest}" if fastest else "",
+        ])  # fmt: skip
+    note = f"{machine['cuda']}; a copy reads {machine['read_gb_per_s'] / 1e3:.2f} TB/s, a matmul of bf16 does"
+    rate = f"{machine['matmul_gflop_per_s']['bfloat16'] / 1e3:.0f} TFLOP/s."
+    header = ["op", "point", "us (spread)", "floor / time", "vs its wgmma kernel", "vs the fastest other"]
+    return f"{note} {rate} {machine_line(machine, name)}\n\n{table(header, body)}"
+
+
 def points_table(rows: list[Row]) -> str:
     peers = list(dict.fromkeys(peer for row in rows for peer in row["ratio"]))
     computed = any(row["flops"] for row in rows)

@@ -21,7 +21,7 @@ def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 
     generator, parents = seeded(seed), []
     for size in sizes:
         for i in range(size):
-            parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator)) if i else -1)
+            parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator, device="cpu")) if i else -1)
     cu_nodes = int32([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()])
     most = max([*sizes, 1])
     return build_trees(int32(parents + [-1] * padding), cu_nodes, max_nodes=most, max_depth=most - 1)

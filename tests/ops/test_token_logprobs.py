@@ -257,24 +257,24 @@ def test_refusals(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_thresholds_among_close_logits(backend: str, dtype: torch.dtype) -> None:
+def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype) -> None:
     """A filter keeps just the k largest, also where many logits share the first digits of their order."""
     generator = torch.Generator().manual_seed(3)
     for vocab in (7, 100, 3000):
-        rows = (torch.randn(6, vocab, generator=generator) * 3).to(dtype)
+        rows = (torch.randn(6, vocab, generator=generator) * 3).to(device, dtype)
         rows[::2] = rows[::2] / 64 + 5
-        k = torch.arange(1, 7, dtype=torch.int32)
+        k = torch.arange(1, 7, dtype=torch.int32, device=device)
         kept = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
         kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
         assert kept.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
 
 
-def test_a_threshold_among_more_logits_than_are_sorted(backend: str) -> None:
+def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> None:
     """Where the k largest are too many to be sorted, those that share the threshold's first digits are found again, and
     among them are some that are too small to count."""
     generator = torch.Generator().manual_seed(3)
-    rows = torch.randn(8, 131072, generator=generator) * 0.15 + 5
-    k = torch.arange(270, 430, 20, dtype=torch.int32)
+    rows = torch.randn(8, 131072, generator=generator).to(device) * 0.15 + 5
+    k = torch.arange(270, 430, 20, dtype=torch.int32, device=device)
     kept = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=512)[3] > -torch.inf
     kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
     assert kept.sum(1).tolist() == (rows >= kth).sum(1).tolist()

@@ -461,4 +461,7 @@ def test_active_tells_idle_sequences_from_malformed_trees(device):
     )
     assert trees.valid.tolist() == [False, False, True]
     assert trees.active.tolist() == [True, False, True] and trees.active.device == trees.cu_nodes.device
+
+
+def test_no_trees_have_no_active_ones():
     assert TreeBatch.from_trees([]).active.shape == (0,)
