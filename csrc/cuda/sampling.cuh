@@ -10,6 +10,7 @@ namespace pagedtree::cuda {
 struct SamplingShared {
   RadixShared radix;
   FilterScratch filter;
+  bool bad;  // of the row that is drawn from: no register is left to keep it in
 };
 static_assert(has_room_for_values(offsetof(SamplingShared, radix), offsetof(SamplingShared, filter)));
 
@@ -129,6 +130,7 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Samplin
   const bool uniform = peak.logit == -kInfinity;
   row.learn(peak);
   if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
+  if (threadIdx.x == 0) shared.bad = peak.has_nan || uniform;
   Scale scale{0.0f, 1.0f};
   Filter filter;
   uint64_t ties = 0;
@@ -148,7 +150,7 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Samplin
       ties = 0;
       if (token >= filter.tie_end) continue;
     }
-    return {token, peak.has_nan || uniform};
+    return {token, shared.bad};
   }
 }
 

@@ -229,12 +229,14 @@ class Rows {
     for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
       const bool of_draft = left_to_find == 2;
       RowDistribution& into = of_draft ? distributions.draft : distributions.target;
+      const LogitRow logits = into.row;
       const RowDistribution distribution = find_distribution(
-          shared.radix, shared.filter, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
-      sum_blocks(RowMasses(distribution), shared.residuals);
+          shared.radix, shared.filter, logits, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+      if (leads_cta()) into = distribution;  // read from there on: no registers are left to keep it in
+      __syncthreads();
+      sum_blocks(RowMasses(into), shared.residuals);
       if (!leads_cta()) continue;
-      into = distribution;
-      const double total = shared.residuals.total(distribution.row.vocab);
+      const double total = shared.residuals.total(into.row.vocab);
       (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
     }
     __syncthreads();

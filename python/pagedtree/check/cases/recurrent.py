@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,11 @@ def cases() -> Iterator[Case]:
     for i, dims in enumerate(((8, 8), (8, 256), (256, 8), (40, 72), (136, 200), (128, 128), (256, 64))):
         kind = ("gdn", "kda")[i % 2]
         yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", kind, (20, 5), dims=dims)
+    for dtype, nodes, by_columns in itertools.product(("fp16", "bf16"), (30, 64), (False, True)):
+        layout = "columns" if by_columns else "channels"
+        yield from _delta_rule(
+            f"states by {layout}/{nodes} nodes/{dtype}", dtype, "gdn", (9, nodes), by_columns=by_columns
+        )
     yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
     yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
     yield from _delta_rule("decays of -inf", "bf16", "kda", TREES, forgetting=True)
@@ -64,7 +70,7 @@ def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
 
 def _delta_rule(
     name: str, dtype: str, kind: str, sizes: Sequence[int] | None, *, dims: tuple[int, int] = (64, 32), reach: int = 7,
-    forgetting: bool = False,
+    forgetting: bool = False, by_columns: bool = False,
 ) -> Iterator[Case]:  # fmt: skip
     trees, cut, count, batch = _rows(sizes, reach)
     generator, (key_dim, value_dim) = seeded(count), dims
@@ -78,6 +84,8 @@ def _delta_rule(
         g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
     beta = torch.rand(count, 4, generator=generator) if with_delta else None
     state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator).transpose(2, 3)
+    if by_columns:  # the columns of a channel lie side by side, not the channels of a column
+        state = state.contiguous()
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
     options: dict[str, Any] = {"l2norm": True}
     factor = 0.3 if kind == "kda" else None
