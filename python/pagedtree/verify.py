@@ -217,23 +217,9 @@ def verify_rejection(
     absence elsewhere; TypeError for wrong Python types.
     """
     return _by_ratio(
-        ops.verify_rejection,
-        logits=logits,
-        draft_tokens=draft_tokens,
-        trees=trees,
-        params=params,
-        draft_law=draft_law,
-        draft_probs=draft_probs,
-        draft_rows=draft_rows,
-        seeds=seeds,
-        positions=positions,
-        coins=coins,
-        final_coins=final_coins,
-        grammar_mask=grammar_mask,
-        draft_to_target=draft_to_target,
-        draft_params=draft_params,
-        options=options,
-    )
+        ops.verify_rejection, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
+        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+    )  # fmt: skip
 
 
 def verify_block(
@@ -282,23 +268,9 @@ def verify_block(
     Raises what `verify_rejection` raises; with PAGEDTREE_CHECK=1 also ValueError for trees that are no chains.
     """
     return _by_ratio(
-        ops.verify_block,
-        logits=logits,
-        draft_tokens=draft_tokens,
-        trees=trees,
-        params=params,
-        draft_law=draft_law,
-        draft_probs=draft_probs,
-        draft_rows=draft_rows,
-        seeds=seeds,
-        positions=positions,
-        coins=coins,
-        final_coins=final_coins,
-        grammar_mask=grammar_mask,
-        draft_to_target=draft_to_target,
-        draft_params=draft_params,
-        options=options,
-    )
+        ops.verify_block, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
+        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+    )  # fmt: skip
 
 
 def verify_traversal(
@@ -349,23 +321,9 @@ def verify_traversal(
     Raises what `verify_rejection` raises, and ValueError for draft_law "onehot".
     """
     return _by_ratio(
-        ops.verify_traversal,
-        logits=logits,
-        draft_tokens=draft_tokens,
-        trees=trees,
-        params=params,
-        draft_law=draft_law,
-        draft_probs=draft_probs,
-        draft_rows=draft_rows,
-        seeds=seeds,
-        positions=positions,
-        coins=coins,
-        final_coins=final_coins,
-        grammar_mask=grammar_mask,
-        draft_to_target=draft_to_target,
-        draft_params=draft_params,
-        options=options,
-    )
+        ops.verify_traversal, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
+        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+    )  # fmt: skip
 
 
 def verify_typical(
@@ -438,9 +396,12 @@ def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> t
     )
 
 
-def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams,
-              draft_params: SamplingParams | None, draft_law: str, options: RequestOptions | None,
-              **rest: Tensor | None) -> Verdict:  # fmt: skip
+def _by_ratio(
+    op: Any, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams, draft_law: str,
+    draft_probs: Tensor | None, draft_rows: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
+    coins: Tensor | None, final_coins: Tensor | None, grammar_mask: Tensor | None, draft_to_target: Tensor | None,
+    draft_params: SamplingParams | None, options: RequestOptions | None,
+) -> Verdict:  # fmt: skip
     """Calls a raw op of verify_rejection's signature."""
     arguments = _tree_arguments(logits, draft_tokens, trees)
     expect_type("params", params, SamplingParams)
@@ -456,7 +417,9 @@ def _by_ratio(op: Any, *, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch
     return Verdict(
         *call(
             op, *arguments, *params.on(logits.device),
-            draft_law=draft_law, **rest, **draft, parents=trees.parents, **asked,
+            draft_law=draft_law, draft_probs=draft_probs, draft_rows=draft_rows, seeds=seeds, positions=positions,
+            coins=coins, final_coins=final_coins, grammar_mask=grammar_mask, draft_to_target=draft_to_target,
+            **draft, parents=trees.parents, **asked,
         )
     )  # fmt: skip
 
