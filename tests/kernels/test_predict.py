@@ -17,6 +17,7 @@ import predict_peers
 import predict_verification
 import pytest
 from predict_loop import ctas_that_fit, registers_of
+from sass_case import Line, listing
 from sass_listing import bytes_of, decode_control, find_nvdisasm, parse, tensor_flops
 from sass_loops import Flow
 from sm_model import A100, H100, MACHINES, Machine
@@ -26,24 +27,10 @@ from pagedtree.tools.cubin import cuda_library, extract_cubins, find_cuobjdump
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GROWTH = 1.10
-Line = str | tuple[str, int]
 
 
 def control(stall: int = 1, sets: int = 7, reads: int = 7, waits: int = 0) -> int:
     return (stall | 1 << 4 | sets << 5 | reads << 8 | waits << 11) << 41
-
-
-def listing(*lines: Line, name: str = "kernel") -> str:
-    """Writes (instruction, control code) as nvdisasm does; other lines as they are."""
-    out, address = [f"//--------------------- .text.{name}          --------------------------"], 0
-    for line in lines:
-        if isinstance(line, str):
-            out.append(line)
-            continue
-        out.append(f"        /*{address:04x}*/                   {line[0]} ;   /* 0x0000000000000000 */")
-        out.append(f"                                            /* 0x{line[1]:016x} */")
-        address += 16
-    return "\n".join(out)
 
 
 def test_control_codes() -> None:

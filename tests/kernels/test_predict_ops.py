@@ -10,6 +10,7 @@ from pathlib import Path
 import predict_ops
 import pytest
 from predict_ops import BARRIER, GAP_US, MEETING, Kernel, Kernels, Launch, OpCall, Phase, sorting, words_of
+from sass_case import listing
 from sass_listing import find_nvdisasm, parse
 from sm_model import H200
 
@@ -21,21 +22,10 @@ LIBRARY = cuda_library()
 CORE = ("expand_tree, 8 nodes x 1", "ngram_propose, 8k tokens x 1", "rerank_tree", "tree_delta_rule, 16 nodes x 32")
 
 
-def listing(*lines: tuple[str, int] | str, name: str = "_Z3toy_kernelv") -> str:
-    """(instruction, control code) as nvdisasm writes it; a label as it is."""
-    out, address = [f"//--------------------- .text.{name}          --------------------------"], 0
-    for line in lines:
-        if isinstance(line, str):
-            out.append(line)
-            continue
-        out.append(f"        /*{address:04x}*/                   {line[0]} ;   /* 0x0000000000000000 */")
-        out.append(f"                                            /* 0x{(line[1] | 0x7F << 4) << 41:016x} */")
-        address += 16
-    return "\n".join(out)
-
-
 def toy(*lines: tuple[str, int] | str) -> Kernel:
-    (function,) = parse(listing(*lines))
+    """Lines are (instruction, control code without its upper bits) or labels."""
+    coded = [line if isinstance(line, str) else (line[0], (line[1] | 0x7F << 4) << 41) for line in lines]
+    (function,) = parse(listing(*coded, name="_Z3toy_kernelv"))
     return Kernel(function)
 
 
