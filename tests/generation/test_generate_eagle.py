@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
+from eagle_case import SIZES
 from generate_case import NEW_TOKENS, SAMPLING, VOCAB, greedy, lists, prompts_of, room_of, seeded, tiny
 from safetensors.torch import load_file, save_file
 
@@ -23,15 +24,7 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generat
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
-CONFIG = {
-    "hidden_size": 128,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-5,
-}
+CONFIG = {**SIZES, "rms_norm_eps": 1e-5}
 LAYERS = (0, 2, 1)
 RUNS = [
     {},
