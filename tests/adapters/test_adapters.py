@@ -40,7 +40,7 @@ def test_adapters_import_alone(adapters: list[str]) -> None:
     subprocess.run([sys.executable, "-c", IMPORTS, *adapters], check=True)
 
 
-@pytest.mark.parametrize("name", ["flash_attn.py", "masks.py", "sglang/*.py", "flashinfer/*.py"])
+@pytest.mark.parametrize("name", ["flash_attn/*.py", "masks.py", "sglang/*.py", "flashinfer/*.py"])
 def test_adapters_are_small(name) -> None:
     files = sorted(FOLDER.glob(name))
     assert files
@@ -71,6 +71,7 @@ def call_build_tree() -> None:
         form = integers(2, 5), integers(2, 3), lens, mask, integers(8)
         sglang.build_tree_kernel_efficient(*form, *links, 2, 3, 4, mode)
         sglang.tree_mask_words(mask, lens, 4, mode)
+    sglang.reconstruct_indices_from_tree_mask(torch.zeros(32).bool(), lens, integers(8), *links, 2, 4)
 
 
 def call_verify() -> None:
@@ -95,6 +96,7 @@ def call_chain() -> None:
 def call_paged() -> None:
     cache, indices, indptr = torch.zeros(4, 2, 4, 2, 64), integers(3, dtype=torch.int32), integers(3, dtype=torch.int32)
     flashinfer.page_table(indptr, indices, integers(2, dtype=torch.int32), 4, max_pages=2)
+    flashinfer.get_batch_indices_positions(indptr, integers(2), 5)
     new = torch.zeros(5, 2, 64)
     flashinfer.append_paged_kv_cache(new, new, integers(5), integers(5), cache, indices, indptr, integers(2))
 
@@ -106,6 +108,8 @@ def call_flash_attn() -> None:
         flash_attn.flash_attn_with_kvcache(
             q, cache, cache, k, k, cache_seqlens=lens, block_table=table, return_softmax_lse=True, **options
         )
+        cos = torch.zeros(9, 16)
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, k, k, cos, cos, lens, page_table=table, **options)
         offsets = integers(3, dtype=torch.int32)
         flash_attn.flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3, **options)
 

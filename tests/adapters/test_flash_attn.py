@@ -171,6 +171,83 @@ def test_no_sequence_and_no_query(backend, dtype) -> None:
         assert out.shape == (batch, n, HEADS, DIM) and not out.any()
 
 
+def rotated(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """x [n, H, D] with its first columns rotated; cos and sin [P, half]."""
+    cos, sin, half = cos[positions, None].float(), sin[positions, None].float(), cos.shape[1]
+    front, out = x[..., : 2 * half].float(), x.clone()
+    if interleaved:
+        a, b = front[..., ::2], front[..., 1::2]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = front.split(half, -1)
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    out[..., : 2 * half] = turned.to(x.dtype)
+    return out
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("n", "m", "is_causal"), [(3, 3, True), (2, 3, True), (3, 3, False)])
+def test_rotary(backend, dtype, interleaved, n, m, is_causal) -> None:
+    lens, generator = [30, 7 + m], torch.Generator().manual_seed(3)
+    paged, q = Pages.random(lens, 16, KV_HEADS, DIM, dtype), queries(2, n, dtype=dtype)
+    angles = placed(torch.rand(64, 16, generator=generator, device="cpu") * 6)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
+    before = torch.tensor(lens, dtype=torch.int32) - m
+    out = flash_attn_with_kvcache(
+        q, paged.k_cache, paged.v_cache, *new, cos, sin, before, block_table=paged.table(), causal=is_causal,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    turn = {"cos": cos, "sin": sin, "interleaved": interleaved}
+    turned_q, turned_k = [], []
+    for b, start in enumerate(before.tolist()):
+        turned_q.append(rotated(q[b], start + torch.arange(n) * is_causal, **turn))
+        turned_k.append(torch.cat([paged.k[b][:start], rotated(new[0][b], start + torch.arange(m), **turn)]))
+    masks = [mask_of(n, s, is_causal) for s in lens]
+    close(out, torch.stack(expected(turned_q, turned_k, paged.v, masks)[0]))
+
+
+def test_call_form_of_flash_attention_3(backend, dtype) -> None:
+    """Ragged queries and new keys, a page_table, hints, and scales of an fp8 cache expanded over the batch."""
+    lens, lens_q, news = [30, 9, 4], [4, 1, 0], [4, 0, 2]
+    paged, q = Pages.random(lens, 16, KV_HEADS, DIM, dtype), queries(5, dtype=dtype)
+    new = [torch.cat([rows[len(rows) - m :] for rows, m in zip(x, news, strict=True)]) for x in (paged.k, paged.v)]
+    form = dict(cu_seqlens_q=offsets(lens_q), max_seqlen_q=4, page_table=paged.table(), causal=True, pack_gqa=True)
+    form |= dict(num_splits=1, sm_margin=0, return_softmax_lse=True)
+    before = torch.tensor(lens, dtype=torch.int32) - torch.tensor(news, dtype=torch.int32)
+    out, lse = flash_attn_with_kvcache(
+        q, paged.k_cache, paged.v_cache, *new, cache_seqlens=before, cu_seqlens_k_new=offsets(news), **form
+    )
+    masks = [mask_of(n, s, True) for n, s in zip(lens_q, lens, strict=True)]
+    outs, lses = expected(list(q.split(lens_q)), paged.k, paged.v, masks)
+    close(out, torch.cat(outs))
+    torch.testing.assert_close(lse, torch.cat(lses).T, atol=2e-3, rtol=2e-3)
+    angles = placed(torch.rand(64, 16, generator=torch.Generator().manual_seed(3), device="cpu") * 6)
+    turn = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+    ragged = flash_attn_with_kvcache(
+        q, paged.k_cache.clone(), paged.v_cache.clone(), *new, **turn, cache_seqlens=before,
+        rotary_seqlens=before + 3, cu_seqlens_k_new=offsets(news), **form,
+    )[0]  # fmt: skip
+    positions = torch.cat([int(b) + 3 + torch.arange(n) for b, n in zip(before, lens_q, strict=True)])
+    q0 = rotated(q, positions, *turn.values(), True)[:4]
+    k0 = torch.cat([paged.k[0][:26], rotated(new[0][:4], 29 + torch.arange(4), *turn.values(), True)])
+    close(ragged[:4], dense_attention(q0, k0, paged.v[0], masks[0])[0])
+    stored = [(x.nan_to_num() * 16).to(torch.float8_e4m3fn) for x in (paged.k_cache, paged.v_cache)]
+    scale = torch.tensor(1 / 16).expand(3, KV_HEADS)
+    form |= {"cache_seqlens": torch.tensor(lens, dtype=torch.int32)}
+    out = flash_attn_with_kvcache(q, *stored, k_descale=scale, v_descale=scale, **form)[0]
+    back = [[(x * 16).to(torch.float8_e4m3fn).float() / 16 for x in side] for side in (paged.k, paged.v)]
+    close(out, torch.cat(expected(list(q.split(lens_q)), *back, masks)[0]))
+    with pytest.raises(NotImplementedError, match="k_descale: expected the same scales for all sequences"):
+        flash_attn_with_kvcache(q, *stored, k_descale=scale.clone(), v_descale=scale, **form)
+    rows = torch.cat(paged.k), torch.cat(paged.v)
+    used = torch.tensor([29, 9, 2], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, *rows, offsets(lens_q), offsets(lens), 4, 30, causal=True, seqused_k=used)
+    kept = [[x[:n] for x, n in zip(side, used.tolist(), strict=True)] for side in (paged.k, paged.v)]
+    masks = [mask_of(n, s, True) for n, s in zip(lens_q, used.tolist(), strict=True)]
+    close(out, torch.cat(expected(list(q.split(lens_q)), *kept, masks)[0]))
+
+
 # flash_attn_varlen_func -----------------------------------------------------------------------------------------------
 
 
@@ -214,8 +291,12 @@ def test_more_queries_than_keys(backend, dtype) -> None:
 @pytest.mark.parametrize(
     ("option", "error", "message"),
     [
-        ({"rotary_cos": torch.zeros(4, 8)}, NotImplementedError, "rotary_cos: not supported.*got a tensor"),
-        ({"rotary_sin": torch.zeros(4, 8)}, NotImplementedError, "rotary_sin: not supported"),
+        ({"rotary_cos": torch.zeros(4, 8)}, ValueError, "rotary_cos: expected rotary_sin and k with it"),
+        ({"rotary_cos": torch.zeros(4, 8), "rotary_sin": torch.zeros(4, 8)}, ValueError, "rotary_cos: expected"),
+        ({"q_descale": torch.ones(1)}, NotImplementedError, "q_descale: not supported.*got a tensor"),
+        ({"qv": torch.ones(1)}, NotImplementedError, "qv: not supported"),
+        ({"attention_chunk": 3}, NotImplementedError, "attention_chunk: not supported.*got 3"),
+        ({"page_table": torch.zeros(2, 1).int()}, ValueError, "block_table and page_table: expected one of the two"),
         ({"cache_leftpad": torch.zeros(2).int()}, NotImplementedError, "cache_leftpad: not supported"),
         ({"alibi_slopes": torch.zeros(4)}, NotImplementedError, "alibi_slopes: not supported"),
         ({"q": torch.zeros(2, HEADS, DIM)}, ValueError, "q: expected"),
@@ -255,6 +336,7 @@ def test_appending_needs_lengths() -> None:
         ({"dropout_p": 0.1}, "dropout_p: not supported.*got 0.1"),
         ({"alibi_slopes": torch.zeros(4)}, "alibi_slopes: not supported"),
         ({"return_attn_probs": True}, "return_attn_probs: not supported.*got True"),
+        ({"seqused_q": torch.ones(1).int()}, "seqused_q: not supported"),
         ({"k": torch.zeros(3, KV_HEADS, DIM, requires_grad=True)}, "k: expected a tensor without requires_grad"),
     ],
 )

@@ -11,7 +11,14 @@ import torch
 from draft_checks import seeded
 from torch import Tensor
 
-from pagedtree.integrations.sglang import TreeMaskMode, build_tree_kernel_efficient, move_kv_cache, tree_mask_words
+from pagedtree.integrations.sglang import (
+    TreeMaskMode,
+    build_tree_kernel_efficient,
+    build_tree_kernel_efficient_cpu,
+    move_kv_cache,
+    reconstruct_indices_from_tree_mask,
+    tree_mask_words,
+)
 from pagedtree.testing import backends
 
 FULL, QLEN, PACKED = TreeMaskMode
@@ -108,6 +115,23 @@ def reference(parent_list, selected, topk, depth):
         if parents[b, i] >= 0:
             sibling[b, i], first[b, parents[b, i]] = first[b, parents[b, i]], i
     return levels, first.tolist(), sibling.tolist(), sees
+
+
+@pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
+def test_links_of_published_masks(on_torch_device, spelling) -> None:
+    """Of SGLang's own tree; its n-gram drafter's lists of siblings ascend, as EAGLE's do."""
+    case = [EAGLE[name] for name in ("parent_list", "selected_index", "seq_lens")]
+    mask = build(*case, 4, 4, QLEN)[0]
+    outs = [torch.full(shape, 77) for shape in ((16,), (2, 8), (2, 8), (2, 8))]
+    names = ["positions", *(f"{spelling}_{x}" for x in ("index", "next_token", "next_sibling"))]
+    lens = torch.tensor(EAGLE["seq_lens"])
+    form = {"batch_size": 2, "draft_token_num": 8, "verified_seq_len": lens, **dict(zip(names, outs, strict=True))}
+    reconstruct_indices_from_tree_mask(mask, **form)
+    wanted = EAGLE["positions"], [[*range(8)], [*range(8, 16)]], EAGLE["next_token"], EAGLE["next_sibling"]
+    assert [out.tolist() for out in outs] == list(wanted)
+    with pytest.raises(ValueError, match=r"tree_mask: expected 128 elements of one byte, got 64 of torch\.bool"):
+        reconstruct_indices_from_tree_mask(mask[:64], **form)
+    assert build_tree_kernel_efficient_cpu is build_tree_kernel_efficient  # SGLang's name for the same on CPUs
 
 
 @pytest.mark.parametrize("mode", TreeMaskMode)

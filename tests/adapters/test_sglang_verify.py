@@ -10,7 +10,12 @@ from attention_case import random_tree
 from device_case import placed
 from torch import Tensor
 
-from pagedtree.integrations.sglang import tree_speculative_sampling_target_only, verify_tree_greedy
+from pagedtree.integrations.sglang import (
+    tree_speculative_sampling_target_only,
+    verify_tree_greedy,
+    verify_tree_greedy_cpu,
+    verify_tree_greedy_func,
+)
 
 # From SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
 CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
@@ -58,6 +63,10 @@ def test_published_greedy_vector(device, dtype, spelling) -> None:
     outs = outputs(12, 2, 4, dtype, device)
     verify_tree_greedy(**outs, **respell(trees, spelling), target_predict=logits.argmax(-1))
     assert lists(outs) == [PREDICTS, ACCEPT_INDEX, ACCEPT_TOKEN_NUM]
+    again = outputs(12, 2, 4, dtype, device)
+    returned = verify_tree_greedy_func(**again, **respell(trees, spelling), target_predict=logits.argmax(-1), topk=4)
+    assert all(x is y for x, y in zip(returned, again.values(), strict=True)) and lists(again) == lists(outs)
+    assert verify_tree_greedy_cpu is verify_tree_greedy  # SGLang's name for the same on CPUs
 
 
 def test_compiled() -> None:

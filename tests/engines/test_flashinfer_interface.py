@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import inspect
 
+import pytest
 from package_sources import Sources, own_parameters
 
 from pagedtree.integrations import flashinfer
+from pagedtree.integrations.flashinfer import mla
 from pagedtree.integrations.flashinfer.paged import HINTS
+from pagedtree.integrations.flashinfer.planning import TYPES
 
 SOURCES = Sources("flashinfer")
 WRAPPER = "BatchPrefillWithPagedKVCacheWrapper"
 
 
 def test_functions_take_the_same_arguments() -> None:
-    for path, name in (("sampling.py", "chain_speculative_sampling"), ("page.py", "append_paged_kv_cache")):
+    for path, name in (
+        ("sampling.py", "chain_speculative_sampling"),
+        ("page.py", "append_paged_kv_cache"),
+        ("page.py", "append_paged_mla_kv_cache"),
+        ("page.py", "get_batch_indices_positions"),
+        ("page.py", "get_seq_lens"),
+        ("cascade.py", "merge_state"),
+        ("cascade.py", "merge_state_in_place"),
+        ("cascade.py", "merge_states"),
+    ):
         theirs = SOURCES.parameters(path, name, last=True)
         assert list(own_parameters(getattr(flashinfer, name)).items()) == list(theirs.items()), name
 
@@ -23,9 +35,9 @@ def test_plan_takes_the_same_arguments() -> None:
     theirs = SOURCES.parameters("prefill.py", f"{WRAPPER}.plan")
     ours = own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.plan)
     assert list(ours.items()) == list(theirs.items())[: len(ours)]
-    assert set(theirs) >= HINTS
+    assert set(theirs) >= HINTS | {*TYPES}
     # What is left is refused unless it has its default, which must then read as nothing.
-    assert not any(default for name, default in theirs.items() if name not in HINTS | set(ours))
+    assert not any(default for name, default in theirs.items() if name not in HINTS | {*TYPES} | set(ours))
 
 
 def test_run_takes_the_same_arguments() -> None:
@@ -33,6 +45,29 @@ def test_run_takes_the_same_arguments() -> None:
     ours = own_parameters(flashinfer.BatchPrefillWithPagedKVCacheWrapper.run)
     assert ours.items() <= theirs.items()
     assert all(default is None for name, default in theirs.items() if name not in ours)
+
+
+@pytest.mark.parametrize("name", ["forward", "forward_return_lse"])
+def test_older_names_take_the_same_arguments(name) -> None:
+    theirs = SOURCES.parameters("prefill.py", f"{WRAPPER}.{name}")
+    ours = own_parameters(getattr(flashinfer.BatchPrefillWithPagedKVCacheWrapper, name))
+    assert list(ours.items())[: len(theirs)] == list(theirs.items())
+    text = SOURCES.text("prefill.py")
+    assert "begin_forward = plan" in text and "run_return_lse = functools.partialmethod(run, return_lse=True)" in text
+
+
+def test_latent_wrapper_takes_the_same_arguments() -> None:
+    path, wrapper = "mla/_batch_mla/_wrapper.py", mla.BatchMLAPagedAttentionWrapper
+    for name in ("plan", "run"):
+        theirs = SOURCES.parameters(path, f"{wrapper.__name__}.{name}", last=True)
+        ours = own_parameters(getattr(wrapper, name))
+        assert set(ours) <= set(theirs)
+        positional = [key for key in ours if key not in ("query", "kv_cache")]
+        assert positional == list(theirs)[: len(positional)], name
+    # plan() refuses what is not one of its own unless it reads as nothing; these are dropped before.
+    plan = SOURCES.parameters(path, f"{wrapper.__name__}.plan", last=True)
+    rest = {key: value for key, value in plan.items() if key not in own_parameters(wrapper.plan)}
+    assert not any(value not in ("none", "default") and value for value in rest.values())
 
 
 def test_constructor_takes_the_same_arguments() -> None:

@@ -20,13 +20,16 @@ SOURCES = Sources("sglang")
     [
         ("kernels/ops/speculative/tree.py", "build_tree_kernel_efficient"),
         ("kernels/ops/speculative/tree.py", "verify_tree_greedy"),
+        ("kernels/ops/speculative/tree.py", "reconstruct_indices_from_tree_mask"),
+        ("kernels/ops/speculative/spec_tree.py", "verify_tree_greedy_func"),
         ("kernels/ops/speculative/sampling.py", "tree_speculative_sampling_target_only"),
         ("srt/mem_cache/memory_pool.py", "move_kv_cache_native"),
     ],
 )
 def test_ops_take_the_same_arguments(path, name) -> None:
     ours = own_parameters(getattr(sglang, name.removesuffix("_native")))
-    assert list(ours.items()) == list(SOURCES.parameters(path, name).items())
+    theirs = {key.replace("retrieve", "retrive"): value for key, value in SOURCES.parameters(path, name).items()}
+    assert list(ours.items()) == list(theirs.items())
 
 
 def test_mask_modes() -> None:
@@ -35,6 +38,13 @@ def test_mask_modes() -> None:
     assert theirs == set(sglang.TreeMaskMode.__members__)
     header = SOURCES.text("kernels/jit/include/sgl_kernel/speculative/eagle.cuh")
     assert all(f"{mode.name} = {mode.value}" in header for mode in sglang.TreeMaskMode)
+
+
+def test_drafts_of_probability_0_are_not_taken() -> None:
+    """With any thresholds, as `test_published_sampling_vector` and `test_published_boundaries` have it for ours."""
+    kernel = SOURCES.text("kernels/jit/include/sgl_kernel/speculative/sampling.cuh")
+    assert "has_target_mass = target_prob_single > DType(0)" in kernel
+    assert "if (has_target_mass && (coin < prob_acc / threshold_acc || " in kernel
 
 
 def test_methods_override_the_base_class() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -13,15 +13,15 @@ from pagedtree import attention_plan, tree_attention
 from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
 from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
+from pagedtree.integrations.flashinfer.planning import TYPES, PlannedTypes, count_queries
 from pagedtree.integrations.masks import all_visible
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 
 # Arguments of plan() that only help FlashInfer to schedule, or repeat what pagedtree knows.
 HINTS = {
-    "rope_scale", "rope_theta", "q_data_type", "kv_data_type", "o_data_type", "non_blocking", "seq_lens", "seq_lens_q",
-    "block_tables", "max_token_per_sequence", "max_sequence_kv", "fixed_split_size", "disable_split_kv",
-    "uniform_q_len", "use_fp16_qk_reduction",
+    "rope_scale", "rope_theta", "non_blocking", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence",
+    "max_sequence_kv", "fixed_split_size", "disable_split_kv", "uniform_q_len", "use_fp16_qk_reduction",
 }  # fmt: skip
 
 
@@ -52,12 +52,14 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Takes over one step's batch. The arguments are FlashInfer's.
 
         Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
+        q_data_type, kv_data_type and o_data_type: where they are given, run() refuses tensors of other dtypes.
         head_dim_vo goes with a cache of two tensors; pairs are those that `tree_attention` takes.
         Raises NotImplementedError for what is not supported, ValueError for wrong shapes, for offsets in qo_indptr that
         descend, and for masks that are no tree's.
         """
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
+        self._types = PlannedTypes(*(options.pop(name, None) for name in TYPES))
         for name, value in options.items():
             if name not in HINTS and (isinstance(value, Tensor) or value):
                 raise NotImplementedError(f"{name}: expected none, got {type(value).__name__}")
@@ -71,8 +73,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise ValueError(f"paged_kv_last_page_len: expected shape {expected}, got {got}")
         indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
         table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
-        self._num_queries, longest = _queries(qo_indptr, seq_lens.numel())
+        self._num_queries, longest = count_queries(qo_indptr, seq_lens.numel())
         visible: dict[str, Tensor] = {}
+        self._has_mask = packed_custom_mask is not None or custom_mask is not None
         if packed_custom_mask is not None:
             visible = {"tree_mask": import_packed_custom_mask(packed_custom_mask, None, qo_indptr, seq_lens)}
         elif custom_mask is not None:
@@ -133,6 +136,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise NotImplementedError(f"window_left: expected -1 where the batch is not causal, got {window}")
         scales = {name: _scale(x, q.device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
         views = cache_views(paged_kv_cache, self._kv_layout)
+        self._types.check(q, views[0])
         more = {**self._arguments, **scales, "window": window + 1, "sinks": sinks, "out": out}
         result, natural = tree_attention(q, *views, **more, return_lse=True)
         if not return_lse:
@@ -141,18 +145,33 @@ class BatchPrefillWithPagedKVCacheWrapper:
         natural = natural if lse_layout == "NH" else natural.T.contiguous()
         return result, natural if lse is None else lse.copy_(natural)
 
+    run_return_lse = partialmethod(run, return_lse=True)
+    begin_forward = plan
 
-def _queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
-    """Counts the queries: in all, and the most of a sequence."""
-    if qo_indptr.shape != (num_sequences + 1,):
-        raise ValueError(f"qo_indptr: expected shape [{num_sequences + 1}], got {[*qo_indptr.shape]}")
-    begins = qo_indptr.tolist()
-    counts = [end - begin for begin, end in pairwise(begins)]
-    if begins[0] != 0 or min(counts, default=0) < 0:
-        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {begins}")
-    if begins[-1] > torch.iinfo(torch.int32).max:
-        raise ValueError(f"qo_indptr: expected offsets that int32 can hold, got {begins}")
-    return begins[-1], max(counts, default=0)
+    def forward(
+        self, q: Tensor, paged_kv_cache: PagedKVCache, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """FlashInfer's older form of run(): what is given here stands for what plan() was given."""
+        if self._arguments is None:
+            raise RuntimeError("forward: expected begin_forward() before it")
+        if pos_encoding_mode != "NONE":
+            raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
+        known = self._arguments
+        if not self._has_mask:
+            known = {name: value for name, value in known.items() if name not in ("tree_mask", "tree_lens")}
+            known |= {} if causal else all_visible(self._num_queries, known["seq_lens"])
+        self._arguments = {**known, "scale": sm_scale, "softcap": logits_soft_cap or 0.0}
+        return self.run(
+            q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, window_left=window_left, return_lse=return_lse
+        )
+
+    forward_return_lse = partialmethod(forward, return_lse=True)
+
+    def end_forward(self) -> None:
+        """Does nothing, as FlashInfer's."""
 
 
 def _scale(value: float | Tensor | None, device: torch.device) -> Tensor | None:

@@ -9,7 +9,15 @@ from pagedtree import append_kv
 from pagedtree._arguments import checked, expect_dims
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
-__all__ = ["PagedKVCache", "append_paged_kv_cache", "cache_views", "page_table"]
+__all__ = [
+    "PagedKVCache",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "cache_views",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "page_table",
+]
 
 PagedKVCache = Tensor | tuple[Tensor, Tensor]
 
@@ -84,18 +92,81 @@ def append_paged_kv_cache(
     Raises ValueError for wrong shapes or dtypes.
     """
     k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
-    page_size, shape = k_cache.shape[1], (append_key.shape[0],)
+    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[1], append_key.shape[0])
+    append_kv(append_key, append_value, k_cache, v_cache, slots)
+
+
+@checked(integers=("batch_indices", "positions", "kv_indices", "kv_indptr"))
+def append_paged_mla_kv_cache(
+    append_ckv: Tensor, append_kpe: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor,
+    kpe_cache: Tensor, kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor,
+) -> None:  # fmt: skip
+    """As `append_paged_kv_cache`, for the two parts of a latent cache.
+
+    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides.
+    """
+    expect_dims("[n, dim]", append_ckv=append_ckv, append_kpe=append_kpe)
+    expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+    slots = _slots(batch_indices, positions, kv_indices, kv_indptr, ckv_cache.shape[1], append_ckv.shape[0])
+    for new, cache in ((append_ckv, ckv_cache), (append_kpe, kpe_cache)):
+        append_kv(new[:, None], None, cache[:, :, None], None, slots)
+
+
+def _slots(
+    batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int, n: int
+) -> Tensor:
+    """int64 [n]: the slot of each new row, -1 where it has none."""
     for name, values in (("batch_indices", batch_indices), ("positions", positions)):
-        if values.shape != shape:
-            raise ValueError(f"{name}: expected shape {[*shape]}, got {[*values.shape]}")
+        if values.shape != (n,):
+            raise ValueError(f"{name}: expected shape {[n]}, got {[*values.shape]}")
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     expect_dims("[pages]", kv_indices=kv_indices)
     offsets, rows = kv_indptr.long(), batch_indices.long()
     known = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
     if offsets.numel() < 2 or kv_indices.numel() == 0:
-        return
+        return torch.full_like(rows, -1)
     rows = torch.where(known, rows, 0)
     at = offsets[rows] + positions // page_size
     known &= (at >= 0) & (at < offsets[rows + 1].clamp(max=kv_indices.numel()))
     slots = kv_indices.long()[torch.where(known, at, 0)] * page_size + positions % page_size
-    append_kv(append_key, append_value, k_cache, v_cache, torch.where(known, slots, -1))
+    return torch.where(known, slots, -1)
+
+
+@checked(integers=("kv_indptr", "kv_last_page_len"))
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """int32 [B], keys of each sequence: those of its full pages and kv_last_page_len; see `page_table`."""
+    expect_dims("[B + 1]", kv_indptr=kv_indptr)
+    return ((kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len).int()
+
+
+@checked(integers=("append_indptr", "seq_lens", "batch_indices", "positions"))
+def get_batch_indices_positions(
+    append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(batch_indices, positions) of new rows, int32 [nnz] each, as `append_paged_kv_cache` takes them.
+
+    Args:
+        append_indptr: int [B + 1], offsets of the sequences' new rows, which are the last of seq_lens int [B] keys.
+        nnz: rows; those behind append_indptr's last offset get the sequence -1, which is skipped.
+        batch_indices, positions: written and returned, if given.
+
+    Raises ValueError for wrong shapes.
+    """
+    expect_dims("[B + 1]", append_indptr=append_indptr)
+    if seq_lens.shape != (append_indptr.numel() - 1,):
+        raise ValueError(f"seq_lens: expected shape {[append_indptr.numel() - 1]}, got {[*seq_lens.shape]}")
+    row = torch.arange(nnz, device=append_indptr.device)
+    ends = append_indptr[1:].long()
+    sequence = torch.searchsorted(ends, row, right=True)
+    behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # what is added to a row's number
+    known = sequence < ends.numel()
+    results = []
+    for name, out, new in (
+        ("batch_indices", batch_indices, torch.where(known, sequence, -1)),
+        ("positions", positions, torch.where(known, row + behind_last, 0)),
+    ):
+        if out is not None and out.shape != (nnz,):
+            raise ValueError(f"{name}: expected shape {[nnz]}, got {[*out.shape]}")
+        results.append(new.int() if out is None else out.copy_(new))
+    return results[0], results[1]

@@ -13,20 +13,20 @@ from pagedtree import TreeBatch, build_trees
 from pagedtree._arguments import checked
 from pagedtree.integrations.sglang.masks import write_mask
 
-__all__ = ["build_tree_kernel_efficient", "trees_from_links"]
+__all__ = ["build_tree_kernel_efficient", "reconstruct_indices_from_tree_mask", "trees_from_links"]
 
 LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
-def either_spelling(function: Callable[..., None]) -> Callable[..., None]:
+def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
     """Takes retrieve_* as the name of an argument retrive_*: sgl_kernel has had both."""
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> None:
+    def call(*args: Any, **kwargs: Any) -> Any:
         named = {name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()}
         if len(named) < len(kwargs):
             raise TypeError(f"{function.__name__}: expected retrive_* or retrieve_*, got both of one argument")
-        function(*args, **named)
+        return function(*args, **named)
 
     return call
 
@@ -116,6 +116,47 @@ def _selected_parents(parent_list: Tensor, selected_index: Tensor, topk: int) ->
     match[:, :, -1] = True
     parents = torch.where(group > 0, match.byte().argmax(-1), 0)
     return torch.nn.functional.pad(parents, (1, 0), value=selected_index.shape[1] + 1)
+
+
+@either_spelling
+@checked(integers=("verified_seq_len", "positions", *LINKS), written=("positions", *LINKS))
+def reconstruct_indices_from_tree_mask(
+    tree_mask: Tensor,
+    verified_seq_len: Tensor,
+    positions: Tensor,
+    retrive_index: Tensor,
+    retrive_next_token: Tensor,
+    retrive_next_sibling: Tensor,
+    batch_size: int,
+    draft_token_num: int,
+) -> None:
+    """Writes the links and positions of trees of N = draft_token_num nodes that are given by their masks.
+
+    Args:
+        tree_mask: bool or bytes, bs * N * N elements: node i sees node j; parents come before their children.
+        verified_seq_len: integers [bs], the lengths without the tree.
+        positions: [bs * N], written: verified_seq_len + the number of earlier nodes that a node sees.
+        retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written as by `build_tree_kernel_efficient`;
+            a node's parent is the last earlier node that it sees, and next_token the first later node that sees it.
+
+    Raises ValueError for wrong shapes.
+    """
+    bs, n = batch_size, draft_token_num
+    if tree_mask.element_size() != 1 or tree_mask.numel() != bs * n * n:
+        got = f"{tree_mask.numel()} of {tree_mask.dtype}"
+        raise ValueError(f"tree_mask: expected {bs * n * n} elements of one byte, got {got}")
+    expect("verified_seq_len", verified_seq_len, (bs,))
+    expect("positions", positions, (bs * n,))
+    for name, link in zip(LINKS, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
+        expect(name, link, (bs, n))
+    node = torch.arange(n, device=tree_mask.device)
+    sees = (tree_mask.view(torch.uint8).reshape(bs, n, n) != 0) & (node < node[:, None])
+    parent = torch.where(sees, node, -1).amax(-1) if n else sees.sum(-1)
+    sibling = (parent[:, :, None] == parent[:, None, :]) & (parent >= 0)[:, :, None] & (node > node[:, None])
+    for link, later in ((retrive_next_token, sees.transpose(1, 2)), (retrive_next_sibling, sibling)):
+        link.copy_(torch.where(later.any(-1), later.byte().argmax(-1), -1) if n else parent)
+    retrive_index.copy_(torch.arange(bs * n, device=node.device).view(bs, n))
+    positions.copy_((verified_seq_len[:, None] + sees.sum(-1)).flatten())
 
 
 def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -> tuple[TreeBatch, Tensor]:

@@ -1,0 +1,67 @@
+"""What FlashAttention's functions share: refusals, masks, scales, and rows of ragged batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.masks import all_visible, pack_intervals
+
+__all__ = ["even_offsets", "one_of", "refuse", "rows_in_sequences", "scale_of", "visibility"]
+
+
+def refuse(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            got = "a tensor" if isinstance(value, Tensor) else repr(value)
+            raise NotImplementedError(f"{name}: not supported; expected its default, got {got}")
+
+
+def one_of(**names: Tensor | None) -> Tensor | None:
+    """The argument that was given, of two names for the same one."""
+    given = {name: value for name, value in names.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: expected one of the two, got both")
+    return next(iter(given.values()), None)
+
+
+def scale_of(name: str, descale: Tensor | None) -> Tensor | None:
+    """The scale of `tree_attention`, one for each head, of FlashAttention 3's [batch, heads]."""
+    if descale is None or descale.dim() < 2:
+        return descale
+    if descale.dim() > 2 or (descale.shape[0] > 1 and descale.stride(0) != 0):
+        raise NotImplementedError(
+            f"{name}: expected the same scales for all sequences ([heads], also expanded to [batch, heads]), "
+            f"got shape {[*descale.shape]}"
+        )
+    return descale[0].contiguous() if descale.shape[0] else None
+
+
+def even_offsets(batch: int, each: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * each
+
+
+def rows_in_sequences(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """int64 [rows] each: the sequence of every row of a ragged batch, and its index there. At least one sequence."""
+    row = torch.arange(rows, device=offsets.device)
+    sequence = torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=max(offsets.numel() - 2, 0))
+    return sequence, row - offsets.long()[sequence]
+
+
+def visibility(
+    num_queries: int, cu_seqlens_q: Tensor, seq_lens: Tensor, max_keys: int, causal: bool, window_size: tuple[int, int]
+) -> dict[str, Any]:
+    """The arguments of `tree_attention` for FlashAttention's causal and window_size."""
+    left, right = window_size
+    if causal or right == 0:  # FlashAttention takes these for the same, too
+        return {"window": max(left, -1) + 1}
+    if left < 0 and right < 0:
+        return all_visible(num_queries, seq_lens)
+    left, right = (num_queries + max_keys if side < 0 else side for side in window_size)
+    query = torch.arange(num_queries, dtype=cu_seqlens_q.dtype, device=seq_lens.device)
+    sequence = torch.searchsorted(cu_seqlens_q[1:], query, right=True)
+    lens = seq_lens.clamp(max=max_keys)
+    own_key = query + torch.nn.functional.pad(lens - cu_seqlens_q[1:], (0, 1))[sequence]  # the last query's is last
+    return {"tree_mask": pack_intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": lens}

@@ -1,0 +1,177 @@
+"""FlashAttention's `flash_attn_with_kvcache`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import append_kv, rope_append, slot_mapping, tree_attention
+from pagedtree._arguments import checked, expect_dims
+from pagedtree.integrations.flash_attn.arguments import (
+    even_offsets,
+    one_of,
+    refuse,
+    rows_in_sequences,
+    scale_of,
+    visibility,
+)
+from pagedtree.integrations.indices import INT32_MAX, as_int32
+
+__all__ = ["flash_attn_with_kvcache"]
+
+INTEGERS = ("cache_seqlens", "cache_batch_idx", "block_table", "page_table", "cu_seqlens_q", "cu_seqlens_k_new")
+
+
+@checked(integers=(*INTEGERS, "rotary_seqlens"))
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    attention_chunk: int = 0,
+    scheduler_metadata: Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of n queries per sequence over a cache, to which k and v are appended first.
+
+    Args:
+        q: [B, n, H, D], or ragged [T, H, D] with cu_seqlens_q int32 [B + 1].
+        k_cache, v_cache: [sequences, S, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table; any page
+            size. Written if k and v are given. Strided views are not copied. V may have another width Dv, in the pairs
+            that `tree_attention` takes; a view of K's first columns makes the call latent there.
+        k, v: [B, m, Hkv, D] and [B, m, Hkv, Dv], or ragged [new, Hkv, ...] with cu_seqlens_k_new int32 [B + 1], for
+            positions cache_seqlens onwards. They go with cache_seqlens; what does not fit into the cache is skipped.
+        rotary_cos, rotary_sin: [positions, rotary_dim / 2], together and with k: k and q are rotated first
+            (`rope_append`), k[:, j] by position cache_seqlens + j, q[:, i] by cache_seqlens + i if causal or in a
+            window, else by cache_seqlens. rotary_seqlens: int32 [B], what stands for cache_seqlens in this.
+        rotary_interleaved: whether neighbours are rotated, else the two halves.
+        cache_seqlens: int or int32 [B], keys before k; default the whole cache.
+        cache_batch_idx: int32 [B], the sequence of the cache for each of q, without a block_table.
+        block_table, page_table: int32 [B, max_pages], two names of one argument.
+        softmax_scale: default D ** -0.5. softcap: > 0 caps scores with tanh.
+        causal: query i sees keys up to cache_seqlens + m - n + i; else all.
+        window_size: (left, right), how many keys before and behind its own a query sees; negative: all. If causal,
+            right is 0.
+        k_descale, v_descale: fp32 scalar, [Hkv], or [B, Hkv] expanded from that: factors of an fp8 cache.
+        max_seqlen_q, num_splits, scheduler_metadata, pack_gqa, sm_margin: hints, no effect on the result.
+        return_softmax_lse: also return lse, fp32 [B, H, n], or [H, T] where q is ragged.
+
+    Arguments behind return_softmax_lse are FlashAttention 3's. Returns out in q's form, with Dv columns. Refused unless
+    they have their defaults: cache_leftpad, alibi_slopes, qv, q_descale, attention_chunk. Raises NotImplementedError
+    for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a bit per query and
+    position of the cache.
+    """
+    refuse(
+        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv, q_descale=q_descale,
+        attention_chunk=attention_chunk or None,
+    )  # fmt: skip
+    block_table = one_of(block_table=block_table, page_table=page_table)
+    expect_dims("[batch, queries, heads, dim]" if cu_seqlens_q is None else "[queries, heads, dim]", q=q)
+    expect_dims("[batch or pages, tokens, heads, dim]", k_cache=k_cache, v_cache=v_cache)
+    expect_dims("[batch, max_pages]", block_table=block_table)
+    expect_dims("[batch + 1]", cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new)
+    device, page_size = q.device, k_cache.shape[1]
+    batch = q.shape[0] if cu_seqlens_q is None else max(cu_seqlens_q.numel() - 1, 0)
+    rows = q if cu_seqlens_q is not None else q.flatten(0, 1)
+    offsets = even_offsets(batch, q.shape[1], device) if cu_seqlens_q is None else cu_seqlens_q.int()
+    longest = max_seqlen_q if cu_seqlens_q is not None else q.shape[1]
+    if block_table is None:  # a page is a sequence
+        index = torch.arange(batch, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx
+        block_table = as_int32(index)[:, None]
+    elif cache_batch_idx is not None:
+        raise ValueError("cache_batch_idx: expected None with a block_table, got a tensor")
+    if cache_seqlens is None:
+        cache_seqlens = block_table.shape[1] * page_size
+        if k is not None:
+            raise ValueError("cache_seqlens: expected lengths where k is given, got None")
+    if isinstance(cache_seqlens, int):
+        cache_seqlens = torch.full((batch,), min(max(cache_seqlens, -1), INT32_MAX), dtype=torch.int32, device=device)
+    seq_lens = as_int32(cache_seqlens)
+    if (k is None) != (v is None):
+        raise ValueError(f"v: expected {'None, as k' if k is None else 'a tensor, as k'}")
+    if (rotary_cos is None) != (rotary_sin is None) or (rotary_cos is not None and k is None):
+        raise ValueError("rotary_cos: expected rotary_sin and k with it, got only a part of them")
+    scales: dict[str, Any] = {"k_scale": scale_of("k_descale", k_descale), "v_scale": scale_of("v_descale", v_descale)}
+    if k is not None and v is not None:
+        new_offsets = cu_seqlens_k_new
+        for name, new in (("k", k), ("v", v)):
+            if cu_seqlens_k_new is None and (new.dim() != 4 or new.shape[0] != batch):
+                raise ValueError(f"{name}: expected [{batch}, new, heads, dim], got shape {[*new.shape]}")
+            expect_dims("[batch, new, heads, dim]" if cu_seqlens_k_new is None else "[new, heads, dim]", **{name: new})
+        if new_offsets is None:
+            new_offsets = even_offsets(batch, k.shape[1], device)
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        elif new_offsets.numel() != batch + 1:
+            raise ValueError(f"cu_seqlens_k_new: expected shape [{batch + 1}], got {[*new_offsets.shape]}")
+        starts = seq_lens if rotary_seqlens is None else as_int32(rotary_seqlens)
+        seq_lens = seq_lens + new_offsets.diff().int()
+        slots = slot_mapping(block_table, seq_lens, new_offsets.int(), page_size, total_q=k.shape[0])
+        converted = scales if k.dtype != k_cache.dtype else {}
+        if rotary_cos is None or rotary_sin is None or batch == 0:
+            append_kv(k, v, k_cache, v_cache, slots, **converted)
+        else:
+            cos_sin = torch.cat([rotary_cos, rotary_sin], -1)
+            rotate: dict[str, Any] = {"cos_sin": cos_sin, "k_cache": k_cache, "interleaved": rotary_interleaved}
+            each = causal or max(window_size) >= 0
+            positions = _positions(starts, new_offsets, k.shape[0], True)
+            if each and q.dim() == 4 and cu_seqlens_k_new is None and len(rows) == len(k):
+                rows = rope_append(rows, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
+            else:
+                rope_append(k, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
+                positions = _positions(starts, offsets, rows.shape[0], each)
+                keys = rows[:, : k_cache.shape[2]]  # of no meaning: no slot takes them
+                none = torch.full_like(positions, -1)
+                rows = rope_append(rows, keys, None, positions, v_cache=None, slots=none, **rotate)
+    capacity = block_table.shape[1] * page_size
+    out, lse = tree_attention(
+        rows,
+        k_cache,
+        v_cache,
+        block_table,
+        seq_lens,
+        offsets,
+        max_seqlen_q=None if longest is None else max(longest, 1),
+        scale=softmax_scale,
+        softcap=softcap,
+        **scales,
+        **visibility(rows.shape[0], offsets, seq_lens, capacity, causal, window_size),
+        return_lse=True,
+    )
+    out = out.view(*q.shape[:-1], v_cache.shape[-1])
+    if not return_softmax_lse:
+        return out
+    return out, (lse if cu_seqlens_q is not None else lse.view(*q.shape[:-1])).transpose(-1, -2).contiguous()
+
+
+def _positions(starts: Tensor, offsets: Tensor, rows: int, each: bool) -> Tensor:
+    """int64 [rows]: the position that each row is rotated by; without `each` its sequence's first."""
+    sequence, index = rows_in_sequences(offsets, rows)
+    return starts.long()[sequence] + (index if each else 0)

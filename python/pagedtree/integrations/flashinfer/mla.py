@@ -1,0 +1,150 @@
+"""FlashInfer's wrapper for latent caches (MLA) over `tree_attention`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree import tree_attention
+from pagedtree._arguments import checked, expect_dims
+from pagedtree.integrations.flashinfer.pages import page_table as tables
+from pagedtree.integrations.flashinfer.planning import PlannedTypes, count_queries
+from pagedtree.integrations.masks import all_visible
+
+__all__ = ["BatchMLAPagedAttentionWrapper"]
+
+# Arguments that have no effect on the result: run() takes tensors in one part and in two, whatever plan() was told.
+HINTS = {"backend", "use_profiler", "query_layout", "kv_cache_layout", "enable_pdl"}
+
+
+class BatchMLAPagedAttentionWrapper:
+    """FlashInfer's wrapper of this name: plan() once per step, run() in each layer; the rest is refused by name."""
+
+    def __init__(self, float_workspace_buffer: Tensor | None = None, **options: Any) -> None:
+        _refuse(options)
+        self._arguments: dict[str, Any] | None = None
+
+    @checked(integers=("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), one_device=False)
+    def plan(
+        self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
+        head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
+        q_data_type: torch.dtype | None = None, kv_data_type: torch.dtype | None = None, use_profiler: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Takes over one step's batch. The arguments are FlashInfer's, in its flat form; lengths are read on the host.
+
+        Raises NotImplementedError for what is not supported (metadata= among it), ValueError for wrong shapes, and for
+        widths other than 512 and 64.
+        """
+        output = options.pop("output_dtype", None)
+        _refuse({name: value for name, value in options.items() if value not in ("none", "default")})
+        if (head_dim_ckv, head_dim_kpe) != (512, 64):
+            raise ValueError(f"head_dim_ckv, head_dim_kpe: expected 512 and 64, got {head_dim_ckv} and {head_dim_kpe}")
+        device = kv_indices.device  # the other tensors may be on the host
+        expect_dims("[B + 1]", kv_indptr=kv_indptr)
+        expect_dims("[pages]", kv_indices=kv_indices)
+        num_queries, longest = count_queries(qo_indptr, kv_indptr.numel() - 1)
+        if kv_len_arr.shape != (kv_indptr.numel() - 1,):
+            raise ValueError(f"kv_len_arr: expected shape {[kv_indptr.numel() - 1]}, got {[*kv_len_arr.shape]}")
+        seq_lens = kv_len_arr.to(device, torch.int32)
+        # The pages in use, numbered as they are listed: a cache in two parts is joined for them alone.
+        listed = torch.arange(kv_indices.numel(), device=device)
+        places, _ = tables(kv_indptr.to(device), listed, torch.zeros_like(seq_lens), page_size)
+        self._pages, self._places = kv_indices.long(), places
+        self._num_queries, self._page_size, self._heads = num_queries, page_size, num_heads
+        self._types = PlannedTypes(q_data_type, kv_data_type, output)
+        self._arguments = {
+            "seq_lens": seq_lens,
+            "cu_seqlens_q": qo_indptr.to(device, torch.int32),
+            **({} if causal else all_visible(num_queries, seq_lens)),
+            "max_seqlen_q": max(longest, 1),
+            "scale": sm_scale,
+        }
+
+    @checked()
+    def run(
+        self, q_nope: Tensor | None = None, q_pe: Tensor | None = None, ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None, out: Tensor | None = None, lse: Tensor | None = None, return_lse: bool = False,
+        profiler_buffer: Tensor | None = None, kv_len: Tensor | None = None, page_table: Tensor | None = None,
+        return_lse_base_on_e: bool = False, *, query: Tensor | tuple[Tensor, Tensor] | None = None,
+        kv_cache: Tensor | tuple[Tensor, Tensor] | None = None, **options: Any,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """Attention of q_nope [T, heads, 512] and q_pe [T, heads, 64] over a cache of rows of 512 and 64 columns.
+
+        ckv_cache [pages, page_size, 512] and kpe_cache [pages, page_size, 64] are read where they are, if they are the
+        first and the last columns of one tensor of 576; else the pages of the batch are copied together in each call.
+        Queries are joined likewise. query and kv_cache stand for the first four: one tensor of 576 columns, or the two
+        parts. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in base 2 unless
+        return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for what is not supported,
+        ValueError for wrong shapes or dtypes.
+        """
+        if self._arguments is None:
+            raise RuntimeError("run: expected plan() before it")
+        _refuse({"kv_len": kv_len, "page_table": page_table, **options})
+        q_nope, q_pe = _parts("query", query, q_nope, q_pe)
+        ckv_cache, kpe_cache = _parts("kv_cache", kv_cache, ckv_cache, kpe_cache)
+        expect_dims("[T, heads, dim]", q_nope=q_nope, q_pe=q_pe)
+        expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)
+        self._types.check(q_nope, ckv_cache)
+        if q_nope.shape[1:] != (self._heads, 512) or q_nope.shape[0] < self._num_queries:
+            raise ValueError(f"q_nope: expected [{self._num_queries}, {self._heads}, 512], got {[*q_nope.shape]}")
+        if ckv_cache.shape[1] != self._page_size:
+            raise ValueError(f"ckv_cache: expected pages of {self._page_size}, got shape {[*ckv_cache.shape]}")
+        cache, table = _adjacent(ckv_cache, kpe_cache), self._places
+        if cache is None:
+            pages = self._pages.clamp(0, ckv_cache.shape[0] - 1)
+            cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], -1)
+        else:
+            listed = torch.nn.functional.pad(self._pages, (0, 1), value=-1)
+            table = listed[table.long()].int()
+        q = _adjacent(q_nope, q_pe)
+        rows = cache[:, :, None]
+        result, natural = tree_attention(
+            torch.cat([q_nope, q_pe], -1) if q is None else q,
+            rows,
+            rows[..., :512],
+            table,
+            **self._arguments,
+            out=out,
+            return_lse=True,
+        )
+        if not return_lse:
+            return result
+        natural = natural if return_lse_base_on_e else natural / math.log(2)
+        return result, natural if lse is None else lse.copy_(natural)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name, value in sorted(options.items()):
+        if name not in HINTS and value is not None and (isinstance(value, Tensor) or value):
+            raise NotImplementedError(f"{name}: expected none, got one")
+
+
+def _parts(
+    name: str, both: Tensor | tuple[Tensor, Tensor] | None, first: Tensor | None, last: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The columns up to 512 and those behind, from one tensor or two."""
+    if both is not None:
+        if first is not None or last is not None:
+            raise ValueError(f"{name}: expected it alone, got its parts beside it")
+        first, last = (both[..., :512], both[..., 512:]) if isinstance(both, Tensor) else both
+    if first is None or last is None:
+        raise ValueError(f"{name}: expected a tensor or its two parts, got none")
+    return first, last
+
+
+def _adjacent(first: Tensor, last: Tensor) -> Tensor | None:
+    """A view of both as one tensor, where the columns of `last` follow those of `first` in memory, else None."""
+    width = first.shape[-1]
+    together = (
+        first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+        and first.dtype == last.dtype
+        and first.shape[:-1] == last.shape[:-1]
+        and first.stride() == last.stride()
+        and first.stride(-1) == 1
+        and last.storage_offset() == first.storage_offset() + width
+    )
+    return first.as_strided((*first.shape[:-1], width + last.shape[-1]), first.stride()) if together else None

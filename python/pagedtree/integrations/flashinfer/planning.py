@@ -1,0 +1,42 @@
+"""What the wrappers' plan() keeps for run(): the dtypes that it was told, and how many queries there are."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TYPES", "PlannedTypes", "count_queries"]
+
+TYPES = ("q_data_type", "kv_data_type", "o_data_type")
+
+
+class PlannedTypes:
+    """The dtypes that plan() was told, as dtypes or names; None: not told, any is right."""
+
+    def __init__(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
+        told = zip(TYPES, (q_data_type, kv_data_type, o_data_type), strict=True)
+        self._told = {name: getattr(torch, kind) if isinstance(kind, str) else kind for name, kind in told if kind}
+
+    def check(self, q: Tensor, cache: Tensor) -> None:
+        """Raises ValueError where run()'s tensors contradict it, NotImplementedError for an o_data_type not q's."""
+        found = dict(zip(TYPES, (q.dtype, cache.dtype, q.dtype), strict=True))
+        for name, kind in self._told.items():
+            if kind != found[name]:
+                error = NotImplementedError if name == "o_data_type" else ValueError
+                raise error(f"{name}: plan() was told {kind}, run() got {found[name]}")
+
+
+def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
+    """Counts the queries: in all, and the most of a sequence."""
+    if qo_indptr.shape != (num_sequences + 1,):
+        raise ValueError(f"qo_indptr: expected shape [{num_sequences + 1}], got {[*qo_indptr.shape]}")
+    begins = qo_indptr.tolist()
+    counts = [end - begin for begin, end in pairwise(begins)]
+    if begins[0] != 0 or min(counts, default=0) < 0:
+        raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {begins}")
+    if begins[-1] > torch.iinfo(torch.int32).max:
+        raise ValueError(f"qo_indptr: expected offsets that int32 can hold, got {begins}")
+    return begins[-1], max(counts, default=0)

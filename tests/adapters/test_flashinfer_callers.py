@@ -1,0 +1,174 @@
+"""What callers of FlashInfer use beside prefill and masks: merging, latent caches, older names, lengths, dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from adapter_case import Pages, causal, close, dense_attention
+from device_case import placed
+from step_case import int32
+
+from pagedtree.check.cases.inputs import offsets
+from pagedtree.integrations import flashinfer
+
+LENS, QUERIES, HEADS, PAGE = [37, 8], [5, 3], 4, 4
+
+
+def paged_form(pages: Pages, lens: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """indptr, indices and last_page_len."""
+    last = [(s - 1) % page_size + 1 if s else 0 for s in lens]
+    return offsets([len(p) for p in pages.pages]), int32([page for p in pages.pages for page in p]), int32(last)
+
+
+@pytest.fixture
+def dtype(backend, on_device) -> torch.dtype:
+    return torch.float32 if backend == "cpu" else torch.float16
+
+
+def prefill(dtype: torch.dtype):
+    """(wrapper, arguments of plan, q, cache, what causal attention gives)."""
+    pages = Pages.random(LENS, PAGE, 2, 64, dtype)
+    q = placed(torch.randn(8, HEADS, 64, generator=torch.Generator().manual_seed(2), device="cpu").to(dtype))
+    rows = zip(q.split(QUERIES), pages.k, pages.v, map(causal, QUERIES, LENS), strict=True)
+    outs, lses = zip(*(dense_attention(*row) for row in rows), strict=True)
+    form = (offsets(QUERIES), *paged_form(pages, LENS, PAGE), HEADS, 2, 64, PAGE)
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
+    return wrapper, form, q, (pages.k_cache, pages.v_cache), torch.cat(outs), torch.cat(lses) / math.log(2)
+
+
+def test_older_names_of_plan_and_run(backend, dtype) -> None:
+    wrapper, form, q, cache, expected, lse = prefill(dtype)
+    with pytest.raises(RuntimeError, match="begin_forward"):
+        wrapper.forward(q, cache)
+    wrapper.begin_forward(*form)
+    full, _ = wrapper.run_return_lse(q, cache)
+    close(wrapper.forward(q, cache, causal=True), expected)
+    out, found = wrapper.forward_return_lse(q, cache, causal=True)
+    close(out, expected)
+    torch.testing.assert_close(found, lse, atol=2e-3, rtol=2e-3)
+    assert torch.equal(wrapper.forward(q, cache), full) and not torch.equal(full, out)
+    narrow = wrapper.forward(q, cache, causal=True, window_left=0)  # each row is the value of its own key
+    assert torch.equal(narrow[4], cache[1][form[2][9], 0].repeat_interleave(2, 0))
+    with pytest.raises(NotImplementedError, match="pos_encoding_mode"):
+        wrapper.forward(q, cache, pos_encoding_mode="ROPE_LLAMA")
+    wrapper.end_forward()
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ({"q_data_type": torch.bfloat16}, ValueError),
+        ({"kv_data_type": "bfloat16"}, ValueError),
+        ({"o_data_type": torch.bfloat16}, NotImplementedError),
+    ],
+)
+def test_dtypes_that_contradict_the_tensors(backend, dtype, told, error) -> None:
+    wrapper, form, q, cache, expected, _ = prefill(dtype)
+    wrapper.plan(*form, causal=True, **dict.fromkeys(told, dtype))
+    close(wrapper.run(q, cache), expected)
+    wrapper.plan(*form, causal=True, **told)
+    with pytest.raises(error, match=rf"{next(iter(told))}: plan\(\) was told torch.bfloat16, run\(\) got {dtype}"):
+        wrapper.run(q, cache)
+
+
+def test_merging(backend, dtype) -> None:
+    """Parts of the keys, joined, are attention over all of them."""
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (placed(torch.randn(s, 2, 64, generator=generator, device="cpu").to(dtype)) for s in (5, 30, 30))
+    everything, lse = dense_attention(q, k, v, torch.ones(5, 30, dtype=torch.bool))
+    seen = [torch.ones(5, n, dtype=torch.bool) for n in (11, 12, 7)]
+    parts = [dense_attention(q, *rows) for rows in zip(k.split([11, 12, 7]), v.split([11, 12, 7]), seen, strict=True)]
+    values, scores = (torch.stack(side, 1) for side in zip(*parts, strict=True))
+    values, scores = values.to(dtype), scores.float() / math.log(2)
+    out, base2 = flashinfer.merge_states(values, scores)
+    close(out, everything)
+    torch.testing.assert_close(base2, lse / math.log(2), atol=2e-3, rtol=2e-3)
+    first = flashinfer.merge_state(values[:, 0], scores[:, 0], values[:, 1], scores[:, 1])
+    close(flashinfer.merge_state(*first, values[:, 2], scores[:, 2])[0], everything)
+    one, written = values[:, 0].clone(), scores[:, 0].contiguous().clone()
+    mask = torch.tensor([True, False, True, False, True])
+    flashinfer.merge_state_in_place(one, written, values[:, 1], scores[:, 1], mask)
+    assert torch.equal(one, torch.where(mask[:, None, None], first[0], values[:, 0]))
+    assert torch.equal(written, torch.where(mask[:, None], first[1], scores[:, 0]))
+    alone = flashinfer.merge_states(values[:, :1], scores[:, :1])
+    assert torch.equal(alone[0], values[:, 0])
+    with pytest.raises(ValueError, match=r"s: expected shape \[5, 3, 2\]"):
+        flashinfer.merge_states(values, scores[:, :2])
+
+
+def test_lengths_and_places_of_new_rows(on_device, backend) -> None:
+    assert flashinfer.get_seq_lens(int32([0, 2, 2, 5]), int32([7, 0, 16]), 16).tolist() == [23, 0, 48]
+    new = int32([0, 1, 3, 6, 10]), int32([5, 5, 5, 5])  # FlashInfer's documented example
+    sequence, positions = flashinfer.get_batch_indices_positions(*new, 12)
+    assert sequence.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1, -1] and sequence.dtype == torch.int32
+    assert positions.tolist() == [4, 3, 4, 2, 3, 4, 1, 2, 3, 4, 0, 0]
+    given = torch.empty(12, dtype=torch.int32), torch.empty(12, dtype=torch.int32)
+    found = flashinfer.get_batch_indices_positions(*new, 12, *given)
+    assert found[0] is given[0] and found[1] is given[1] and torch.equal(given[1], positions)
+    with pytest.raises(ValueError, match=r"positions: expected shape \[12\]"):
+        flashinfer.get_batch_indices_positions(*new, 12, given[0], given[1][:9])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_latent_caches(on_device, backend, is_causal) -> None:
+    dtype = torch.float32 if backend == "cpu" else torch.bfloat16
+    lens = [19, 6]
+    pages = Pages.random(lens, PAGE, 1, 576, dtype)
+    q = placed(torch.randn(8, HEADS, 576, generator=torch.Generator().manual_seed(2), device="cpu").to(dtype))
+    indptr, indices, last = paged_form(pages, lens, PAGE)
+    plan = offsets(QUERIES), indptr, indices, int32(lens), HEADS, 512, 64, PAGE, is_causal, 0.1
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(8), backend="fa2")
+    with pytest.raises(RuntimeError, match=r"plan\(\)"):
+        wrapper.run(q[..., :512], q[..., 512:], *[pages.k_cache[:, :, 0]] * 2)
+    wrapper.plan(*plan, dtype, dtype)
+    # One tensor seen as two is read where it is; the append goes to the parts.
+    whole = torch.full_like(pages.k_cache[:, :, 0], torch.nan)
+    ckv, kpe = whole[..., :512], whole[..., 512:]
+    rows = torch.cat(pages.k)[:, 0]
+    places = flashinfer.get_batch_indices_positions(offsets(lens), int32(lens), sum(lens))
+    flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *places, ckv, kpe, indices, indptr, last)
+    out, lse = wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, return_lse=True, return_lse_base_on_e=True)
+    seen = causal if is_causal else lambda n, s: torch.ones(n, s, dtype=torch.bool)
+    sees = list(map(seen, QUERIES, lens))
+    expected = [
+        dense_attention(rows, k, k[..., :512], seen, scale=0.1)
+        for rows, k, seen in zip(q.split(QUERIES), pages.k, sees, strict=True)
+    ]
+    close(out, torch.cat([x[0] for x in expected]))
+    torch.testing.assert_close(lse, torch.cat([x[1] for x in expected]), atol=2e-2, rtol=2e-2)
+    assert torch.equal(out, wrapper.run(query=q, kv_cache=whole))
+    apart = [x.clone() for x in (q[..., :512], q[..., 512:], ckv, kpe)]
+    again, base2 = wrapper.run(*apart, return_lse=True)
+    assert torch.equal(out, again)
+    torch.testing.assert_close(base2, lse / math.log(2))
+
+
+def test_what_the_latent_wrapper_refuses() -> None:
+    plan = int32([0, 1]), int32([0, 1]), int32([0]), int32([3]), HEADS
+    wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(8))
+    with pytest.raises(NotImplementedError, match="use_cuda_graph: expected none"):
+        flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(8), use_cuda_graph=True)
+    with pytest.raises(ValueError, match="head_dim_ckv, head_dim_kpe: expected 512 and 64, got 256 and 64"):
+        wrapper.plan(*plan, 256, 64, PAGE, True, 0.1)
+    with pytest.raises(ValueError, match=r"kv_len_arr: expected shape \[1\]"):
+        wrapper.plan(*plan[:3], int32([3, 4]), HEADS, 512, 64, PAGE, True, 0.1)
+    wrapper.plan(*plan, 512, 64, PAGE, True, 0.1, torch.float16)
+    q, cache = torch.zeros(1, HEADS, 576), torch.zeros(2, PAGE, 576)
+    parts = q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:]
+    with pytest.raises(ValueError, match="q_data_type: plan"):
+        wrapper.run(*parts)
+    with pytest.raises(NotImplementedError, match="kv_len: expected none"):
+        wrapper.run(*parts, kv_len=int32([3]))
+    with pytest.raises(NotImplementedError, match="metadata: expected none"):
+        wrapper.plan(*plan, 512, 64, PAGE, True, 0.1, metadata=object(), lse_mode="none")
+    wrapper.plan(*plan, 512, 64, PAGE, True, 0.1, query_layout="packed")
+    with pytest.raises(ValueError, match="query: expected it alone"):
+        wrapper.run(*parts, query=q)
+    with pytest.raises(ValueError, match="kv_cache: expected a tensor or its two parts"):
+        wrapper.run(*parts[:2])
+    with pytest.raises(ValueError, match="ckv_cache: expected pages of 4"):
+        wrapper.run(*parts[:2], torch.zeros(2, 8, 512), torch.zeros(2, 8, 64))
+    with pytest.raises(ValueError, match="q_nope: expected"):
+        wrapper.run(parts[0][:, :1], *parts[1:])
