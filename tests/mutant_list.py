@@ -508,6 +508,22 @@ CHOICE = [
     ),
     of_drafts("siblings left out before others", "tree_tuner", "min(least[place], odds[kind])", "odds[kind]"),
     of_drafts("steps without a guess that tell nothing", "tree_tuner", "depths[row] < (plan.depth or 0)", "False"),
+    Mutant(
+        "drafts that are weighed by another drafter's probabilities", "generation/drafters/bounded.py",
+        "else d.draft_rows + before", "else d.draft_rows",
+        ("tests/generation/test_generate_rules.py",), "python", "between",
+    ),
+    of_drafts(
+        "drafters that cost nothing", "drafters/combined",
+        "(1.0 + sum(costs[d] for d in set(way)))", "1.0",
+    ),
+    of_drafts(
+        "what was counted for one sequence counts for all", "drafters/combined",
+        "return of_all if own is None", "return of_all if True",
+    ),
+    of_drafts(
+        "a drafter that was bad once is never asked again", "drafters/combined", ">= LOOK_AFTER", ">= 10**9",
+    ),
 ]  # fmt: skip
 
 LIMITS = [

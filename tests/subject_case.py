@@ -103,7 +103,10 @@ DRAFTERS = {
     "MTP": lambda s: MtpDrafter(s.mtp_head, num_nodes=9, depth=3, width=3),
     "block chain": lambda s: BlockDrafter(s.block, num_nodes=4, width=1),
     "combined": lambda s: CombinedDrafter(
-        ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2), NgramDrafter(6, max_branches=2), min_match=2
+        ModelDrafter(s.draft_model, num_nodes=9, depth=3, width=2),
+        NgramDrafter(6, max_branches=2),
+        min_match=2,
+        costs=(0.0, 0.0),  # of draft models that are as large as the target
     ),
     "itself": lambda s: ModelDrafter(s.model, num_nodes=12, depth=4, width=2),
     "oracle": lambda s: Oracle([*s.texts, *s.seeded_texts], hit=0.8),

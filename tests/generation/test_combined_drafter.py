@@ -1,4 +1,4 @@
-"""`CombinedDrafter`: which sequences are copied and which are guessed, and that both keep their states."""
+"""`CombinedDrafter`: which of two drafters is asked for which sequence, and that both keep their states."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 from block_case import block_model
-from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle, tiny_heads
+from generate_case import SAMPLING, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_heads
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,8 +25,10 @@ from pagedtree.integrations.transformers import (
     MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
+    SuffixDrafter,
     generate,
 )
+from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -182,37 +184,57 @@ def repeating(count: int) -> list[list[int]]:
     return [prompt.tolist() * (3 if i % 2 else 1) for i, prompt in enumerate(prompts_of((9, 7, 21, 5)[:count], seed=5))]
 
 
+FREE = (0.0, 0.0)  # the drafters' networks are as large as the tiny target
+CHAIN = {"max_branches": 1}
+PAIRS = {
+    "EAGLE": lambda model: (EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2), NgramDrafter(5, **CHAIN)),
+    "Medusa": lambda model: (MedusaDrafter(tiny_heads(model), 9), NgramDrafter(5, **CHAIN)),
+    "block and memory": lambda model: (
+        BlockDrafter(block_model(model), num_nodes=9, width=3), SuffixDrafter(400, num_nodes=5)
+    ),
+    "draft model": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2), NgramDrafter(5, **CHAIN)),
+    "EAGLE and block": lambda model: (
+        EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2), BlockDrafter(block_model(model), num_nodes=6)
+    ),
+    "two draft models": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3), ModelDrafter(tiny(2), num_nodes=4)),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("name", "params"), [("EAGLE", None), ("Medusa", SAMPLING), ("block", SAMPLING), ("draft model", None)]
-)
+    ("name", "params"),
+    [
+        ("EAGLE", None), ("Medusa", SAMPLING), ("block and memory", SAMPLING), ("draft model", None),
+        ("EAGLE and block", SAMPLING), ("two draft models", SAMPLING),
+    ],
+)  # fmt: skip
 def test_the_text_is_that_of_plain_decoding(model, name, params):
-    other = {
-        "EAGLE": lambda: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2),
-        "Medusa": lambda: MedusaDrafter(tiny_heads(model), 9),
-        "block": lambda: BlockDrafter(block_model(model), num_nodes=9, width=3),
-        "draft model": lambda: ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2),
-    }[name]()
-    drafter = CombinedDrafter(other, NgramDrafter(5, max_branches=1), min_match=1)
+    drafter = CombinedDrafter(*PAIRS[name](model), min_match=1, costs=FREE)
     shares = set()
     for options in ({"n": 2, "page_size": 4}, {"page_size": 4, "num_pages": 30}, {"max_batch_tokens": 8}):
-        options |= {"max_new_tokens": 24, "params": params}
+        options |= {"max_new_tokens": 24, "params": params, "tree": None}
         plain, _ = generate(model, repeating(4), **options)
         found, _ = generate(
-            model, repeating(4), drafter=drafter, **options,
-            on_step=lambda step: shares.add((bool(drafter._asked), len(drafter._asked) < len(step.sequences))),
-        )  # fmt: skip
+            model, repeating(4), drafter=drafter, **options, on_step=lambda step: shares.add(frozenset(drafter._chosen))
+        )
         assert lists(found) == lists(plain)
-    assert (True, True) in shares  # some sequences of a step were copied and some guessed
+    assert frozenset((0, 1)) in shares  # some sequences of a step were guessed by the one, some by the other
 
 
 def split(values: list[int], offsets: list[int]) -> list[list[int]]:
     return [values[begin:end] for begin, end in pairwise(offsets)]
 
 
+class InTurn(CombinedDrafter):
+    """Takes the one or the other without regard to what they are worth."""
+
+    def _choose(self):
+        return [(sequence.index + len(sequence.tokens)) // 3 % 2 for sequence in self._selected]
+
+
 @pytest.mark.parametrize("tree", [{"num_nodes": 4, "width": 1}, {"num_nodes": 11, "width": 2}])
 def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
     """The target's own greedy tokens are in the whole tree, so one wrong row in the draft model's cache would show."""
-    drafter = CombinedDrafter(ModelDrafter(model, depth=3, **tree), NgramDrafter(3, max_branches=1), min_match=1)
+    drafter = InTurn(ModelDrafter(model, depth=3, **tree), NgramDrafter(3, max_branches=1), min_match=1)
     checked, mixed = 0, 0
 
     def check(step):
@@ -222,14 +244,100 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
         depths = [max(each) for each in split(step.trees.depths.tolist(), step.trees.cu_nodes.tolist())][
             step.num_read :
         ]
-        for b in drafter._asked if depths else ():
+        asked = [b for b, which in enumerate(drafter._chosen) if which == 0] if depths else []
+        for b in asked:
             if depths[b] > 0:  # 3, but at the end of the text
                 assert accepted[b] == depths[b]
                 checked += depths[b] == 3
-        mixed += 0 < len(drafter._asked) < len(decoded)
+        mixed += 0 < len(asked) < len(decoded)
 
     generate(model, repeating(4), drafter=drafter, max_new_tokens=60, on_step=check)
     assert checked > 20 and mixed > 3
+
+
+class Reader(Drafter):
+    """Names the next tokens of known texts, as many as it is told for each text."""
+
+    max_nodes, max_depth, is_chain, grows_by_level = 4, 3, True, True
+
+    def __init__(self, texts: list[list[int]], right: list[int]) -> None:
+        self.texts, self.right, self.asked = texts, right, []
+
+    def select(self, sequences, batch_size=None):
+        self.selected = sequences
+        self.asked.append([sequence.index for sequence in sequences])
+
+    def propose(self, tokens, lengths, active=None, rows=None):
+        drafts = []
+        for sequence in self.selected:
+            begin, right = len(sequence.tokens), self.right[sequence.index]
+            after = [*self.texts[sequence.index][begin:], 0, 0, 0]
+            drafts += [0, *(after[i] if i < right else (after[i] + 1) % 128 for i in range(3))]
+        return Draft(torch.tensor(drafts), TreeBatch.from_trees([DraftTree.chain(3)] * len(self.selected)))
+
+
+@pytest.mark.parametrize(
+    ("costs", "asked"),
+    [
+        (FREE, (1, 0, 0, 1)),  # each sequence gets the better one
+        ((0.0, 0.1), (1, 0, 0, 1)),
+        ((0.0, 2.0), (0, 0, 0, 0)),  # 13 tokens instead of 8 are not worth three passes
+        ((2.0, 0.0), (1, 1, 1, 1)),
+    ],
+)
+def test_more_tokens_for_what_they_cost(model, costs, asked):
+    """The first is right more often for two texts, the second for the others; of equals the cheaper one."""
+    prompts = prompts_of((9, 7, 11, 5), seed=5)
+    texts = [greedy(model, prompt, 60) for prompt in prompts]
+    both = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
+    drafter, chosen = CombinedDrafter(*both, costs=costs), []
+    found, _ = generate(
+        model, prompts, drafter=drafter, max_new_tokens=60, tree=None,
+        on_step=lambda step: chosen.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None),
+    )  # fmt: skip
+    assert lists(found) == texts
+    usual = [each for each in chosen[9:] if each is not None]
+    assert len(usual) > 3 and all(each == asked for each in usual)
+
+
+def test_a_model_is_weighed_by_its_passes(model):
+    """Per level where it grows trees, and as many levels as it may."""
+    drafter = CombinedDrafter(ModelDrafter(tiny(1), depth=3), EagleDrafter(tiny_eagle(model)))
+    drafter.check_target(TransformersModel(model))
+    weights = [sum(each.numel() for each in network.parameters()) for network in drafter.networks]
+    shares = [weight / sum(each.numel() for each in model.parameters()) for weight in weights]
+    assert [drafter._cost(which) for which in (0, 1)] == pytest.approx([3 * shares[0], 5 * shares[1]])
+    drafter.limit_depth(2)
+    assert [drafter._cost(which) for which in (0, 1)] == pytest.approx([2 * shares[0], 2 * shares[1]])
+
+
+def test_who_was_bad_is_asked_again(model):
+    """A drafter that turned right while nobody asked it is found out about."""
+    (prompt,) = prompts_of((9,), seed=5)
+    texts = [greedy(model, prompt, 140)]
+    both = [Reader(texts, [1]), Reader(texts, [0])]
+    drafter, steps = CombinedDrafter(*both, costs=FREE), []
+
+    def turn(step):
+        steps.append(drafter._chosen[:1])
+        both[1].right = [3] if len(steps) > 12 else [0]
+
+    generate(model, [prompt], drafter=drafter, max_new_tokens=140, tree=None, on_step=turn)
+    first = next(i for i, each in enumerate(steps[12:]) if each == [1])
+    assert 16 < first < 33 and steps[-10:].count([1]) > 7
+
+
+def test_a_repeated_call_makes_the_same_choices(model):
+    drafter = CombinedDrafter(*PAIRS["EAGLE"](model), min_match=2, costs=(0.3, 0.0))
+    calls = []
+    for _ in range(2):
+        chosen = []
+        generate(
+            model, repeating(4), drafter=drafter, max_new_tokens=24, tree=None,
+            on_step=lambda step: chosen.append(tuple(drafter._chosen)),  # noqa: B023
+        )  # fmt: skip
+        calls.append(chosen)
+    assert calls[0] == calls[1] and len(set(calls[0])) > 3
 
 
 @pytest.mark.parametrize(
@@ -237,6 +345,7 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
     [
         (dict(min_match=0), "min_match: expected 1 to the lookup's max_ngram, 8, got 0"),
         (dict(min_match=5, lookup=NgramDrafter(4)), "min_match: expected 1 to the lookup's max_ngram, 4, got 5"),
+        (dict(costs=(0.1, -1.0)), r"costs: expected None or two numbers from 0 on, got \(0.1, -1.0\)"),
     ],
 )
 def test_refusals(arguments, message):
@@ -248,5 +357,7 @@ def test_drawn_drafts_are_refused(model):
     drawn = ModelDrafter(model, law="swor", num_nodes=4, depth=2, width=2)
     with pytest.raises(ValueError, match='drafter: expected draft_law "onehot" beside n-grams, got "swor"'):
         CombinedDrafter(drawn)
+    with pytest.raises(ValueError, match='drafter: expected draft_law "swor" beside ModelDrafter, got "onehot"'):
+        CombinedDrafter(Recorder(), drawn)
     with pytest.raises(TypeError, match="drafter: expected an object with propose"):
         CombinedDrafter(np.zeros(3))

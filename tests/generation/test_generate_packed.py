@@ -50,7 +50,7 @@ def drafter_of(name, model):
     if name == "block":
         return BlockDrafter(block_model(model), num_nodes=8)
     if name == "combined":
-        return CombinedDrafter(ModelDrafter(tiny(1), num_nodes=8))
+        return CombinedDrafter(ModelDrafter(tiny(1), num_nodes=8), costs=(0.0, 0.0))
     return {"none": None, "ngram": NgramDrafter(num_nodes=8)}[name]
 
 

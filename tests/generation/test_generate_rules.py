@@ -14,11 +14,12 @@ pytest.importorskip("transformers")
 from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny, tiny_heads
 from statistics_case import LIMIT, excess
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, select_nodes
+from pagedtree import Draft, DraftTree, SamplingParams, TreeBatch, reference, select_nodes
 from pagedtree.check_draft import rows_of
+from pagedtree.generation.drafters import Drafter
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
-from pagedtree.integrations.transformers import MedusaDrafter, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,6 +67,21 @@ def distribution_of_texts(model):
     return distribution
 
 
+class InTurn(CombinedDrafter):
+    """Has trees of both drafters in each step."""
+
+    def _choose(self):
+        return [sequence.index % 2 for sequence in self._selected]
+
+
+def two_drawn(draft):
+    """Of another model each, so that one's probabilities are wrong for the other's drafts."""
+    return (
+        ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
+        ModelDrafter(tiny(6, **TOY), law="iid", num_nodes=5, branching=[2, 1]),
+    )
+
+
 DRAFTERS = {
     "none": lambda toy, draft: None,
     "n-gram": lambda toy, draft: NgramDrafter(4, max_branches=1),
@@ -79,16 +95,17 @@ DRAFTERS = {
     "iid chains": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=13, depth=3, width=4),
     "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
     "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
+    "two iid trees": lambda toy, draft: InTurn(*two_drawn(draft)),
 }
 CASES = [
     *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
     *[("rejection", name) for name in DRAFTERS if name != "coupled tree"],
     *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
-    *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree")],
+    *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree", "two iid trees")],
 ]
 CORE = [  # each drafter, and each rule with drafts that are drawn and with others
     ("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree"),
-    *[("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree")],
+    *[("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")],
 ]  # fmt: skip
 
 
@@ -168,6 +185,46 @@ def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft,
 
     monkeypatch.setattr(Plan, "keep", even_ones_first)
     assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 1500, tree="auto") > LIMIT
+
+
+class Drawn(Drafter):
+    """Draws one token, of the same probabilities everywhere."""
+
+    max_nodes, max_depth, draft_law, is_chain = 2, 1, "iid", True
+
+    def __init__(self, *probabilities: float) -> None:
+        self.probabilities, self.generator = torch.tensor(probabilities), torch.Generator().manual_seed(0)
+
+    def propose(self, tokens, lengths):
+        size = len(tokens)
+        drawn = self.probabilities.multinomial(size, replacement=True, generator=self.generator)
+        drafts = torch.stack([torch.zeros_like(drawn), drawn], dim=1).flatten()
+        return Draft(drafts, TreeBatch.from_trees([DraftTree.chain(1)] * size), self.probabilities.expand(2 * size, -1))
+
+
+class ByTheDraw(CombinedDrafter):
+    """Takes the first drafter's tree where its token is odd."""
+
+    def propose(self, tokens, lengths):
+        self.known = tokens, lengths
+        return super().propose(tokens, lengths)
+
+    def _ask(self, which, places, tokens, lengths):
+        if self._given[which] is None:
+            super()._ask(which, places, tokens, lengths)
+
+    def _choose(self):
+        self._ask(0, list(range(len(self._selected))), *self.known)
+        drawn = self._of(0)[1]
+        last = drawn.draft_tokens[drawn.trees.cu_nodes[1:].long() - 1]  # -1 where there is no token to come
+        return [1 - token % 2 for token in last.tolist()]
+
+
+@pytest.mark.parametrize(("kind", "is_seen"), [(CombinedDrafter, False), (InTurn, False), (ByTheDraw, True)])
+def test_a_choice_between_drafters_by_what_was_drawn_is_seen(toy, toy_draft, toy_distribution, kind, is_seen):
+    both = Drawn(0.2, 0.4, 0.2, 0.2), Drawn(0.6, 0.1, 0.2, 0.1)
+    found = toy_excess(toy, toy_draft, toy_distribution, "rejection", kind(*both), 1500)
+    assert (found > LIMIT) == is_seen
 
 
 # Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------

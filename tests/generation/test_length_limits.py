@@ -79,9 +79,11 @@ DRAFTERS = {
     "Medusa": lambda model: MedusaDrafter(tiny_heads(model), DraftTree.full([3, 2, 1])),
     "EAGLE": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=4, width=2),
     "block": lambda model: BlockDrafter(block_model(model), num_nodes=9, width=3),
-    "n-gram and draft model": lambda model: CombinedDrafter(ModelDrafter(tiny(1), depth=5), NgramDrafter(6)),
+    "n-gram and draft model": lambda model: CombinedDrafter(
+        ModelDrafter(tiny(1), depth=5), NgramDrafter(6), costs=(0, 0)
+    ),
     "n-gram and itself": lambda model: CombinedDrafter(
-        ModelDrafter(model, num_nodes=8, depth=5), NgramDrafter(6, max_branches=1), min_match=1
+        ModelDrafter(model, num_nodes=8, depth=5), NgramDrafter(6, max_branches=1), min_match=1, costs=(0, 0)
     ),
 }
 CAPTURED = ("n-gram", "draft model", "itself", "drawn", "coupled", "Medusa")
@@ -262,7 +264,11 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
     plain, _ = generate(model, prompts, **options)
     for drafter in (
         ModelDrafter(draft, law=law, num_nodes=9, depth=4, width=2),
-        *([] if is_fixed or law != "topk" else [CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2)]),
+        *(
+            []
+            if is_fixed or law != "topk"
+            else [CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2, costs=(0, 0))]
+        ),
     ):
         read, drafted = positions_read(draft), []
 

@@ -201,7 +201,10 @@ def drafters(model):
         "EAGLE": EagleDrafter(tiny_eagle(model), num_nodes=12, depth=3, width=3),
         "draft model": ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
         "combined": CombinedDrafter(
-            ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3), NgramDrafter(6, max_branches=1), min_match=1
+            ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
+            NgramDrafter(6, max_branches=1),
+            min_match=1,
+            costs=(0.0, 0.0),
         ),
     }
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -49,16 +49,16 @@ BEHIND = 2.0
 
 
 class Odds:
-    """Estimates how often guesses of a class are right."""
+    """Estimates how often guesses of a class are right, or how many of them in one step."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[float, float]] = {}
+        self._seen: dict[Hashable, tuple[float, float]] = {}
 
-    def of(self, kind: int, prior: float) -> float:
+    def of(self, kind: Hashable, prior: float) -> float:
         right, tried = self._seen.get(kind, (0.0, 0.0))
         return (right + PRIOR * prior) / (tried + PRIOR)
 
-    def add(self, kind: int, is_right: bool) -> None:
+    def add(self, kind: Hashable, is_right: float) -> None:
         right, tried = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = KEPT * right + is_right, KEPT * tried + 1.0
 

@@ -161,7 +161,7 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
     """Some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one behind
-    the other. At most one of the drafts has draft_probs. Synchronises.
+    the other. Synchronises.
     """
     bounds: list[tuple[int, int]] = []
     before = 0
@@ -172,11 +172,14 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
     device = drafts[0].draft_tokens.device
     rows = torch.cat([torch.arange(*bounds[b]) for b in wanted]).to(device)
     offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
-    probs = next((draft.draft_probs for draft in drafts if draft.draft_probs is not None), None)
-    draft_rows = None
-    if probs is not None:  # any row will do for nodes of the other drafts, which have no children that were drawn
+    probs = [draft.draft_probs for draft in drafts if draft.draft_probs is not None]
+    draft_probs = draft_rows = None
+    if probs:  # any row will do for nodes of the other drafts, which have no children that were drawn
+        draft_probs = torch.cat(probs) if len(probs) > 1 else probs[0]
+        counts = [0 if draft.draft_probs is None else len(draft.draft_probs) for draft in drafts]
         of_each = [
-            d.trees.parents.new_zeros(len(d.draft_tokens)) if d.draft_rows is None else d.draft_rows for d in drafts
+            d.trees.parents.new_zeros(len(d.draft_tokens)) if d.draft_rows is None else d.draft_rows + before
+            for d, before in zip(drafts, accumulate(counts, initial=0), strict=False)
         ]
         draft_rows = torch.cat([each.long() for each in of_each])[rows]
     trees = build_trees(
@@ -186,7 +189,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
         max_depth=max(draft.trees.max_depth for draft in drafts),
     )
     tokens = torch.cat([draft.draft_tokens.long() for draft in drafts])[rows]
-    return Draft(tokens, trees, probs, draft_rows), rows
+    return Draft(tokens, trees, draft_probs, draft_rows), rows
 
 
 def without_padding(draft: Draft) -> Draft:

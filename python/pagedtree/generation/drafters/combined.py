@@ -1,10 +1,12 @@
-"""Two drafters: n-grams where a text repeats itself, a model elsewhere."""
+"""Two drafters: for each sequence and step the one that promises more tokens for what it costs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import compress
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,142 +17,273 @@ from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.generation.tree_tuner import Odds
 
 __all__ = ["CombinedDrafter"]
 
+# Tokens that a model is taken to guess right in a step before any of its trees was verified.
+UNKNOWN = 1.0
+# A drafter that was asked for no sequence in so many steps is asked again, to see whether that has changed.
+LOOK_AFTER = 32
+
 
 class CombinedDrafter(Drafter):
-    """Copies where a text repeats itself, and asks another drafter elsewhere, for each sequence and step anew.
+    """Chooses between two drafters, for each sequence and step anew, by expected tokens per cost.
 
-    A sequence gets the n-gram drafter's tree where at least `min_match` of its last tokens stood before that guess
-    earlier; such guesses are right nine times of ten, and cost next to nothing. The other drafter is asked for the
-    other sequences alone.
+    What a drafter's trees named of the tokens that came is counted, for each sequence. Trees that n-gram drafters look
+    up are there before the choice, so these are counted also where they are not taken, apart for each number of tokens
+    that stood before the first guess earlier. A pass of a drafter's model takes the same time for one sequence and for
+    all, so the whole batch decides whether it is worth it:
 
-        for b in range(B):
-            copied = lookup.propose(tokens[b])
-            trees[b] = copied if same_tokens_before(copied) >= min_match else drafter.propose(tokens[b])
+        expected[d][b] = tokens that trees of drafter d named lately, for this sequence, on average
+        better[b] = drafter d with the largest expected[d][b]
+        # everywhere the one, everywhere the other, or for each sequence the better one:
+        chosen = the one with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
+        trees[b] = chosen[b].propose(tokens[b])
 
-    Which sequences those are is decided on the host, so that a step on a GPU synchronises once more.
+    Nothing here depends on a clock, nor on what was drawn for the tree that is chosen: the text stays what it is under
+    greedy decoding and rule "sampled", keeps its distribution under the others, and a call that is repeated makes the
+    same choices. A drafter that was asked for no sequence in 32 steps is asked once. Which sequences are asked for is
+    decided on the host, so that a step on a GPU synchronises once more.
 
-    Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024).
+    Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 
     Args:
-        drafter: whose nodes are chosen without chance (draft_law "onehot"), as those of heads and draft models are by
-            default.
-        lookup: default chains of 7 tokens, after at most 8 equal ones.
-        min_match: from 1 to the lookup's max_ngram.
+        drafter, lookup: two drafters of one draft_law. lookup: default chains of 7 tokens, after at most 8 equal ones.
+        min_match: from 1 to the lookup's max_ngram. Before anything was counted, a copy is taken to be right to its end
+            where at least so many of the last tokens stood before it earlier, else to be wrong, and a model to guess
+            one token right.
+        costs: of a proposal of each, in passes of the target. None: its model's passes, one for each level where it
+            grows trees by levels, times its weights, over those of the target.
     """
 
-    has_free_guesses = True
-
-    def __init__(self, drafter: Any, lookup: NgramDrafter | None = None, *, min_match: int = 4) -> None:
-        self.other = other = bounded(as_drafter(drafter))
-        self.lookup = lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else lookup
-        if other.draft_law != "onehot":
-            raise ValueError(f'drafter: expected draft_law "onehot" beside n-grams, got "{other.draft_law}"')
-        if not 1 <= min_match <= lookup.max_ngram:
-            raise ValueError(f"min_match: expected 1 to the lookup's max_ngram, {lookup.max_ngram}, got {min_match}")
-        self.min_match = min_match
-        if other.max_nodes:  # else nobody knows
-            self.max_nodes = max(lookup.max_nodes, other.max_nodes)
-        else:
-            self.max_nodes = 0
-        self.max_depth = max(lookup.max_depth, other.max_depth or other.max_nodes - 1)
-        self.is_chain = lookup.is_chain and other.is_chain
-        self.needs_hidden = bool(getattr(other, "needs_hidden", False))
-        self.feature_layers = tuple(getattr(other, "feature_layers", ()))
-        self.grows_by_level = bool(getattr(other, "grows_by_level", False))
-        self.num_weights = getattr(other, "num_weights", 0)
-        self.networks = tuple(getattr(other, "networks", ()))
-        self.model = getattr(other, "model", None)  # calls of `generate` that share it take turns
-        self._only_copies = False  # whatever `min_match` says
+    def __init__(
+        self, drafter: Any, lookup: Any = None, *, min_match: int = 4, costs: Sequence[float] | None = None
+    ) -> None:
+        lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else as_drafter(lookup)
+        both = [as_drafter(drafter), lookup]
+        laws = [each.draft_law for each in both]
+        self.is_lookup = [isinstance(each, NgramDrafter) for each in both]
+        if laws[0] != laws[1]:
+            beside = "n-grams" if self.is_lookup[1] else type(lookup).__name__
+            raise ValueError(f'drafter: expected draft_law "{laws[1]}" beside {beside}, got "{laws[0]}"')
+        most = getattr(lookup, "max_ngram", min_match)
+        if not 1 <= min_match <= most:
+            raise ValueError(f"min_match: expected 1 to the lookup's max_ngram, {most}, got {min_match}")
+        if costs is not None and (len(costs) != 2 or not all(0.0 <= cost < float("inf") for cost in costs)):
+            raise ValueError(f"costs: expected None or two numbers from 0 on, got {costs}")
+        self.min_match, self.costs = min_match, costs
+        self.both = [each if known else bounded(each) for each, known in zip(both, self.is_lookup, strict=True)]
+        self.draft_law = laws[0]
+        sizes = [each.max_nodes for each in both]
+        self.max_nodes = max(sizes) if all(sizes) else 0  # else nobody knows
+        self._depths = [getattr(each, "max_depth", 0) or max(each.max_nodes - 1, 0) for each in both]
+        self.max_depth = max(self._depths)
+        self.is_chain = all(each.is_chain for each in both)
+        self.has_free_guesses = any(self.is_lookup)
+        self.needs_hidden = any(getattr(each, "needs_hidden", False) for each in both)
+        self._layers = [tuple(getattr(each, "feature_layers", ())) for each in both]
+        self.feature_layers = sum(self._layers, ())
+        self._by_level = [bool(getattr(each, "grows_by_level", False)) for each in both]
+        self.grows_by_level = any(self._by_level)
+        self._weights = [getattr(each, "num_weights", 0) for each in both]
+        self.num_weights = sum(self._weights)
+        self.networks = tuple(network for each in both for network in getattr(each, "networks", ()))
+        # Calls of `generate` that share it take turns.
+        self.model = next((each.model for each in both if getattr(each, "model", None) is not None), None)
+        self._target_weights = 1
         self._selected: list[GeneratedSequence] = []
-        self._asked: list[int] = []  # the trees of the last proposal that are the other drafter's
-        self._rows: Tensor | None = None  # of both proposals, one behind the other, which the last one was made of
-        self._num_copied = 0  # rows of the n-gram drafter's
+        self._reset()
+
+    def _reset(self) -> None:
+        self._levels: int | None = None
+        # Tokens that trees named, by drafter and tokens before the guess; and the same of each sequence.
+        self._named, self._named_of = Odds(), dict[int, Odds]()
+        self._idle = [0, 0]  # steps in which each was asked for nobody
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        # Of the last proposal: what each drafter gave for which places, how many tokens stood before its guesses, and
+        # which drafter's trees were taken.
+        self._given: list[tuple[list[int], Draft] | None] = [None, None]
+        self._kinds: list[list[int]] = [[], []]
+        self._chosen: list[int] = []
+        self._lengths: list[int] = []  # of the texts; empty once what came behind them is counted
+        self._rows: Tensor | None = None  # its rows in those of both drafters; None: all are of one
 
     def check_target(self, model: PackedModel) -> None:
-        if hasattr(self.other, "check_target"):  # any object with `observe` is a drafter
-            self.other.check_target(model)
+        self._target_weights = max(model.num_weights, 1)
+        for each in self.both:
+            if hasattr(each, "check_target"):  # any object with `observe` is a drafter
+                each.check_target(model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        self.other.prepare(sequences)
+        for each in self.both:
+            each.prepare(sequences)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        self.lookup.begin(page_size, sampling)
-        self.other.begin(page_size, sampling)
-        self._asked, self._only_copies = [], False
+        for each in self.both:
+            each.begin(page_size, sampling)
+        self._reset()
 
     def end(self) -> None:
-        self.lookup.end()
-        self.other.end()
+        for each in self.both:
+            each.end()
+        self._forget_step()
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
-        self.lookup.select(sequences)
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """The other drafter is told once it is known for which sequences."""
+        """A drafter is told once it is known for which sequences."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        copied, batch = self.lookup.propose(tokens, lengths), tokens.shape[0]
-        self._num_copied, self._rows = copied.draft_tokens.shape[0], None
-        self._asked = []
-        if not self._only_copies:
-            self._asked = np.flatnonzero(self.lookup.same_before() < self.min_match).tolist()
-        if not self._asked:
-            return copied
-        self.other.select([self._selected[b] for b in self._asked])
-        if len(self._asked) < batch:
-            which = torch.tensor(self._asked).to(tokens.device)
-            tokens, lengths = tokens.index_select(0, which), lengths.index_select(0, which)
-        self.other.start(tokens, lengths)
-        guessed = cast(Draft, self.other.propose(tokens, lengths))
-        if len(self._asked) == batch:
-            return guessed
-        places = {b: batch + i for i, b in enumerate(self._asked)}
-        combined, self._rows = trees_of([copied, guessed], [places.get(b, b) for b in range(batch)])
+        self._forget_step()
+        everywhere = list(range(tokens.shape[0]))
+        self._kinds = [[-1] * len(everywhere)] * 2
+        for which in compress((0, 1), self.is_lookup):
+            self._ask(which, everywhere, tokens, lengths)
+            self._kinds[which] = cast(NgramDrafter, self.both[which]).same_before().tolist()
+        self._lengths = [len(sequence.tokens) for sequence in self._selected]
+        self._chosen = self._choose()
+        for which, is_lookup in enumerate(self.is_lookup):
+            places = [b for b in everywhere if self._chosen[b] == which]
+            if places and not is_lookup:
+                self._ask(which, places, tokens, lengths)
+            self._idle[which] = 0 if places or is_lookup else self._idle[which] + 1
+        if len(set(self._chosen)) == 1:
+            return self._of(self._chosen[0])[1]
+        # Trees are counted through; each drafter has given those of its places.
+        trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w)[0])}
+        wanted = [trees[which, b] for b, which in enumerate(self._chosen)]
+        combined, self._rows = trees_of([self._of(0)[1], self._of(1)[1]], wanted)
         return combined
 
+    def _ask(self, which: int, places: list[int], tokens: Tensor, lengths: Tensor) -> None:
+        drafter = self.both[which]
+        drafter.select([self._selected[b] for b in places])
+        if len(places) < tokens.shape[0]:
+            rows = torch.tensor(places).to(tokens.device)
+            tokens, lengths = tokens.index_select(0, rows), lengths.index_select(0, rows)
+        drafter.start(tokens, lengths)
+        self._given[which] = places, cast(Draft, drafter.propose(tokens, lengths))
+
+    def _of(self, which: int) -> tuple[list[int], Draft]:
+        given = self._given[which]
+        assert given is not None
+        return given
+
+    def _choose(self) -> list[int]:
+        """The drafter of each selected sequence."""
+        size = len(self._selected)
+        if self._levels == 0 and not all(self.is_lookup):  # no model may run
+            return [self.is_lookup.index(True)] * size
+        costs = [self._cost(which) for which in (0, 1)]
+        low, high = (0, 1) if costs[0] < costs[1] else (1, 0)
+        expected = [[self._expected(which, b) for b in range(size)] for which in (0, 1)]
+        better = [high if more > less else low for less, more in zip(expected[low], expected[high], strict=True)]
+
+        def rate(way: list[int]) -> float:
+            return (size + sum(expected[d][b] for b, d in enumerate(way))) / (1.0 + sum(costs[d] for d in set(way)))
+
+        chosen = max([low] * size, [high] * size, better, key=rate)
+        for which in (0, 1):
+            if self._idle[which] >= LOOK_AFTER and which not in chosen:
+                is_copied = [self._kinds[1 - which][b] >= self.min_match for b in range(size)]
+                return [1 - which if copied else which for copied in is_copied]
+        return chosen
+
+    def _cost(self, which: int) -> float:
+        """Of a proposal, in passes of the target."""
+        if self.costs is not None:
+            return self.costs[which]
+        levels = self._depths[which] if self._levels is None else min(self._levels, self._depths[which])
+        return self._weights[which] / self._target_weights * (levels if self._by_level[which] else 1)
+
+    def _expected(self, which: int, b: int) -> float:
+        """How many tokens the drafter's tree of a sequence is likely to name."""
+        kind = self._kinds[which][b]
+        first = UNKNOWN
+        if self.is_lookup[which]:
+            first = float(self._depths[which]) if kind >= self.min_match else 0.0
+        of_all = self._named.of((which, kind), first)
+        own = self._named_of.get(self._selected[b].index)
+        return of_all if own is None else own.of((which, kind), of_all)
+
     def confidence(self) -> Tensor | None:
-        """Guesses that are copied and those of the other drafter have log-probabilities on one scale."""
-        parts = [self.lookup.confidence(), self.other.confidence() if self._asked else None]
-        if not self._asked or self._rows is None:
-            return parts[bool(self._asked)]
-        if parts[0] is None or parts[1] is None:
+        """Guesses that are copied and those of a model have log-probabilities on one scale."""
+        if not self._chosen:
             return None
-        rows = self._rows.cpu()
-        values = torch.zeros(int(rows.max()) + 1)
-        values[: len(parts[0])] = parts[0]
-        values[self._num_copied :] = parts[1].cpu()[: len(values) - self._num_copied]
-        return values[rows]
+        if self._rows is None:
+            return self.both[self._chosen[0]].confidence()
+        sizes = [self._of(which)[1].draft_tokens.shape[0] for which in (0, 1)]
+        parts = torch.zeros(sum(sizes)).split(sizes)
+        for part, each in zip(parts, self.both, strict=True):
+            known = each.confidence()
+            if known is None:
+                return None
+            part[: len(known)] = known[: len(part)].cpu()
+        return torch.cat(parts)[self._rows.cpu()]
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        if not self._asked:
-            return
         if self._rows is None:
-            self.other.narrow(draft, rows)
+            if self._chosen:
+                self.both[self._chosen[0]].narrow(draft, rows)
             return
-        part, picked = trees_of([draft], self._asked)
-        self.other.narrow(part, (self._rows[rows.long()][picked] - self._num_copied).int())
+        own, first = self._rows[rows.long()], [0, self._of(0)[1].draft_tokens.shape[0]]
+        for which, each in enumerate(self.both):
+            if not self.is_lookup[which]:
+                part, picked = trees_of([draft], [b for b, chosen in enumerate(self._chosen) if chosen == which])
+                each.narrow(part, (own[picked] - first[which]).int())
 
     def read(self, rows: FeatureRows) -> None:
-        self.other.read(rows)
+        counts = [len(layers) for layers in self._layers]
+        width = rows.features.shape[1] // sum(counts)
+        for each, features, count in zip(
+            self.both, rows.features.split([count * width for count in counts], dim=1), counts, strict=True
+        ):
+            if count:
+                each.read(replace(rows, features=features))
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        self.lookup.observe(result)
-        self.other.observe(result)
+        self._count()
+        for each in self.both:
+            each.observe(result)
+
+    def _count(self) -> None:
+        """Counts how many of the tokens that came the trees of the last proposal had named, chosen or not."""
+        for which, given in enumerate(self._given):
+            if given is None or not self._lengths:
+                continue
+            places, draft = given
+            offsets = draft.trees.cu_nodes.tolist()
+            tokens, parents = draft.draft_tokens.tolist(), draft.trees.parents.tolist()
+            for i, b in enumerate(places):
+                sequence, (begin, end) = self._selected[b], offsets[i : i + 2]
+                children = {(parents[row], tokens[row]): row - begin for row in range(begin + 1, end)}
+                node, count = 0, 0
+                for token in sequence.tokens[self._lengths[b] :]:
+                    if (node := children.get((node, token), -1)) < 0:
+                        break
+                    count += 1
+                kind = which, self._kinds[which][b]
+                self._named.add(kind, count)
+                self._named_of.setdefault(sequence.index, Odds()).add(kind, count)
+        self._lengths = []
 
     def limit_depth(self, levels: int | None) -> None:
-        self._only_copies = levels == 0
-        if not self._only_copies:
-            self.other.limit_depth(levels)
+        self._levels = levels
+        for each, is_lookup in zip(self.both, self.is_lookup, strict=True):
+            if not is_lookup and levels != 0:
+                each.limit_depth(levels)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return self.other.unread(sequences)
+        weighed = sum(w * each.unread(sequences) for w, each in zip(self._weights, self.both, strict=True))
+        return round(weighed / max(self.num_weights, 1))
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        self.lookup.forget(sequence)
-        self.other.forget(sequence)
+        self._named_of.pop(sequence.index, None)
+        for each in self.both:
+            each.forget(sequence)
