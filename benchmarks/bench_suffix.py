@@ -1,6 +1,6 @@
 """What a memory over requests is worth: accepted tokens a step on texts in which requests repeat.
 
-    python -m pagedtree bench suffix OUT.json [--orders 3]
+    python -m pagedtree bench suffix [OUT.json] [--orders 3]
 
 Replays answers of three made corpora: edits of functions of the standard library, tool calls in JSON, and answers with
 quotations from retrieved passages. In each order, drawn anew, the first half of the requests fills the memory and the
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from measure import RESULTS, machine_facts, write_json
 from tokenizers import Tokenizer
 
 from pagedtree.generation.drafters import NgramDrafter, SuffixDrafter
@@ -317,17 +318,19 @@ def acceptance(orders: int) -> list[dict[str, object]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", nargs="?", type=Path, help="default benchmarks/results/suffix_cpu.json")
     parser.add_argument("--orders", type=int, default=3, help="orders of the requests (default %(default)s)")
     parser.add_argument("--only", choices=("acceptance", "speed"), help="the other part of the file stays as it is")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    out = args.out or RESULTS / "suffix_cpu.json"
+    found = json.loads(out.read_text()) if out.exists() else {}
+    found |= {"benchmark": "suffix_cpu", "machine": machine_facts()}
     if args.only != "speed":
         found["acceptance"] = acceptance(args.orders)
     if args.only != "acceptance":
         found["speed"] = speed()
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+    write_json(out, found)
 
 
 if __name__ == "__main__":

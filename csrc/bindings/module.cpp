@@ -9,6 +9,7 @@
 
 #include "bindings/copied_text.h"
 #include "bindings/explain.h"
+#include "bindings/text_memory.h"
 #include "bindings/tree_search.h"
 #include "core/engine.h"
 #include "cpu/isa.h"
@@ -50,6 +51,10 @@ void bind_drafts(py::module_& m) {
   m.def("copied_text", &pagedtree::copied_text, py::arg("tokens"), py::arg("lengths"), py::arg("offsets"),
         py::arg("parents"), py::arg("draft_tokens"), py::arg("longest"),
         "How much of the text in front of each guess is that of an earlier copy, and log-probabilities by that.");
+  m.def("former_continuations", &pagedtree::former_continuations, py::arg("tokens"), py::arg("before"),
+        py::arg("newest"), py::arg("oldest"), py::arg("end"), py::arg("context"), py::arg("max_ngram"),
+        py::arg("length"), py::arg("most"), py::arg("max_places"),
+        "What stands around the places where former texts end as a text does; see TextMemory.continuations.");
   m.def("best_tree", &pagedtree::best_tree, py::arg("levels"), py::arg("costs"), py::arg("level_cost"),
         "The parents of the tree with the most expected tokens per second; see pagedtree.choose_tree.");
 }

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -33,4 +34,16 @@ def copied_text(
     draft_tokens: np.ndarray,
     longest: int,
 ) -> tuple[np.ndarray, np.ndarray]: ...
+def former_continuations(
+    tokens: np.ndarray,
+    before: np.ndarray,
+    newest: int,
+    oldest: int,
+    end: Sequence[int],
+    context: int,
+    max_ngram: int,
+    length: int,
+    most: int,
+    max_places: int,
+) -> np.ndarray: ...
 def best_tree(levels: np.ndarray, costs: np.ndarray, level_cost: float) -> list[int]: ...

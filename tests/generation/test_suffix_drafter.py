@@ -26,7 +26,7 @@ def everywhere(text, end, context, max_ngram, length):
         while equal < min(max_ngram, len(end)) and place >= equal and text[place - equal] == end[-1 - equal]:
             equal += 1
         if equal >= context and text[place + 1] >= 0:
-            rows.append(padded[place + 1 : place + 1 + max_ngram + length])
+            rows.append([*padded[place + 1 : place + 1 + max_ngram + length], -1])
     return rows
 
 
@@ -54,9 +54,9 @@ def test_the_best_places_come_last():
         memory.add(text)
     rows = memory.continuations([9, 1, 2, 3], 1, 5)
     # By equal tokens; of two equal ones the token that follows twice, the newer one behind the older one.
-    assert rows[:, -1].tolist() == [80, 70, 70, 60, 50]
-    assert memory.continuations([9, 1, 2, 3], 1, 2)[:, -1].tolist() == [60, 50]
-    assert memory.continuations([1, 9], 1, 5).shape == (0, 5) and memory.continuations([3], 1, 5).shape == (0, 5)
+    assert rows[:, -2].tolist() == [80, 70, 70, 60, 50]
+    assert memory.continuations([9, 1, 2, 3], 1, 2)[:, -2].tolist() == [60, 50]
+    assert memory.continuations([1, 9], 1, 5).shape == (0, 6) and memory.continuations([3], 1, 5).shape == (0, 6)
 
 
 def test_hashes_of_one_and_of_many_are_the_same():

@@ -48,7 +48,8 @@ class NgramDrafter(Drafter):
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
         self._selected: list[GeneratedSequence] = []
-        self._proposed: tuple[Tensor, Tensor, Draft] | None = None  # the last proposal, and for which texts
+        # The last proposal, for which texts, and in what else it was looked up.
+        self._proposed: tuple[Tensor, Tensor, Draft, Tensor | None] | None = None
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         self._rejected.clear()
@@ -64,8 +65,9 @@ class NgramDrafter(Drafter):
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
-        draft = self._look_up(tokens, lengths, self._extra(tokens) if self._rejected else None, active)
-        self._proposed = tokens, lengths, draft
+        extra = self._extra(tokens)
+        draft = self._look_up(tokens, lengths, extra, active)
+        self._proposed = tokens, lengths, draft, extra
         return draft
 
     def confidence(self) -> Tensor | None:
@@ -93,7 +95,7 @@ class NgramDrafter(Drafter):
         joint log-probability by that.
         """
         assert self._proposed is not None
-        tokens, lengths, draft = self._proposed
+        tokens, lengths, draft, _ = self._proposed
         return _C.copied_text(
             tokens.cpu().numpy(),
             lengths.cpu().numpy(),
@@ -134,8 +136,10 @@ class NgramDrafter(Drafter):
     def forget(self, sequence: GeneratedSequence) -> None:
         self._rejected.pop(sequence.index, None)
 
-    def _extra(self, tokens: Tensor) -> Tensor:
+    def _extra(self, tokens: Tensor) -> Tensor | None:
         """The rejected predictions of the selected sequences, with -1 in front where there are fewer."""
+        if not self._rejected:
+            return None
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]
         width = max(text.shape[0] for text in texts)
         return torch.stack([F.pad(text, (width - text.shape[0], 0), value=-1) for text in texts])

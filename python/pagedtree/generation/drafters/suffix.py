@@ -6,7 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import Draft
 from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.drafters.text_memory import TextMemory
 from pagedtree.generation.rules import Sampling
@@ -23,11 +22,10 @@ class SuffixDrafter(NgramDrafter):
 
     What was generated is remembered when a sequence is finished, from call to call of `generate`, up to `max_tokens`
     tokens; the oldest are forgotten first. Where at least four of a text's last tokens stand in a former answer, what
-    followed there is looked at as if it stood in front of the text: a longer n-gram comes first, at equal length the
+    followed there is looked at, too: a longer n-gram comes first, at equal length the
     text itself, then what most former answers went on with.
 
-        for run in memory.continuations(text[-max_ngram:]): extra += [*run, -1]
-        tree = ngram_propose(extra + text)
+        tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 
     The text never depends on it. Drafters may share a `memory`, also in threads.
 
@@ -66,22 +64,28 @@ class SuffixDrafter(NgramDrafter):
         super().begin(page_size, sampling)
         self._remembered.clear()
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def _copied(self) -> tuple[np.ndarray, np.ndarray]:
+        """Former answers count as the text itself."""
+        assert self._proposed is not None
+        tokens, lengths, draft, extra = self._proposed
+        if extra is not None:
+            tokens, lengths = torch.cat([extra, tokens], dim=1), lengths + extra.shape[1]
+            self._proposed = tokens, lengths, draft, None
+        return super()._copied()
+
+    def _extra(self, tokens: Tensor) -> Tensor | None:
+        """[B, E]: what former answers had, the best run last."""
         most = RUNS_OF_A_BRANCH * self.max_branches
         found = [
             self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)
             for sequence in self._selected
         ]
-        count, width = max(map(len, found)), self.max_ngram + self._depth
-        if count:
-            runs = np.full((len(found), count, width + 1), -1, dtype=np.int64)  # -1 is no token
-            for row, each in zip(runs, found, strict=True):
-                row[count - len(each) :, :width] = each
-            former = torch.from_numpy(runs.reshape(len(found), -1)).to(tokens.device)
-            tokens, lengths = torch.cat([former, tokens], dim=1), lengths + former.shape[1]
-        return super().propose(tokens, lengths, active, rows)
+        count = max(map(len, found))
+        if count == 0:
+            return None
+        if len(found) > 1:  # rows that are missing have no token
+            found = [np.pad(each, ((count - len(each), 0), (0, 0)), constant_values=-1) for each in found]
+        return torch.from_numpy(np.concatenate(found).reshape(len(found), -1)).to(tokens.device)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         """Remembers what was generated, with the tokens in front of it by which it is found."""

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pagedtree import _C
+
 __all__ = ["TextMemory"]
 
 # Places with the same hash that a look-up compares at most, the newest first.
@@ -48,7 +50,6 @@ class TextMemory:
         self._before = np.full(self._size, -1, dtype=np.int64)  # the place before it in its chain
         self._newest = np.full(1 << bits, -1, dtype=np.int64)  # of each hash
         self._count = 0  # tokens that were ever added; a place is such a number
-        self._offsets = np.arange(1 - max_ngram, MAX_LENGTH + 1)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -78,38 +79,31 @@ class TextMemory:
             self._newest[hashes[is_last]] = ends[is_last]
 
     def continuations(self, end: Sequence[int], length: int, most: int) -> NDArray[np.int64]:
-        """What stood at the places where former texts end as this one does: int64 [n, max_ngram + length], n <= `most`.
+        """What stood at the places where former texts end as this one does: int64 [n, max_ngram + length + 1], n <=
+        `most`.
 
         A row has the tokens up to the place, of which the last ones are equal, then `length` tokens behind it; -1 where
-        there are none, and between two texts. The best row is the last one: of more equal tokens, then of a next token
-        that more places have, then the newest.
+        there are none, between two texts, and at its end. The best row is the last one: of more equal tokens, then of a
+        next token that more places have, then the newest.
 
         end: the last `max_ngram` tokens of a text, or fewer. length: at most 1024.
         """
-        wide = self.max_ngram + length
         if len(end) < self.context:
-            return np.empty((0, wide), dtype=np.int64)
-        wanted = np.array(end[-self.max_ngram :])
+            return np.empty((0, self.max_ngram + length + 1), dtype=np.int64)
         hashed = self._hash_of(end[-self.context :])
         with self._lock:
-            oldest, size = self._count - self.max_tokens, self._size
-            places, place, before = list[int](), self._newest.item(hashed), self._before.item
-            while place >= 0 and place >= oldest and len(places) < MAX_PLACES:
-                places.append(place)
-                place = before(place % size)
-            if not places:
-                return np.empty((0, wide), dtype=np.int64)
-            places.reverse()
-            windows = (np.array(places)[:, None] + self._offsets[: self.max_ngram + length]) % size
-            rows = self._tokens[windows]
-            text = rows[:, self.max_ngram - len(wanted) : self.max_ngram + 1]
-            # How many tokens from the place backwards are equal.
-            equal = np.logical_and.accumulate((text[:, :-1] == wanted)[:, ::-1], axis=1).sum(1)
-            following = text[:, -1]
-            votes = (following[:, None] == following).sum(1)
-            order = (equal * MAX_PLACES + votes).argsort(kind="stable")[-most:]
-            order = order[(equal[order] >= self.context) & (following[order] >= 0)]
-            return rows[order].astype(np.int64)
+            return _C.former_continuations(
+                self._tokens,
+                self._before,
+                self._newest.item(hashed),
+                self._count - self.max_tokens,
+                end[-self.max_ngram :],
+                self.context,
+                self.max_ngram,
+                length,
+                most,
+                MAX_PLACES,
+            )
 
     def _hashes(self, text: NDArray[np.int32]) -> NDArray[np.int64]:
         """Of each `context` tokens."""
