@@ -161,7 +161,7 @@ class PagedTreeCausal(PagedTree):
 
 
 class PagedTreeWgmma(PagedTree):
-    """The kernel for Hopper, which is opt-in: where a head has more than 32 rows."""
+    """The kernel for Hopper, where a head has more than 32 rows, whether its self-test has passed or not."""
 
     name = "pagedtree by wgmma"
 

@@ -14,6 +14,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/drafting/packing.cu
   csrc/cuda/drafting/proposers.cu
   csrc/cuda/drafting/select_nodes.cu
+  csrc/cuda/engine.cu
   csrc/cuda/instructions.cu
   csrc/cuda/kv_cache.cu
   csrc/cuda/logprobs.cu
@@ -160,7 +161,7 @@ else()
     target_sources(pagedtree_cuda PRIVATE $<TARGET_OBJECTS:pagedtree_cuda_sm90>)
     target_compile_definitions(pagedtree_cuda PRIVATE PAGEDTREE_HAS_SM90A)
   endif()
-  target_link_options(pagedtree_cuda PRIVATE -Wl,--exclude-libs,ALL)
+  target_link_options(pagedtree_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,--build-id)
   install(TARGETS pagedtree_cuda EXPORT pagedtree LIBRARY DESTINATION lib)
 endif()
 
@@ -213,6 +214,7 @@ if(PAGEDTREE_SIMT)
 
   add_library(pagedtree_simt SHARED ${PAGEDTREE_SIMT_KERNELS} ${PAGEDTREE_SIMT_SOURCES})
   pagedtree_compile_for_simt(pagedtree_simt)
+  target_link_options(pagedtree_simt PRIVATE -Wl,--build-id)
   install(TARGETS pagedtree_simt LIBRARY DESTINATION lib)
 
   # The same with ThreadSanitizer, for tests/run_races.sh.
@@ -240,7 +242,7 @@ if(PAGEDTREE_SIMT)
     target_include_directories(pagedtree_recorded PRIVATE csrc)
     target_include_directories(pagedtree_recorded SYSTEM PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
     target_compile_options(pagedtree_recorded PRIVATE ${PAGEDTREE_WARNINGS} -O1)
-    target_link_options(pagedtree_recorded PRIVATE -Wl,-z,defs)
+    target_link_options(pagedtree_recorded PRIVATE -Wl,-z,defs -Wl,--build-id)
     if(TARGET pagedtree_cuda_sm90)
       target_sources(pagedtree_recorded PRIVATE $<TARGET_OBJECTS:pagedtree_cuda_sm90>)
     endif()

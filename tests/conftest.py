@@ -29,6 +29,10 @@ settings.register_profile(
 settings.load_profile("pagedtree")
 
 
+# No verdict that this machine's user has stored chooses the engine.
+os.environ["PAGEDTREE_CACHE"] = os.devnull
+
+
 def pytest_collection_finish() -> None:
     # What has been imported and collected stays to the end. To look for garbage in it takes half a second each time,
     # and transformers' continuous batching does so at every call. Tests leave little garbage that has cycles.

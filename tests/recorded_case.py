@@ -28,6 +28,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "libpagedtree_recorded.so"
 STEPS = 3
+UNKNOWN, ILLEGAL_ADDRESS = 999, 700  # cudaError_t
 
 
 @dataclass(frozen=True)
@@ -106,12 +107,14 @@ class Recorded:
         errors: by the device's capability, what ops raised.
         steps: by kind of step, the lines of each of STEPS steps.
         failures: (op, the line of the call that failed, what the op raised, whether the runtime's error was read).
+        engines: of a call that could use wgmma, by what was planted, its lines and what it raised.
     """
 
     lines: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=dict)
     steps: dict[str, list[list[str]]] = field(default_factory=dict)
     failures: list[tuple[str, str, str, bool]] = field(default_factory=list)
+    engines: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
     def asked(self, capability: int) -> list[Asked]:
         return [Asked.read(line) for line in self.lines[str(capability)]]
@@ -293,13 +296,45 @@ def run_failures(recorder: Recorder) -> None:
     for call in raw_case.raw_calls():
         for i in itertools.count():
             number = recorder.add(HOPPER)  # whose attributes are not known yet
-            recorder.library.recorded_fail(i)
+            recorder.library.recorded_fail(i, UNKNOWN)
             lines, error = recorder.run(number, call)
-            recorder.library.recorded_fail(-1)
+            recorder.library.recorded_fail(-1, UNKNOWN)
             failed = [line for line in lines if line.endswith(" fails")]
             if not failed:
                 break
             recorder.found.failures.append((call.name, failed[0], error, recorder.library.recorded_last_error() == 0))
+
+
+def run_engines(recorder: Recorder, folder: str) -> None:
+    """A call of tiles that wgmma has, each time on a device that nobody has asked before."""
+    import torch
+
+    from pagedtree import tree_attention
+    from pagedtree._engine import PASSED, facts, store_verdict
+    from pagedtree.check.case import environment
+
+    q, cache = torch.zeros(32, 8, 128).bfloat16(), torch.zeros(4, 64, 2, 128).bfloat16()
+    page_table, ends = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0, 32], dtype=torch.int32)
+    kept = []  # so that each run has caches of its own, whose maps are new
+
+    def run(name: str, engine: str, failing: int = -1, error: int = UNKNOWN) -> None:
+        number = recorder.add(HOPPER)
+        kept.append((cache.clone(), cache.clone()))
+        call = partial(tree_attention, q, *kept[-1], page_table, ends[1:], ends, max_seqlen_q=32)
+        recorder.library.recorded_fail(failing, error)
+        with environment("PAGEDTREE_ENGINE", engine):
+            recorder.found.engines[name] = recorder.run(number, call)
+        recorder.library.recorded_fail(-1, UNKNOWN)
+
+    with environment("PAGEDTREE_CACHE", folder):
+        run("auto, not tested", "auto")
+        store_verdict(facts("simt", torch.device("cpu")), PASSED)
+        recorder.library.recorded_calls()  # what facts() has asked
+        run("auto, passed", "auto")
+    run("wgmma", "wgmma")
+    names = [Asked.read(line).name for line in recorder.found.engines["wgmma"][0]]
+    run("wgmma, no maps", "wgmma", names.index("cuTensorMapEncodeTiled"))
+    run("wgmma, an earlier kernel's error", "wgmma", names.index("launch"), ILLEGAL_ADDRESS)
 
 
 def main(folder: str) -> None:
@@ -311,6 +346,7 @@ def main(folder: str) -> None:
     recorder = Recorder(library)
     for run in (run_ops, run_instructions, run_steps, run_failures):
         run(recorder)
+    run_engines(recorder, folder)
     found = recorder.found
     for lists in (found.lines, found.errors):
         for key, rows in lists.items():

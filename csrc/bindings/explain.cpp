@@ -117,7 +117,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
   params.head_dim = head_dim;
   params.head_dim_v = head_dim_v;
   params.latent = latent;
-  params.engine = engine_named(engine, "explain: `engine`");
+  params.engine = engine_named(engine, "explain: `engine` must be mma.sync or wgmma");
   py::list launches;
   if (params.num_tokens == 0) return launches;
   const int64_t tile_bytes = int64_t{kKvTile} * (head_dim + (latent ? 0 : head_dim_v)) * kv_bytes;
@@ -129,7 +129,7 @@ py::list explain_attention(const std::vector<int32_t>& query_lens, const std::ve
 }
 
 py::dict attention_tiles(const std::string& engine) {
-  const MatrixEngine chosen = engine_named(engine, "attention_tiles: `engine`");
+  const MatrixEngine chosen = engine_named(engine, "attention_tiles: `engine` must be mma.sync or wgmma");
   py::dict tiles;
   for (const TileShape& shape : kTileShapes) {
     if (shape.engine != chosen || shape.is_latent()) continue;

@@ -70,7 +70,7 @@ PYBIND11_MODULE(_C, m) {
       "The CPU backend's instruction sets that this machine can run, best last.");
   m.def(
       "attention_engine", [] { return pagedtree::engine_name(pagedtree::engine_from_environment()); },
-      "What attention multiplies with on a GPU: PAGEDTREE_ENGINE, or the default. Raises RuntimeError for other "
+      "What attention is to multiply with on a GPU: PAGEDTREE_ENGINE, or \"auto\". Raises RuntimeError for other "
       "names.");
   m.def("explain_attention", &pagedtree::explain_attention, py::arg("query_lens"), py::arg("seq_lens"),
         py::arg("num_q_heads"), py::arg("num_kv_heads"), py::arg("head_dim"), py::arg("head_dim_v"), py::arg("latent"),

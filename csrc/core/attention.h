@@ -15,8 +15,8 @@ struct PagedCache {
 };
 
 // Which instructions multiply on a GPU. wgmma is Hopper's, for the tiles in cuda/attention/config.h that have it; all
-// others use mma.sync.
-enum class MatrixEngine : int32_t { kMmaSync, kWgmma };
+// others use mma.sync. kAuto: wgmma where its self-test has passed (cuda/engine.h).
+enum class MatrixEngine : int32_t { kMmaSync, kWgmma, kAuto };
 
 // Sizes B sequences, T query tokens (padding included), Hq = Hkv * group_size heads, D head_dim, Dv head_dim_v, W
 // mask_words.

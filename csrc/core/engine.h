@@ -9,19 +9,32 @@
 
 namespace pagedtree {
 
-constexpr const char* engine_name(MatrixEngine engine) { return engine == MatrixEngine::kWgmma ? "wgmma" : "mma.sync"; }
+constexpr const char* engine_name(MatrixEngine engine) {
+  switch (engine) {
+    case MatrixEngine::kMmaSync:
+      return "mma.sync";
+    case MatrixEngine::kWgmma:
+      return "wgmma";
+    case MatrixEngine::kAuto:
+      return "auto";
+  }
+  return "?";
+}
 
-inline MatrixEngine engine_named(const std::string& name, const std::string& asked_by) {
+// `refusal` is what the error says of other names.
+inline MatrixEngine engine_named(const std::string& name, const std::string& refusal) {
   for (const MatrixEngine engine : {MatrixEngine::kMmaSync, MatrixEngine::kWgmma}) {
     if (name == engine_name(engine)) return engine;
   }
-  throw std::runtime_error(asked_by + " must be mma.sync or wgmma, got " + name);
+  throw std::runtime_error(refusal + ", got " + name);
 }
 
-// What PAGEDTREE_ENGINE names, mma.sync if it is not set; read at each call.
+// What PAGEDTREE_ENGINE names, auto if it is not set; read at each call.
 inline MatrixEngine engine_from_environment() {
-  const char* name = std::getenv("PAGEDTREE_ENGINE");
-  return name == nullptr || *name == '\0' ? MatrixEngine::kMmaSync : engine_named(name, "PAGEDTREE_ENGINE");
+  const char* set = std::getenv("PAGEDTREE_ENGINE");
+  const std::string name = set == nullptr ? "" : set;
+  if (name.empty() || name == engine_name(MatrixEngine::kAuto)) return MatrixEngine::kAuto;
+  return engine_named(name, "PAGEDTREE_ENGINE must be auto, mma.sync or wgmma");
 }
 
 }  // namespace pagedtree

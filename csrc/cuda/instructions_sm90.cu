@@ -2,6 +2,8 @@
 // others.
 #include <cstring>
 #include <iterator>
+#include <optional>
+#include <stdexcept>
 #include <type_traits>
 
 #include "core/common.h"
@@ -280,7 +282,11 @@ const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluste
   return error_of([=] {
     *cluster = 1;
     Call call{reinterpret_cast<const Words*>(in), out, {}};
-    if constexpr (std::is_same_v<Function, Load>) call.map = tensor_map(tensor_at(call.in->image));
+    if constexpr (std::is_same_v<Function, Load>) {
+      const std::optional<ptx::TensorMap> map = tensor_map(tensor_at(call.in->image));
+      if (!map) throw std::runtime_error("the driver refuses the tensor map");
+      call.map = *map;
+    }
     launch(instruction_sm90_kernel<Function>, dim3(1), dim3(Function::kThreads), sizeof(Shared), stream, call);
   });
 }

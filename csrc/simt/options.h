@@ -32,6 +32,7 @@ Device device_from_environment();
 struct Options {
   std::optional<Order> order;  // none: order_from_environment()
   bool mma_truncates = false;  // tensor cores round sums towards zero
+  bool refuses_maps = false;   // as a driver that cannot make a tensor map
 };
 Options& options();
 

@@ -12,6 +12,26 @@ constexpr const char* kTooManyArrivals = "more arrivals than the mbarrier was in
 // The swizzle of a shared address: the 16-byte column within 128 bytes is xored with the row of 128 bytes.
 uint32_t swizzled(uint32_t address) { return address ^ (address >> 3 & 0x70); }
 
+// What tests/kernels/test_panels.py looks at: one instruction of one thread.
+struct Traced {
+  enum Kind : uint64_t { kWgmma, kCommit, kTma, kCopy };
+  uint64_t kind, thread;
+  uint64_t numbers[4];
+};
+
+std::vector<Traced>* trace = nullptr;  // none: nobody looks
+
+void note(Traced::Kind kind, std::initializer_list<uint64_t> numbers) {
+  if (trace == nullptr) return;
+  trace->push_back({kind, simt::machine().self().id, {}});
+  std::copy(numbers.begin(), numbers.end(), trace->back().numbers);
+}
+
+// Of a warpgroup, which works as one, the first thread's.
+void note_of_group(Traced::Kind kind, std::initializer_list<uint64_t> numbers) {
+  if (simt::machine().self().id % 128 == 0) note(kind, numbers);
+}
+
 // Where an element of an operand lies in shared memory.
 uint32_t element_address(uint64_t descriptor, int outer, int k, bool outer_major) {
   const auto field = [&](int shift) { return static_cast<uint32_t>(descriptor >> shift & 0x3fff) << 4; };
@@ -203,6 +223,11 @@ void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site) {
   unit.barrier_at(smem_addr(bar), site);
   simt::release(&unit);
   unit.arrivals.push_back({smem_addr(bar), simt::machine().take_copies()});
+  for (const simt::AsyncCopy& copy : unit.arrivals.back().copies) {
+    uint64_t data = 0;
+    std::memcpy(&data, copy.data, sizeof(data));
+    note(Traced::kCopy, {smem_addr(copy.to), data});
+  }
 }
 
 void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
@@ -249,6 +274,8 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar,
   simt::make_undefined(&hopper().async_view[target], bytes);
   simt::release(&hopper());
   hopper().transfers.push_back({target, smem_addr(bar), std::move(data)});
+  const auto word = [](int number) { return static_cast<uint64_t>(static_cast<uint32_t>(number)); };
+  note(Traced::kTma, {target, word(at[0]), word(at[1]), word(at[3])});
 }
 
 // ---- wgmma
@@ -256,11 +283,14 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar,
 void wgmma_issue(const Wgmma& operation) {
   const simt::Unwatched unwatched;
   check_operands_are_fenced(operation);
+  const uint64_t forms = (operation.a_in_registers ? 1 : 0) | (operation.b_n_major ? 2 : 0);
+  note_of_group(Traced::kWgmma, {operation.a, operation.b, static_cast<uint64_t>(operation.columns), forms});
   hopper().wgmma[simt::machine().self().id].open.push_back(operation);
 }
 
 void wgmma_commit() {
   const simt::Unwatched unwatched;
+  note_of_group(Traced::kCommit, {});
   HopperUnit::ThreadGroups& mine = hopper().wgmma[simt::machine().self().id];
   mine.groups.push_back(std::exchange(mine.open, {}));
 }
@@ -275,3 +305,22 @@ void wgmma_wait(unsigned newest_left) {
 }
 
 }  // namespace pagedtree::ptx::detail
+
+extern "C" __attribute__((visibility("default"))) void pagedtree_simt_refuse_maps(int refused) {
+  pagedtree::simt::options().refuses_maps = refused != 0;
+}
+
+// Begins to write down what Hopper's kernels do, or ends it and forgets it.
+extern "C" __attribute__((visibility("default"))) void pagedtree_simt_trace(int wanted) {
+  using namespace pagedtree::ptx::detail;
+  static std::vector<Traced> traced;
+  traced.clear();
+  trace = wanted != 0 ? &traced : nullptr;
+}
+
+// What has been written down: words of 8 bytes, six for each instruction.
+extern "C" __attribute__((visibility("default"))) size_t pagedtree_simt_traced(const void** words) {
+  using namespace pagedtree::ptx::detail;
+  *words = trace->data();
+  return trace->size();
+}

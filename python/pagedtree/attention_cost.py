@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pagedtree._arguments import checked
+from pagedtree._engine import chosen_engine
 
 __all__ = ["AttentionCost", "AttentionLaunch", "explain"]
 
@@ -130,7 +131,8 @@ def explain(
         l2_bytes: of the device's L2 cache, all of which is for K and V.
         bandwidth, flops_per_second: the device's, in bytes and flops per second; the defaults are the nominal ones of
             an H200.
-        engine: "mma.sync", or "wgmma" for tiles that have it; default as for a call: what PAGEDTREE_ENGINE says.
+        engine: "mma.sync", or "wgmma" for tiles that have it; default as for a call on this machine: what
+            PAGEDTREE_ENGINE says, or what "auto" stands for on the current GPU, mma.sync without one.
 
     Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.
     """
@@ -163,7 +165,7 @@ def explain(
     for name, (size, least, most) in bounds.items():
         if not least <= size <= most:
             raise ValueError(f"explain: `{name}` must be in {least}..{most}, got {size}")
-    engine = engine or _C.attention_engine()
+    engine = engine or chosen_engine()[0]
     if engine not in ENGINES:
         raise ValueError(f"explain: `engine` must be one of {ENGINES}, got {engine!r}")
     if engine == "wgmma" and max_shared_bytes < 227 * 1024:

@@ -168,7 +168,7 @@ def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.Mo
 def test_unknown_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     case = target.case([3], ["causal"]).build()
     monkeypatch.setenv("PAGEDTREE_ENGINE", "hmma")
-    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE must be mma\.sync or wgmma, got hmma"):
+    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE must be auto, mma\.sync or wgmma, got hmma"):
         tree_attention(**case)
 
 

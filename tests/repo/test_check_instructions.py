@@ -68,7 +68,7 @@ def test_hopper_s_code_elsewhere_is_no_failure(monkeypatch):
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
         elsewhere = Place(torch.device("cuda"), "simt")  # the device is asked for no more than its capability
         assert outcomes(elsewhere) == {(NOT_APPLICABLE, "only on GPUs of compute capability 9.0")}
-    monkeypatch.setattr(instructions, "_library", lambda backend: object())
+    monkeypatch.setattr(instructions, "library", lambda backend: object())
     assert outcomes(SIMT) == {(NOT_APPLICABLE, "this build has no code for 9.0a")}
 
 

@@ -5,6 +5,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdio>
 #include <map>
 #include <mutex>
 #include <sstream>
@@ -32,6 +33,7 @@ struct Recorder {
   std::map<std::pair<int, const void*>, int> shared_bytes;   // that a kernel may ask for on a device
   std::map<std::pair<int, const void*>, int> large_cluster;  // whether it may have more than 8 CTAs
   int failing = -1;                                          // which of the calls to come fails; -1: none
+  cudaError_t failure = cudaErrorUnknown;                    // what it gives
   cudaError_t last_error = cudaSuccess;
 };
 
@@ -49,8 +51,8 @@ cudaError_t called(bool is_right, const Parts&... parts) {
   const bool fails = r.failing >= 0 && r.failing-- == 0;
   ((r.calls << parts << ' '), ...);
   r.calls << (fails ? "fails" : is_right ? "ok" : "refused") << '\n';
-  if (fails || !is_right) r.last_error = fails ? cudaErrorUnknown : cudaErrorInvalidValue;
-  return fails ? cudaErrorUnknown : is_right ? cudaSuccess : cudaErrorInvalidValue;
+  if (fails || !is_right) r.last_error = fails ? r.failure : cudaErrorInvalidValue;
+  return fails ? r.failure : is_right ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 const std::string& symbol_of(const void* kernel) { return recorder().kernels.at(kernel); }
@@ -134,8 +136,11 @@ RECORDED_EXPORT int recorded_add_device(int capability, int num_sms, int max_sha
   return static_cast<int>(recorder().devices.size()) - 1;
 }
 RECORDED_EXPORT void recorded_use_device(int number) { recorder().device = number; }
-// The call of that number from now on fails; -1: none does.
-RECORDED_EXPORT void recorded_fail(int call) { recorder().failing = call; }
+// The call of that number from now on fails with an error; -1: none does.
+RECORDED_EXPORT void recorded_fail(int call, int error) {
+  recorder().failing = call;
+  recorder().failure = static_cast<cudaError_t>(error);
+}
 // The lines since the last time, which the next call frees.
 RECORDED_EXPORT const char* recorded_calls() {
   static std::string taken;
@@ -167,7 +172,7 @@ cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
 unsigned __cudaPopCallConfiguration(dim3*, dim3*, size_t*, void*) { return 1; }  // nothing is launched by <<< >>>
 cudaError_t __cudaLaunchKernel(cudaKernel_t, dim3, dim3, void**, size_t, cudaStream_t) { return cudaErrorUnknown; }
 
-const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorUnknown ? "planted" : "refused"; }
+const char* cudaGetErrorString(cudaError_t error) { return error == cudaErrorInvalidValue ? "refused" : "planted"; }
 cudaError_t cudaGetLastError() {
   const std::lock_guard lock(recorder().mutex);
   return std::exchange(recorder().last_error, cudaSuccess);
@@ -202,6 +207,16 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int num
       is_known = false;
   }
   return called(is_known, "cudaDeviceGetAttribute", static_cast<int>(attribute));
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+  const std::lock_guard lock(recorder().mutex);
+  std::snprintf(properties->name, sizeof(properties->name), "recorded");
+  return called(true, "cudaGetDeviceProperties");
+}
+cudaError_t cudaDriverGetVersion(int* version) {
+  const std::lock_guard lock(recorder().mutex);
+  *version = CUDART_VERSION;
+  return called(true, "cudaDriverGetVersion");
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   const std::lock_guard lock(recorder().mutex);

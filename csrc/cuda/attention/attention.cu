@@ -7,6 +7,7 @@
 #include "cuda/attention/join.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/backend.h"
+#include "cuda/engine.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -29,10 +30,8 @@ constexpr Finders kMmaSync = {{bfloat16_attention, bfloat16_float8_attention}, {
 #if defined(PAGEDTREE_HAS_SM90A)
 constexpr Finders kWgmma = {{bfloat16_attention_sm90, bfloat16_float8_attention_sm90},
                             {half_attention_sm90, half_float8_attention_sm90}};
-constexpr bool kHasSm90a = true;
 #else
 constexpr Finders kWgmma = {};
-constexpr bool kHasSm90a = false;
 #endif
 
 AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& tile) {
@@ -40,16 +39,18 @@ AttentionLauncher launcher_of(const TreeAttentionParams& p, const TileShape& til
   return finders[p.q_dtype == DType::kFloat16][p.kv_dtype == DType::kFloat8E4M3](tile);
 }
 
+// The params with the engine that runs.
+template <typename Params>
+Params with_engine(Params p, const DeviceLimits& limits) {
+  p.engine = resolved_engine(p.engine, limits);
+  return p;
+}
+
 // Nobody gets another engine than the one that was asked for.
 void check_engine(MatrixEngine engine, const DeviceLimits& limits) {
   if (engine != MatrixEngine::kWgmma) return;
-  const std::string wants = "PAGEDTREE_ENGINE=wgmma needs ";
-  if (!kHasSm90a) throw std::runtime_error(wants + "a build for 9.0a; this one has no code for it");
-  if (limits.capability / 10 != 9 || limits.max_shared_bytes < kWgmmaSharedBytes) {
-    throw std::runtime_error(wants + "a GPU of compute capability 9.0 with 227 KB of shared memory for a block, got " +
-                             std::to_string(limits.capability / 10) + "." + std::to_string(limits.capability % 10) +
-                             " with " + std::to_string(limits.max_shared_bytes >> 10) + " KB");
-  }
+  const std::string needs = wgmma_needs(limits);
+  if (!needs.empty()) throw std::runtime_error("PAGEDTREE_ENGINE=wgmma needs " + needs);
 }
 
 // The number of threads for `count` items: whole warps, at most kScheduleThreads.
@@ -59,8 +60,9 @@ unsigned schedule_threads(int64_t count) {
 
 }  // namespace
 
-void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext& ctx) const {
+void CudaBackend::attention_plan(const AttentionPlanParams& params, const ExecContext& ctx) const {
   const DeviceLimits limits = device_limits();
+  const AttentionPlanParams p = with_engine(params, limits);
   PlanLists lists{};
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
@@ -74,8 +76,9 @@ void CudaBackend::attention_plan(const AttentionPlanParams& p, const ExecContext
          p.plan);
 }
 
-int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext&) const {
+int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& params, const ExecContext&) const {
   const DeviceLimits limits = device_limits();
+  const TreeAttentionParams p = with_engine(params, limits);
   int64_t bytes = kAlignment;
   for (const auto& [list, tile] : lists_of(p, limits.max_shared_bytes)) {
     bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
@@ -83,9 +86,10 @@ int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& p, const 
   return bytes;
 }
 
-void CudaBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
-  if (p.num_tokens == 0) return;
+void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecContext& ctx) const {
+  if (params.num_tokens == 0) return;
   const DeviceLimits limits = device_limits();
+  const TreeAttentionParams p = with_engine(params, limits);
   check_engine(p.engine, limits);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;

@@ -42,7 +42,7 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
 // The caches as TMA reads them: boxes of 64 columns of `box` neighbouring slots of a page.
 struct CacheMaps {
   ptx::TensorMap k, v;
-  int box;  // 0: no maps, pages or strides are not such that TMA could read them
+  int box;  // 0: no maps, pages or strides are not such that TMA could read them, or the driver refuses
 
   template <typename I>
   static CacheMaps of(const TreeAttentionParams& p) {
@@ -51,10 +51,9 @@ struct CacheMaps {
     int box = I::kShape.keys;
     while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
     if (box < kEightSlots) return maps;
-    maps.box = box;
-    maps.k = map_of(p, p.k_cache, box);
-    if (!I::kLatent) maps.v = map_of(p, p.v_cache, box);
-    return maps;
+    const std::optional<ptx::TensorMap> k = map_of(p, p.k_cache, box);
+    const std::optional<ptx::TensorMap> v = I::kLatent ? k : map_of(p, p.v_cache, box);
+    return k && v ? CacheMaps{*k, *v, box} : maps;
   }
 
  private:
@@ -71,7 +70,7 @@ struct CacheMaps {
            is_stride(stride_bytes(p.num_kv_heads, cache.head_stride)) &&
            is_stride(stride_bytes(p.num_pages, cache.page_stride));
   }
-  static ptx::TensorMap map_of(const TreeAttentionParams& p, const PagedCache& cache, int box) {
+  static std::optional<ptx::TensorMap> map_of(const TreeAttentionParams& p, const PagedCache& cache, int box) {
     const auto bytes = [](int64_t size, int64_t stride) { return static_cast<uint64_t>(stride_bytes(size, stride)); };
     return tensor_map({cache.data,
                        {static_cast<uint64_t>(p.head_dim), static_cast<uint64_t>(p.table.page_size),

@@ -32,8 +32,32 @@ inline dim3 grid_of(int64_t count, int threads) { return dim3(static_cast<unsign
 
 #if defined(__CUDACC__)
 
+// Whether an error tells of a kernel that ran before: such a kernel leaves the device unusable for the process, and any
+// call gets its error.
+inline bool is_of_earlier_kernel(cudaError_t status) {
+  switch (status) {
+    case cudaErrorECCUncorrectable:
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorAssert:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorLaunchFailure:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// Throws what came of a call. Errors are read, so that nobody else takes them for his own.
 inline void check_cuda(cudaError_t status, const std::string& what) {
-  if (status != cudaSuccess) throw std::runtime_error("CUDA: " + what + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  cudaGetLastError();
+  const std::string whose = is_of_earlier_kernel(status) ? " (in a kernel before, pagedtree's or not)" : "";
+  throw std::runtime_error("CUDA: " + what + ": " + cudaGetErrorString(status) + whose);
 }
 
 inline int current_device() {
@@ -181,6 +205,8 @@ void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shar
 }
 
 #else
+
+inline int current_device() { return 0; }
 
 inline DeviceLimits device_limits() {
   const simt::Device device = simt::device_from_environment();

@@ -1,6 +1,8 @@
 // Makes the maps by which TMA reads a tensor: on a GPU by the driver, under simt as they are.
 #pragma once
 
+#include <optional>
+
 #include "core/common.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
@@ -25,7 +27,8 @@ struct MappedTensor {
 
 #if defined(__CUDACC__)
 
-inline ptx::TensorMap encoded_map(const MappedTensor& t) {
+// None if the driver refuses.
+inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found{};
@@ -36,32 +39,29 @@ inline ptx::TensorMap encoded_map(const MappedTensor& t) {
     const cudaError_t status = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
 #endif
     check_cuda(status, "cuTensorMapEncodeTiled of the driver");
-    if (found != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("CUDA: the driver has no cuTensorMapEncodeTiled, which wgmma kernels need");
-    }
+    if (found != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
+  if (encode == nullptr) return std::nullopt;
   constexpr cuuint32_t kDense[4] = {1, 1, 1, 1};
   ptx::TensorMap made;
   // Both 16-bit types are copied in the same way.
   const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(t.data), t.sizes,
                                  t.strides, t.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) {
-    throw std::runtime_error("CUDA: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(status)));
-  }
-  return made;
+  return status == CUDA_SUCCESS ? std::optional(made) : std::nullopt;
 }
 
 // A step reads the same caches as the one before it.
-inline ptx::TensorMap tensor_map(const MappedTensor& t) {
-  thread_local Latest<MappedTensor, ptx::TensorMap> latest;
+inline std::optional<ptx::TensorMap> tensor_map(const MappedTensor& t) {
+  thread_local Latest<MappedTensor, std::optional<ptx::TensorMap>> latest;
   return latest.at(t.data, t, [&] { return encoded_map(t); });
 }
 
 #else
 
-inline ptx::TensorMap tensor_map(const MappedTensor& t) {
+inline std::optional<ptx::TensorMap> tensor_map(const MappedTensor& t) {
+  if (simt::options().refuses_maps) return std::nullopt;
   ptx::TensorMap made{t.data, 2, {}, {}, {}};
   for (int i = 0; i < 4; ++i) {
     made.sizes[i] = t.sizes[i];

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from pagedtree.check import report
+from pagedtree._engine import facts
+from pagedtree.check import report, self_test
 from pagedtree.check.case import Case, Measurement, Place
 from pagedtree.check.cases import all_cases, is_chosen
 from pagedtree.check.runner import FAILED, NOT_RUN, Row, run
@@ -28,6 +29,8 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     place = _place(parser, arguments.device, arguments.backend)
+    if arguments.engine is not None:
+        return _self_test(parser, place, arguments.seconds)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
     cases = [case for case in all_cases(place) if is_chosen(case.name, arguments.only, arguments.quick)]
@@ -69,6 +72,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--list", action="store_true", help="name the rows, and run none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows to FILE, for a report")
     parser.add_argument("--verbose", action="store_true", help="name each row on stderr before it runs")
+    parser.add_argument(
+        "--engine", choices=["wgmma"], help="test this engine in a process of its own, and keep what comes of it"
+    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="of --engine: the time limit; default 120")
     parser.add_argument("--start", type=int, default=0, help=argparse.SUPPRESS)  # rows to leave out at the beginning
     return parser
 
@@ -94,6 +101,15 @@ def _place(parser: argparse.ArgumentParser, device_name: str | None, backend: st
     if index >= torch.cuda.device_count():
         parser.error(f"--device {device_name}: there are {torch.cuda.device_count()} GPUs")
     return Place(torch.device("cuda", index), "cuda")
+
+
+def _self_test(parser: argparse.ArgumentParser, place: Place, seconds: float) -> int:
+    if place.backend == "cpu":
+        parser.error("--engine wgmma: for the device cuda or the backend simt")
+    found = facts(place.backend, place.device)
+    if found.needs:
+        parser.error(f"--engine wgmma: needs {found.needs}")
+    return self_test.run(place, found, seconds)
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:

@@ -15,6 +15,7 @@ import numpy
 import torch
 
 import pagedtree
+from pagedtree._engine import chosen_engine
 from pagedtree.testing import backends
 from pagedtree.tools import cubin
 
@@ -54,13 +55,13 @@ def _native() -> dict[str, Any]:
     except ImportError as error:  # the ops work without it
         return {"build": {"error": str(error)}, "cpu": {}, "engine": None}
     try:
+        engine = "{} ({})".format(*chosen_engine())
+    except RuntimeError as error:
+        engine = f"error: {error}"
+    try:
         active = _C.active_isa()
     except RuntimeError as error:
         active = f"error: {error}"
-    try:
-        engine = _C.attention_engine()
-    except RuntimeError as error:
-        engine = f"error: {error}"
     return {"build": _C.build_info(), "cpu": {"isas": _C.available_isas(), "isa": active}, "engine": engine}
 
 

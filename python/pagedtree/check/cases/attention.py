@@ -140,7 +140,7 @@ def cases() -> Iterator[Case]:
     yield from _shapes()
     yield from _values()
     yield from _options()
-    yield from _wgmma()
+    yield from wgmma_cases()
     yield from _plans()
     yield from _merges()
 
@@ -284,7 +284,7 @@ def _options() -> Iterator[Case]:
         yield _attention(f"without lse/{dtype}", replace(mixed, dtype=dtype), lse=False)
 
 
-def _wgmma() -> Iterator[Case]:
+def wgmma_cases() -> Iterator[Case]:
     """More than 32 rows of a KV head, for tiles of 64 (11 to 40 nodes with 4 heads) and of 128."""
     for sizes, tiles in WGMMA_TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import pagedtree
+from pagedtree._engine import library
 from pagedtree.check.case import Case, Difference, NotApplicable, Place, equal
 
 Words = np.ndarray
@@ -43,21 +41,12 @@ class _Instructions(ctypes.Structure):
     )
 
 
-@lru_cache
-def _library(backend: str) -> ctypes.CDLL:
-    for folder in map(Path, pagedtree.__path__):
-        path = folder / "lib" / f"libpagedtree_{backend}.so"
-        if path.exists():
-            return ctypes.CDLL(str(path))
-    raise FileNotFoundError(f"libpagedtree_{backend}.so is not part of this installation")
-
-
 def has_table(backend: str, table: str) -> bool:
-    return hasattr(_library(backend), table)
+    return hasattr(library(backend), table)
 
 
 def _items(backend: str, table: str) -> _Instructions:
-    function = getattr(_library(backend), table)
+    function = getattr(library(backend), table)
     function.restype = ctypes.POINTER(_Instructions)
     found: _Instructions = function().contents
     return found

@@ -1,0 +1,119 @@
+"""Which instructions attention multiplies with on a GPU, and why.
+
+`PAGEDTREE_ENGINE` says "mma.sync", "wgmma" or "auto", the default: wgmma on a Hopper GPU whose driver and build have
+passed the self-test of `python -m pagedtree check --engine wgmma`. Its verdict is a file in the user's cache folder;
+ops read it at their first call on a device, and never test anything (csrc/cuda/engine.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+import pagedtree
+from pagedtree.testing import backends
+
+__all__ = ["PASSED", "Facts", "chosen_engine", "facts", "library", "store_verdict", "verdict"]
+
+PASSED = "passed"
+HOW = "`python -m pagedtree check --engine wgmma`"
+
+
+class _Facts(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_char_p) for name in ("error", "needs", "path", "beginning")),
+        ("has_passed", ctypes.c_int32),
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a backend says of a device.
+
+    Attributes:
+        needs: what the kernels for wgmma need and do not have there, "" if they can run.
+        path: of the verdict's file, None where there is no cache folder.
+        beginning: what a verdict for this GPU, driver and build begins with.
+        has_passed: whether the file says so now.
+    """
+
+    needs: str
+    path: Path | None
+    beginning: str
+    has_passed: bool
+
+
+@lru_cache
+def library(backend: str) -> ctypes.CDLL:
+    """The library of "cuda" or "simt". Raises FileNotFoundError where this installation lacks it."""
+    for folder in map(Path, pagedtree.__path__):
+        path = folder / "lib" / f"libpagedtree_{backend}.so"
+        if path.exists():
+            return ctypes.CDLL(str(path))
+    raise FileNotFoundError(f"libpagedtree_{backend}.so is not part of this installation")
+
+
+def facts(backend: str, device: torch.device) -> Facts:
+    """What "cuda" or "simt" says of a device. Raises RuntimeError where the driver gives an error."""
+    function = library(backend).pagedtree_engine_facts
+    function.restype = ctypes.POINTER(_Facts)
+    with torch.cuda.device(device if device.type == "cuda" else -1):
+        found = function().contents
+    if found.error is not None:
+        raise RuntimeError(found.error.decode())
+    path = Path(os.fsdecode(found.path)) if found.path else None
+    return Facts(found.needs.decode(), path, found.beginning.decode(errors="replace"), bool(found.has_passed))
+
+
+def verdict(of: Facts) -> str | None:
+    """PASSED, or "failed: " and why; None where the test was not made with this GPU, driver and build."""
+    try:
+        text = of.path.read_text() if of.path is not None else ""
+    except (OSError, ValueError):
+        return None
+    said = text.removeprefix(of.beginning + "verdict: ")
+    is_whole = said != text and said.count("\n") == 1 and said.endswith("\n")
+    return said[:-1] if is_whole and (said[:-1] == PASSED or said.startswith("failed: ")) else None
+
+
+def store_verdict(of: Facts, said: str) -> None:
+    """Keeps PASSED, or "failed: " and why. Who reads it at the same time finds the old verdict or the new one.
+
+    Raises RuntimeError where there is no cache folder, and OSError where it cannot be written.
+    """
+    if of.path is None:
+        raise RuntimeError("there is no cache folder: set PAGEDTREE_CACHE, XDG_CACHE_HOME or HOME")
+    of.path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=of.path.parent)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{of.beginning}verdict: {' '.join(said.split())[:1000]}\n")
+    os.replace(name, of.path)
+
+
+def chosen_engine() -> tuple[str, str]:
+    """The engine of calls on the current GPU, "mma.sync" or "wgmma", and why; without a GPU that of a GPU's default.
+
+    Raises RuntimeError for a wrong PAGEDTREE_ENGINE.
+    """
+    from pagedtree import _C  # the ops do without it
+
+    asked = _C.attention_engine()
+    if asked != "auto":
+        return asked, f"PAGEDTREE_ENGINE={asked}"
+    if "cuda" not in backends():
+        return "mma.sync", "auto, without a GPU"
+    found = facts("cuda", torch.device("cuda", torch.cuda.current_device()))
+    if found.needs:
+        return "mma.sync", f"auto: wgmma needs {found.needs}"
+    said = verdict(found)
+    if said == PASSED:
+        return "wgmma", "auto: its self-test has passed with this GPU, driver and build"
+    if said is not None:
+        return "mma.sync", f"auto: the self-test of wgmma {said}; {HOW} makes it again"
+    return "mma.sync", f"auto: wgmma is not tested with this GPU, driver and build; {HOW} tests it"
