@@ -62,7 +62,7 @@ ifneq ($(ENV),active)
 endif
 
 build-all: export PAGEDTREE_CUDA := 1
-ALL_ARCHITECTURES := 8.0+PTX 8.6 8.9 9.0a 10.0 12.0
+ALL_ARCHITECTURES := 8.0+PTX 8.6 8.9 9.0a 10.0 10.3 12.0 12.1
 build-all: $(READY)  ## compile the CUDA library for each architecture since Ampere, into build/all-architectures
 	TORCH_CUDA_ARCH_LIST="$(ALL_ARCHITECTURES)" cmake -S . -B build/all-architectures -DPAGEDTREE_PYTHON=OFF
 	cmake --build build/all-architectures --parallel $${MAX_JOBS:-$$(nproc)} --target pagedtree_cuda

@@ -21,6 +21,7 @@ CHOSEN = tuple(
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
 PROPOSALS = ("tests/ops/test_ngram_texts.py", "tests/ops/test_proposers.py")
+SELF_TEST = ("tests/kernels/test_engine.py",)
 HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")
 
 
@@ -408,6 +409,29 @@ WGMMA = [
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip
 
+ENGINE = [
+    Mutant(
+        "a verdict with more behind it counts", "cuda/engine.cu",
+        "beginning_of(path) == beginning + kPassed", "beginning_of(path).starts_with(beginning + kPassed)",
+        SELF_TEST, "simt", "test_engine",
+    ),
+    Mutant(
+        "maps that the driver has refused", "cuda/attention/stage_sm90.cuh",
+        "return k && v ? CacheMaps{*k, *v, box} : maps;",
+        "return CacheMaps{k.value_or(ptx::TensorMap{}), v.value_or(ptx::TensorMap{}), box};",
+        ("tests/kernels/test_panels.py",), "simt", "agree",
+    ),
+    Mutant(
+        "panels of K behind each other's rows", "cuda/attention/attend_sm90.cuh",
+        "(step / 4 * kPanelBytes + step % 4 * 32) / 16", "(step * 32) / 16",
+        ("tests/kernels/test_panels.py",), "simt", "agree",
+    ),
+    Mutant(
+        "a self-test with fewer rows passes", "check/self_test.py", "len(lines) == expected + 1 and", "lines and",
+        SELF_TEST, "python", "end_of_the_process",
+    ),
+]  # fmt: skip
+
 WIDE = [
     of_wide("the partner's scores not added", "attend", "scores[a][0][2] += taken.z;", ""),
     of_wide("keys of the other half", "attend", "keys = warp / 2 * 16,", "keys = (1 - warp / 2) * 16,"),
@@ -596,4 +620,4 @@ ROTARY = [
 ]
 
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
-MUTANTS += VALUES + ROTARY
+MUTANTS += VALUES + ROTARY + ENGINE

@@ -1,0 +1,183 @@
+"""Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
+
+A stage has K or V of 64 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz
+(`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ptx.execute import simt_library
+
+from pagedtree import tree_attention
+from pagedtree.check.case import environment
+from pagedtree.check.cases.attention import WGMMA_TILES, Sizes
+from pagedtree.testing import backends, use_backend
+
+SIMT = simt_library()
+pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
+CUTE = np.load(Path(__file__).parents[1] / "cute" / "vectors.npz")
+KEYS, PANEL = 64, 64 * 128
+WGMMA, COMMIT, TMA, COPY = range(4)  # kinds of what is written down; see csrc/simt/ptx_sm90_simt.cpp
+LEFT_IN_REGISTERS, N_MAJOR = 1, 2
+
+Words = list[tuple[int, ...]]  # kind, thread, and up to four numbers
+INSTANCES = [
+    pytest.param(sizes, rows, dtype, fp8, marks=[] if core else pytest.mark.slow)
+    for sizes, tiles in [*WGMMA_TILES.items(), ((576, 512), (64,))]
+    for rows, (dtype, fp8) in product(tiles, product((torch.bfloat16, torch.float16), (False, True)))
+    if sizes[0] != 576 or not fp8
+    for core in [dtype == torch.bfloat16 and not fp8 and rows == tiles[-1]]
+]
+
+
+@contextmanager
+def refused_maps() -> Iterator[None]:
+    """Within it, the driver cannot make tensor maps."""
+    library = ctypes.CDLL(str(SIMT))
+    library.pagedtree_simt_refuse_maps(1)
+    try:
+        yield
+    finally:
+        library.pagedtree_simt_refuse_maps(0)
+
+
+def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Words:
+    """What the instance does for one tile and 130 keys: a stage that all rows see, and two that some rows see.
+
+    The first words of each 16 bytes of a key are its number, the place of the 16 bytes and 1 for V.
+    """
+    (head_dim, head_dim_v), latent = sizes, sizes[0] != sizes[1]
+    given = torch.zeros(2, 3, KEYS, 1, head_dim, dtype=torch.int16)
+    given[..., 0::8] = torch.arange(KEYS, dtype=torch.int16)[:, None, None]
+    given[..., 1::8] = torch.arange(head_dim // 8, dtype=torch.int16)
+    given[1, ..., 2::8] = 1
+    caches = torch.zeros(given.shape).to(torch.float8_e4m3fn) if fp8 else given.view(dtype)
+    k_cache, v_cache = caches[0], caches[0][..., :head_dim_v] if latent else caches[1]
+    q = torch.zeros(rows // 16, 16, head_dim, dtype=dtype)
+    page_table, ends = torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, rows // 16], dtype=torch.int32)
+    seq_lens = torch.tensor([130], dtype=torch.int32)
+    library, found = ctypes.CDLL(str(SIMT)), ctypes.c_void_p()
+    library.pagedtree_simt_traced.restype = ctypes.c_size_t
+    library.pagedtree_simt_trace(1)
+    try:
+        with use_backend("simt"), environment("PAGEDTREE_ENGINE", "wgmma"):
+            tree_attention(q, k_cache, v_cache, page_table, seq_lens, ends, max_seqlen_q=rows // 16)
+        count = library.pagedtree_simt_traced(ctypes.byref(found))
+        words = (ctypes.c_uint64 * (6 * count)).from_address(found.value or 0)
+        return [tuple(words[i : i + 6]) for i in range(0, len(words), 6)]
+    finally:
+        library.pagedtree_simt_trace(0)
+
+
+def multiplications(words: Words) -> list[Words]:
+    """The wgmma of each group that a warpgroup has committed, as (left, right, columns, form)."""
+    open_groups: dict[int, Words] = {}
+    groups = []
+    for kind, thread, *numbers in words:
+        if kind == WGMMA:
+            open_groups.setdefault(thread, []).append(tuple(numbers))
+        elif kind == COMMIT:
+            groups.append(open_groups.pop(thread))
+    assert not open_groups
+    return groups
+
+
+def begin_of(descriptors: list[int], steps: np.ndarray, apart: bool, faults: list[str]) -> int:
+    """Where the matrix begins by its descriptors; `apart`: whether the leading offset means anything."""
+    fields = np.array([[(d >> shift & 0x3FFF) * 16 for shift in (0, 16, 32)] for d in descriptors])
+    begin = int(fields[0, 0] - steps[0, 0])
+    fields[:, 0] -= begin
+    compared = [0, 1, 2] if apart else [0, 2]
+    if fields.shape != steps.shape or (fields != steps)[:, compared].any():
+        faults.append(f"descriptors {fields.tolist()} instead of {steps.tolist()}")
+    if any(d >> 62 != 1 or d >> 49 & 7 for d in descriptors) or begin % 1024:
+        faults.append(f"no 128-byte swizzle, or a matrix that begins at {begin}")
+    return begin
+
+
+def faults_of(words: Words, sizes: Sizes) -> list[str]:
+    """What differs from CuTe."""
+    head_dim, head_dim_v = sizes
+    latent = head_dim != head_dim_v
+    k_steps = CUTE[f"k_{head_dim}.steps"].astype(np.int64).reshape(-1, 3)
+    v_steps = CUTE[f"v_{head_dim_v}.steps"].astype(np.int64).reshape(-1, KEYS // 16, 3)
+    chunks = CUTE[f"k_{head_dim}.chunks"].astype(np.int64).reshape(KEYS, -1)
+    v_chunks = CUTE[f"v_{head_dim_v}.chunks"].astype(np.int64).reshape(KEYS, -1)
+    faults: list[str] = []
+    if (chunks[:, : head_dim_v // 8] != v_chunks).any():
+        faults.append("K and V lie in different ways")
+    read = {"K": set[int](), "V": set[int]()}
+    for group in multiplications(words):
+        left, right = [x[0] for x in group], [x[1] for x in group]
+        if any(x[3] & N_MAJOR for x in group):
+            panel = (right[0] & 0x3FFF) * 16 - min(read["K"]) if latent else 0
+            of_group = v_steps[panel % (head_dim // 64 * PANEL) // (4 * PANEL)] if latent else v_steps[0]
+            read["V"].add(begin_of(right, of_group, group[0][2] > 64, faults))
+        else:
+            read["K"].add(begin_of(right, k_steps, True, faults))
+            if not group[0][3] & LEFT_IN_REGISTERS:
+                begin_of(left, k_steps, True, faults)
+        if len({x[2:] for x in group}) != 1:
+            faults.append("multiplications of several forms")
+    filled = {"K": set[int](), "V": set[int]()}
+    for kind, _, *numbers in words:
+        if kind == TMA:  # to, column, slot, page; the rows of 128 bytes begin with their first 16, before the swizzle
+            to, column, slot, _ = numbers
+            place = int(chunks[slot, column // 8])
+            assert slot % 8 == 0
+        elif kind == COPY:
+            to = numbers[0]
+            key, chunk, is_v, _ = np.array(numbers[1:2], np.uint64).view(np.uint16).tolist()
+            if not numbers[1]:  # zeros stand for what no row sees, and begin key 0 of K, too
+                continue
+            place = int(chunks[key, chunk])
+            filled["V" if is_v and not latent else "K"].add(to - place)
+            continue
+        else:
+            continue
+        if to - place not in read["K"] | read["V"]:
+            faults.append(f"TMA of slot {slot}, column {column} to {to}, where no matrix has them")
+    for name in "KV":
+        if filled[name] - read[name]:
+            faults.append(f"{name} is copied to stages at {sorted(filled[name])}, and read at {sorted(read[name])}")
+    return faults
+
+
+@pytest.mark.parametrize(("sizes", "rows", "dtype", "fp8"), INSTANCES)
+def test_the_kernels_agree_with_cute(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> None:
+    words = written_down(sizes, rows, dtype, fp8)
+    kinds = {kind for kind, *_ in words}
+    assert kinds == ({WGMMA, COMMIT} if fp8 else {WGMMA, COMMIT, TMA, COPY})
+    assert faults_of(words, sizes) == []
+    if not fp8:
+        with refused_maps():
+            by_copies = written_down(sizes, rows, dtype, fp8)
+        assert {kind for kind, *_ in by_copies} == {WGMMA, COMMIT, COPY} and faults_of(by_copies, sizes) == []
+
+
+def test_each_wrong_place_would_be_found() -> None:
+    sizes = (128, 128)
+    words = written_down(sizes, 64, torch.bfloat16, False)
+    assert faults_of(words, sizes) == []
+    for kind, number, change in [
+        (WGMMA, 1, 2),
+        (WGMMA, 1, 1 << 32),
+        (WGMMA, 1, 1 << 62),
+        (TMA, 0, 1024),
+        (COPY, 0, 16),
+    ]:
+        wrong = list(words)
+        at = next(i for i, (of, *_) in enumerate(words) if of == kind and (kind != COPY or words[i][3]))
+        changed = list(words[at])
+        changed[2 + number] += change
+        wrong[at] = tuple(changed)
+        assert faults_of(wrong, sizes), (kind, number, change)
