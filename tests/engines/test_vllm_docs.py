@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_case import MEDUSA, accepted, engine, generate, token_prompts
+from vllm_case import MEDUSA, METHOD, accepted, engine, generate, token_prompts
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "vllm.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -28,7 +28,7 @@ def test_the_drafters_of_the_page_draft(name, tmp_path, monkeypatch):
         "worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
         "additional_config": {"pagedtree": OPTIONS[name]},
         "speculative_config": {
-            "method": "custom_class",
+            "method": METHOD,
             "num_speculative_tokens": 15,
             "model": f"my_{name}.{name}",
         },

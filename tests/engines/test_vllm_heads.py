@@ -14,8 +14,12 @@ from vllm_case import (
     EAGLE,
     LLM,
     MEDUSA,
+    METHOD,
+    RUNNER,
     TARGET,
+    V1_ONLY,
     SamplingParams,
+    TreeRunner,
     accepted,
     engine,
     generate,
@@ -27,7 +31,6 @@ from vllm_case import (
 
 from pagedtree.generation.drafters import MedusaHeads
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
-from pagedtree.integrations.vllm.runner import TreeRunner
 from pagedtree.integrations.vllm.tuned import BatchTuner
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -65,7 +68,7 @@ def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
     return {
         "worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
         "speculative_config": {
-            "method": "custom_class",
+            "method": METHOD,
             "model": "oracle_drafter.ReadingDrafter",
             "num_speculative_tokens": 15,
         },
@@ -127,7 +130,9 @@ def test_heads_draft(stock, drafter, schedule):
         expect_preemptions(llm, schedule)
 
 
-@pytest.mark.parametrize("options", [{}, {"tree": "auto"}, {"drafter": EAGLE, "depth": 3, "width": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"tree": "auto"}, marks=V1_ONLY), {"drafter": EAGLE, "depth": 3, "width": 2}]
+)
 @pytest.mark.parametrize("schedule", ["plain", "preempted"])
 def test_a_drafter_from_a_folder(stock, options, schedule):
     with engine(**tree_options("folder", **options), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
@@ -135,7 +140,7 @@ def test_a_drafter_from_a_folder(stock, options, schedule):
         assert accepted(llm) > len(PROMPTS)
 
 
-@pytest.mark.parametrize("tree", ["whole", "auto"])
+@pytest.mark.parametrize("tree", ["whole", pytest.param("auto", marks=V1_ONLY)])
 def test_a_memory_over_requests(stock, tree):
     """The second time each answer is copied from the first one."""
     with engine(**tree_options("suffix", tree=tree)) as llm:
@@ -152,6 +157,7 @@ def test_heads_on_two_ranks(stock, drafter):
         assert accepted(llm) > len(PROMPTS)
 
 
+@V1_ONLY
 @HEADS
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkeypatch):
@@ -172,12 +178,14 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
     assert len(plans) > 10
 
 
+@V1_ONLY
 @HEADS
 def test_ranks_agree_on_chosen_trees(stock, drafter):
     with engine(**tree_options(drafter, tree="auto"), **RANKS, **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
 
 
+@V1_ONLY
 @HEADS
 @pytest.mark.slow
 def test_heads_of_a_compiled_model(stock, drafter, tmp_path):
@@ -216,13 +224,20 @@ def test_medusa_heads_guess_more_of_real_text_than_ngrams():
 
 def test_a_wrong_hidden_state_is_noticed(stock, monkeypatch):
     """Negative control: with the state of the tree's first row the drafter finds another token."""
-    propose = TreeRunner.propose_draft_token_ids
+    owner, name = TreeRunner, "propose_draft_token_ids"
+    if RUNNER == "V2":
+        from pagedtree.integrations.vllm.speculator import TreeSpeculator
 
-    def wrong(runner, *args):
-        runner._accepted.last_rows = torch.zeros_like(runner._accepted.last_rows)
-        return propose(runner, *args)
+        owner, name = TreeSpeculator, "propose"
+    propose = getattr(owner, name)
 
-    monkeypatch.setattr(TreeRunner, "propose_draft_token_ids", wrong)
+    def wrong(self, *args, **kwargs):
+        accepted = self.accepted if RUNNER == "V2" else self._accepted
+        if accepted is not None:
+            accepted.last_rows = torch.zeros_like(accepted.last_rows)
+        return propose(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, wrong)
     with pytest.raises(Exception, match="hidden"), engine(**reading(stock), **NO_PREFIXES) as llm:
         generate(llm, PROMPTS)
 

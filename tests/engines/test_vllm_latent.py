@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from vllm_case import (
+    METHOD,
     NGRAM,
     TARGET,
     SamplingParams,
+    TreeRunner,
     accepted,
     engine,
     generate,
@@ -27,7 +29,6 @@ from vllm_case import (
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.latent import PagedTreeLatentBackend
 from pagedtree.integrations.vllm.limits import check_config
-from pagedtree.integrations.vllm.runner import TreeRunner
 
 PROMPTS = token_prompts()
 # Stock vLLM with its rotation in torch, as where it compiles; `limits.avoid_rotary_op` says why.
@@ -102,7 +103,7 @@ def oracle(outputs: list[list[int]]) -> dict[str, Any]:
     return {
         **NO_TREES,
         "speculative_config": {
-            "method": "custom_class",
+            "method": METHOD,
             "model": "oracle_drafter.OracleDrafter",
             "num_speculative_tokens": 15,
         },

@@ -9,6 +9,7 @@ import pytest
 from vllm_case import (
     DRAFT,
     LLM,
+    RUNNER,
     SamplingParams,
     VLLMValidationError,
     engine,
@@ -67,6 +68,10 @@ CONFIGURATIONS = {
     "scheduler_cls": dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
     "head_size": dict(hf_overrides={"head_dim": 32}),
 }
+if RUNNER == "V2":  # which gives log-probabilities in every mode, and must not be asked to choose nodes
+    del CONFIGURATIONS["logprobs_mode"], CONFIGURATIONS["max_logprobs"]
+    CONFIGURATIONS["expected tree = \"whole\", got 'auto'"] = dict(additional_config={"pagedtree": {"tree": "auto"}})
+    CONFIGURATIONS["enable_batch_sharded_sampling"] = dict(enable_batch_sharded_sampling=True, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -149,7 +154,12 @@ def test_the_log_names_worker_backend_and_drafter(caplog):
             start(**tree_options("ngram"))
     finally:
         log.removeHandler(caplog.handler)
-    for name in ("worker.TreeCPUWorker", "attention.PagedTreeBackend", "drafters.NgramTreeDrafter"):
+    for name in (
+        f"model runner {RUNNER}",
+        "worker.TreeCPUWorker",
+        "attention.PagedTreeBackend",
+        "drafters.NgramTreeDrafter",
+    ):
         assert name in caplog.text
 
 
@@ -168,4 +178,19 @@ def test_a_drafter_that_returns_something_else_is_named(message, monkeypatch):
     drafter = NgramTreeDrafter.__new__(NgramTreeDrafter)
     drafter.max_nodes = 16
     with pytest.raises(ValueError, match=f"NgramTreeDrafter.draft: .*{message}"):
-        drafter._check(drafter.draft([], []), 1)
+        drafter._checked(drafter.draft([], []), 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "runner", "options"),
+    [
+        ("Model Runner V2 does not yet support: speculative method 'custom_class'", "1", {"method": "custom_class"}),
+        ("speculative_config.method on model runner V1 = custom_class, got ngram_gpu", "0", {"method": "ngram_gpu"}),
+    ],
+)
+def test_no_other_runner_serves_in_silence(message, runner, options):
+    """A drafter named by the method of one runner does not run on the other."""
+    settings = tree_options("ngram")
+    settings["speculative_config"].update(options)
+    with pytest.raises(Exception, match=message):
+        start(**settings, env={"VLLM_USE_V2_MODEL_RUNNER": runner})

@@ -13,6 +13,7 @@ import pytest
 from vllm_case import (
     LLM,
     NGRAM,
+    V1_ONLY,
     BeamSearchParams,
     SamplingParams,
     StructuredOutputsParams,
@@ -345,6 +346,7 @@ def test_other_drafters_keep_vllms_refusals(name):
         assert not isinstance(scheduler, TreeScheduler)
 
 
+@V1_ONLY
 def test_what_is_not_asked_for_costs_nothing():
     """Without options no tensor of them is made, and without grammars no thread is started."""
     with engine(**tree_options("ngram")) as llm:

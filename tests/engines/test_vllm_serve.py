@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_case import DRAFT, TARGET, SamplingParams, StructuredOutputsParams, engine, generate, token_prompts
+from vllm_case import (
+    DRAFT,
+    METHOD,
+    RUNNER,
+    TARGET,
+    SamplingParams,
+    StructuredOutputsParams,
+    engine,
+    generate,
+    token_prompts,
+)
 
 openai = pytest.importorskip("openai")
 
@@ -58,7 +68,7 @@ def metadata_of_vllm(folder: Path) -> Path:
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
     name, options = {"ngram": ("NgramTreeDrafter", {}), "model": ("ModelTreeDrafter", {"model": DRAFT})}[request.param]
     speculation = {
-        "method": "custom_class",
+        "method": METHOD,
         "model": f"pagedtree.integrations.vllm.drafters.{name}",
         "num_speculative_tokens": 15,
     }
@@ -87,7 +97,13 @@ def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                 break
             except OSError:
                 time.sleep(1)
-        for used in ("worker.TreeCPUWorker", "attention backend CUSTOM", "attention.PagedTreeBackend", name):
+        for used in (
+            f"model runner {RUNNER}",
+            "worker.TreeCPUWorker",
+            "attention backend CUSTOM",
+            "attention.PagedTreeBackend",
+            name,
+        ):
             assert used in log.read_text()
         yield openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=120)
     finally:

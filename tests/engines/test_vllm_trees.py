@@ -10,7 +10,10 @@ import pytest
 from vllm_case import (
     DRAFT,
     LAYOUTS,
+    RUNNER,
+    V1_ONLY,
     SamplingParams,
+    TreeRunner,
     accepted,
     engine,
     generate,
@@ -21,7 +24,6 @@ from vllm_case import (
 )
 
 from pagedtree.integrations.vllm.proposals import present_nodes
-from pagedtree.integrations.vllm.runner import TreeRunner
 
 PROMPTS = token_prompts()
 NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
@@ -40,9 +42,14 @@ def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
     seen: list[tuple[list[int], list[int]]] = []
     lay_out = TreeRunner._lay_out_trees
 
-    def spy(runner, scheduler_output, *args):
-        step = lay_out(runner, scheduler_output, *args)
-        if step is not None:
+    def spy(runner, batch, *args):
+        step = lay_out(runner, batch, *args)
+        if RUNNER == "V2":
+            proposed = runner.req_states.draft_tokens[batch.idx_mapping] >= 0
+            counts = batch.num_draft_tokens_per_req.tolist()
+            found = [int(row[:count].sum()) for row, count in zip(proposed, counts, strict=True)]
+            seen.append((found, proposed.sum(dim=1).tolist()))
+        elif step is not None:
             ids = [i for i, count in zip(runner.input_batch.req_ids, step.num_drafts, strict=True) if count]
             seen.append(([int(n) for n in step.num_drafts if n], [len(runner._proposed[i]) - 1 for i in ids]))
         return step
@@ -61,6 +68,7 @@ def test_greedy_output_is_stock(stock, steps, drafter, block_size):
         assert any(len(set(scheduled)) > 1 for scheduled, _ in steps)
 
 
+@V1_ONLY
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_chosen_trees_give_stock_output(stock, steps, drafter):
     """Prompts are read beside them, and requests come and go."""
@@ -70,6 +78,7 @@ def test_chosen_trees_give_stock_output(stock, steps, drafter):
     assert sum(sum(scheduled) for scheduled, _ in steps) > 0
 
 
+@V1_ONLY
 def test_chosen_trees_verify_repetitions(steps):
     """A text that only repeats keeps its drafts, at the size of the batch that its request has."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -104,11 +113,13 @@ def test_prefix_cache_hits(stock):
         assert continued == generate(llm, longer)
 
 
+@V1_ONLY
 def test_separate_processes(stock):
     with engine(**tree_options("ngram"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
         assert generate(llm, PROMPTS) == stock
 
 
+@V1_ONLY  # Triton's interpreter and torch.compile exclude each other
 @pytest.mark.slow
 def test_compiled_model(stock, tmp_path):
     env = {"VLLM_CACHE_ROOT": str(tmp_path)}
@@ -164,6 +175,7 @@ def depths_left(monkeypatch) -> list[int]:
     return seen
 
 
+@V1_ONLY
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_no_node_is_deeper_than_its_request_may_grow(depths_left, drafter):
     """Requests of several lengths, some of which end at the longest sequence allowed."""
@@ -263,6 +275,7 @@ def test_absent_nodes_are_left_out():
     assert present_nodes(tokens[:0], parents[:0], depths[:0]).tokens == []
 
 
+@V1_ONLY
 def test_runner_takes_the_drafts_of_nobody_as_a_chain(stock, monkeypatch):
     """Drafts that vLLM schedules without a proposal (its placeholders): verified, and wrong ones rejected."""
     monkeypatch.setattr(TreeRunner, "_proposed", property(lambda self: {}, lambda self, value: None), raising=False)

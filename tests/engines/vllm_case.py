@@ -1,4 +1,4 @@
-"""vLLM engines for the tests: small, in this process, one at a time."""
+"""vLLM engines for the tests: small, in this process, one at a time; on model runner V2 with triton_on_cpu."""
 
 from __future__ import annotations
 
@@ -28,14 +28,45 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.triton_utils import HAS_TRITON
+
+from pagedtree.integrations.vllm.limits import METHODS
 
 __all__ = [
-    "DRAFT", "EAGLE", "LAYOUTS", "LLM", "MEDUSA", "NGRAM", "TARGET", "BeamSearchParams", "SamplingParams",
-    "StructuredOutputsParams", "VLLMValidationError",
-    "accepted", "engine", "generate", "metrics_of", "prompt_logprobs", "runner_of", "token_prompts", "tree_options",
+    "DRAFT",
+    "EAGLE",
+    "LAYOUTS",
+    "LLM",
+    "MEDUSA",
+    "METHOD",
+    "NGRAM",
+    "RUNNER",
+    "TARGET",
+    "V1_ONLY",
+    "BeamSearchParams",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TreeRunner",
+    "VLLMValidationError",
+    "accepted",
+    "engine",
+    "generate",
+    "metrics_of",
+    "prompt_logprobs",
+    "runner_of",
+    "token_prompts",
+    "tree_options",
     "write_eagle_head",
 ]  # fmt: skip
 
+if HAS_TRITON:
+    from pagedtree.integrations.vllm.runner_v2 import TreeRunnerV2 as TreeRunner
+else:
+    from pagedtree.integrations.vllm.runner import TreeRunner
+
+RUNNER = "V2" if HAS_TRITON else "V1"
+METHOD = METHODS[RUNNER]  # of a drafter of ours
+V1_ONLY = pytest.mark.skipif(RUNNER == "V2", reason="this is of model runner V1")
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
 BLOCK = str(CHECKPOINTS / "block")
@@ -153,7 +184,7 @@ def tree_options(drafter: str = "ngram", /, num_nodes: int = 16, **options: Any)
     given = {"tree": "whole", **defaults[drafter], **options}
     return {
         "speculative_config": {
-            "method": "custom_class",
+            "method": METHOD,
             "model": f"pagedtree.integrations.vllm.{module}.{names[drafter]}TreeDrafter",
             "num_speculative_tokens": num_nodes - 1,
         },

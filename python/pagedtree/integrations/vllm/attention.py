@@ -162,14 +162,17 @@ class PagedTreeBackend(AttentionBackend):
 
 
 class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
-    """tree: set by the model runner before each step that verifies trees (`runner.TreeRunner`), else None."""
+    """tree: set by the model runner: V1 does so before each step that verifies trees, else it is None; V2 once, with
+    buffers for the largest batch (`runner_v2.TreeRunnerV2`).
+    """
 
     metadata_class = PagedTreeMetadata
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        # The masks of trees are new tensors in each step, which a captured graph would not see.
-        return AttentionCGSupport.NEVER if uses_trees(vllm_config) else AttentionCGSupport.UNIFORM_BATCH
+        # On V1 the masks of trees are new tensors in each step, which a captured graph would not see.
+        has_new_masks = uses_trees(vllm_config) and not vllm_config.use_v2_model_runner
+        return AttentionCGSupport.NEVER if has_new_masks else AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -182,13 +185,17 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         common = common_attn_metadata
         if common.causal is not True:
             raise NotImplementedError("pagedtree's backend: expected causal attention, got bidirectional attention")
+        tree = self.tree
+        if tree is not None:
+            rows, requests = common.num_actual_tokens, common.seq_lens.shape[0]
+            tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[:requests])
         return self.metadata_class(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=common.query_start_loc,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             max_query_len=common.max_query_len,
-            tree=self.tree,
+            tree=tree,
         )
 
 

@@ -5,10 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["avoid_rotary_op", "check_config", "check_request", "lift_refusals", "min_p_of", "uses_trees"]
+__all__ = [
+    "METHODS",
+    "avoid_rotary_op",
+    "check_config",
+    "check_drafter",
+    "check_request",
+    "lift_refusals",
+    "min_p_of",
+    "scheduler_of",
+    "uses_trees",
+]
 
 PACKAGE = "pagedtree."
+# The method of the speculative configuration whose `model` is a drafter, by model runner. V2 refuses custom_class; with
+# the method of its own n-grams it keeps texts on the device and schedules asynchronously, as trees want it.
+METHODS = {"V1": "custom_class", "V2": "ngram_gpu"}
 SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
+ASYNC_SCHEDULER = "pagedtree.integrations.vllm.async_scheduler.AsyncTreeScheduler"
 MAX_NODES = 1024
 MAX_TOP_N = 1024  # of token_logprobs
 
@@ -16,15 +30,21 @@ MAX_TOP_N = 1024  # of token_logprobs
 def uses_trees(vllm_config: Any) -> bool:
     """Tells whether the configuration names a drafter or a worker of this package."""
     speculation = vllm_config.speculative_config
-    drafter = speculation.model if speculation is not None and speculation.method == "custom_class" else ""
+    drafter = speculation.model if speculation is not None and speculation.method in METHODS.values() else ""
     worker = vllm_config.parallel_config.worker_cls
     return drafter.startswith(PACKAGE) or (isinstance(worker, str) and worker.startswith(PACKAGE))
+
+
+def scheduler_of(vllm_config: Any) -> str:
+    """The scheduler that trees need, by name."""
+    return ASYNC_SCHEDULER if vllm_config.scheduler_config.async_scheduling else SCHEDULER
 
 
 def check_config(vllm_config: Any) -> None:
     """Raises ValueError, naming the setting, where trees cannot run or nobody has tried."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = vllm_config.device_config.device_type
+    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
     wrong: list[tuple[str, Any, Any]] = [
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
@@ -32,10 +52,8 @@ def check_config(vllm_config: Any) -> None:
         ("prefill_context_parallel_size", parallel.prefill_context_parallel_size, 1),
         ("api_server_count", parallel._api_process_count, 1),
         ("enable_dbo", parallel.enable_dbo, False),
-        ("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False),
         ("enable_lora", vllm_config.lora_config is not None, False),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
-        ("VLLM_USE_V2_MODEL_RUNNER", bool(vllm_config.use_v2_model_runner), False),
         ("logits_processors", model.logits_processors or None, None),
         ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
@@ -43,33 +61,39 @@ def check_config(vllm_config: Any) -> None:
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
         ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]
+    if runner == "V1":
+        wrong.append(("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False))
+    else:
+        wrong += [
+            ("enable_batch_sharded_sampling", bool(parallel.enable_batch_sharded_sampling), False),
+            ("return_sampling_mask", bool(model.return_sampling_mask), False),
+            ("enable_trace_replay", bool(model.enable_trace_replay), False),
+        ]
     speculation = vllm_config.speculative_config
     if speculation is not None:
         wrong += [
-            ("speculative_config.method", speculation.method, "custom_class"),
+            (f"speculative_config.method on model runner {runner}", speculation.method, METHODS[runner]),
             ("speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"),
-            (
-                "speculative_config.num_speculative_tokens_per_batch_size",
-                speculation.num_speculative_tokens_per_batch_size,
-                None,
-            ),
+            ("speculative_config.enable_adaptive_verification", speculation.enable_adaptive_verification, False),
         ]
+        if runner == "V1":
+            by_size = speculation.num_speculative_tokens_per_batch_size
+            wrong.append(("speculative_config.num_speculative_tokens_per_batch_size", by_size, None))
     for name, value, expected in wrong:
         if value != expected:
             raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
-    if model.logprobs_mode == "processed_logits":
+    if runner == "V1" and model.logprobs_mode == "processed_logits":
         raise ValueError(
             "draft trees: expected logprobs_mode = raw_logprobs, raw_logits or processed_logprobs, got processed_logits"
         )
-    if model.logprobs_mode == "processed_logprobs" and not 0 <= model.max_logprobs <= MAX_TOP_N:
+    if runner == "V1" and model.logprobs_mode == "processed_logprobs" and not 0 <= model.max_logprobs <= MAX_TOP_N:
         raise ValueError(
             f"draft trees: expected max_logprobs in 0..{MAX_TOP_N} where logprobs_mode is processed_logprobs, got"
             f" {model.max_logprobs}"
         )
-    if vllm_config.scheduler_config.scheduler_cls != SCHEDULER:
-        raise ValueError(
-            f"draft trees: expected scheduler_cls = {SCHEDULER}, got {vllm_config.scheduler_config.scheduler_cls}"
-        )
+    scheduler, expected = vllm_config.scheduler_config.scheduler_cls, scheduler_of(vllm_config)
+    if scheduler != expected:
+        raise ValueError(f"draft trees: expected scheduler_cls = {expected}, got {scheduler}")
     if speculation is not None and not 1 <= speculation.num_speculative_tokens < MAX_NODES:
         raise ValueError(
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
@@ -132,7 +156,7 @@ def lift_refusals() -> None:
 
 
 def _drafts_trees(speculation: Any) -> bool:
-    if speculation is None or speculation.method != "custom_class":
+    if speculation is None or speculation.method not in METHODS.values():
         return False
     try:
         check_drafter(speculation.model)

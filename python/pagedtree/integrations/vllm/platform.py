@@ -9,7 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from pagedtree.integrations.vllm.limits import SCHEDULER, avoid_rotary_op, check_config, check_request, uses_trees
+from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, check_request, scheduler_of, uses_trees
 
 __all__ = ["PagedTreeCpuPlatform"]
 
@@ -50,11 +50,15 @@ class PagedTreeCpuPlatform(CpuPlatform):
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
             if scheduler.scheduler_cls is None:
-                scheduler.scheduler_cls = SCHEDULER
+                scheduler.scheduler_cls = scheduler_of(vllm_config)
+        is_async = scheduler.async_scheduling
         if attention.backend == AttentionBackendEnum.CUSTOM and vllm_config.model_config is not None:
             avoid_rotary_op(vllm_config)
         super().check_and_update_config(vllm_config)
         if has_trees:
+            if vllm_config.use_v2_model_runner:
+                # vLLM's platform switches it off, which a CPU has no need of. With trees all devices run the same way.
+                scheduler.async_scheduling = is_async
             check_config(vllm_config)
         if vllm_config.model_config is not None:
             cls._has_trees = has_trees

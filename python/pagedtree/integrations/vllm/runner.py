@@ -9,20 +9,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.logger import init_logger
 from vllm.v1.outputs import SamplerOutput
 
-from pagedtree import PreparedCompaction, TreeBatch, build_trees, sample, verify_greedy, verify_sampled
-from pagedtree.integrations.vllm.attention import PagedTreeBackend, TreeMask
+from pagedtree import TreeBatch, build_trees
+from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.limits import check_config, check_request
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
 from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
+from pagedtree.integrations.vllm.verification import Compactions, check_backends, choose_tokens, grammar_rows
 
 __all__ = ["StepTrees", "TreeRunner"]
-
-logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
 
 @dataclass
@@ -62,8 +60,7 @@ class TreeRunner:
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
         self._proposed: dict[str, np.ndarray] = {}
         self._accepted: Accepted | None = None
-        # By a group of layers: their caches, and the moves in these.
-        self._compactions: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
+        self._compactions: Compactions | None = None
         self._begin = 0.0  # of the pass
         self._seeds: dict[str, int] = {}
         # Draws seeds for requests without one. It is equal on all ranks, which draw in the same order.
@@ -214,39 +211,18 @@ class TreeRunner:
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> Any:
         result = super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
-        for groups in self.attn_groups:
-            for group in groups:
-                if not issubclass(group.backend, PagedTreeBackend):
-                    raise ValueError(
-                        f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}"
-                    )
-        speculation = self.vllm_config.speculative_config
-        logger.info(
-            "pagedtree: worker %s, attention backend CUSTOM (%s), drafter %s",
-            self.vllm_config.parallel_config.worker_cls,
-            f"{PagedTreeBackend.__module__}.{PagedTreeBackend.__name__}",
-            speculation.model if speculation is not None else None,
-        )
+        check_backends(self.attn_groups, self.vllm_config)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         # vLLM would apply the mask to all rows of the logits. Here only visited rows are read.
-        self._grammar_mask = self._grammar_rows(grammar_output) if grammar_output is not None else None
+        self._grammar_mask = None
+        if grammar_output is not None:
+            batch_ids = self.input_batch.req_ids
+            ones = np.ones(len(batch_ids), dtype=np.int64)
+            sizes = self._step.num_drafts + 1 if self._step is not None else ones
+            self._grammar_mask = torch.from_numpy(grammar_rows(grammar_output, batch_ids, sizes)).to(self.device)
         return super().sample_tokens(None)  # type: ignore[misc]
-
-    def _grammar_rows(self, grammar_output: Any) -> Tensor:
-        """int32 [N, ceil(V / 32)]: the scheduler's rows in the batch's order, all bits set without a grammar."""
-        given = grammar_output.grammar_bitmask
-        batch_ids = self.input_batch.req_ids
-        sizes = self._step.num_drafts + 1 if self._step is not None else np.ones(len(batch_ids), dtype=np.int64)
-        if grammar_output.structured_output_request_ids != batch_ids:
-            begin = dict(zip(batch_ids, np.cumsum(sizes) - sizes, strict=True))
-            size = dict(zip(batch_ids, sizes, strict=True))
-            rows = [begin[i] + np.arange(size[i]) for i in grammar_output.structured_output_request_ids]
-            mask = np.full((sizes.sum(), given.shape[1]), -1, dtype=np.int32)
-            mask[np.concatenate(rows)] = given
-            given = mask
-        return torch.from_numpy(given).to(self.device)
 
     def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
         """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
@@ -256,20 +232,19 @@ class TreeRunner:
         sampling = self._options.step(requests)
         seeds = torch.tensor([self._seed(r.req_id, r.sampling_params.seed) for r in requests]).to(self.device)
         last = self.seq_lens[: len(requests)].long() - 1
-        how: dict[str, Any] = {"seeds": seeds, "grammar_mask": grammar_mask, "options": sampling.options}
+        trees, draft_tokens, positions = None, None, last
+        if step is not None:
+            trees, draft_tokens = step.trees, self.input_ids.gpu[step.rows]
+            positions = last - torch.from_numpy(step.num_drafts).to(self.device)
+        verdict = choose_tokens(
+            logits, trees, draft_tokens, sampling, seeds=seeds, positions=positions, grammar_mask=grammar_mask
+        )
+        tokens = verdict.tokens
         if step is None:
-            tokens = sample(logits, sampling.params, positions=last, **how)[:, None]
             rows = torch.arange(len(requests), device=self.device)[:, None]
             self._accepted = Accepted(rows[:, 0])
         else:
-            start = last - torch.from_numpy(step.num_drafts).to(self.device)
-            draft_tokens = self.input_ids.gpu[step.rows]
-            if sampling.is_plain:
-                verdict = verify_greedy(logits, draft_tokens, step.trees, grammar_mask=grammar_mask)
-            else:
-                verdict = verify_sampled(logits, draft_tokens, step.trees, sampling.params, positions=start, **how)
-            self._compact(start.int(), verdict.accept_index, verdict.num_accepted)
-            tokens = verdict.tokens
+            self._compact(positions.int(), verdict.accept_index, verdict.num_accepted)
             rows = step.trees.cu_nodes[:-1, None] + verdict.accept_index
             last_rows = rows.gather(1, verdict.num_accepted[:, None].long())[:, 0]
             self._accepted = Accepted(last_rows.long(), step.num_drafts.tolist(), verdict.accept_index)
@@ -290,15 +265,8 @@ class TreeRunner:
         return self._seeds[request_id]
 
     def _compact(self, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
-        """Moves the accepted rows together, in all layers of a group at once."""
-        layers = self.compilation_config.static_forward_context
-        for index, group in enumerate(self.kv_cache_config.kv_cache_groups):
-            caches = [layers[name].kv_cache for name in group.layer_names]
-            known, compaction = self._compactions.get(index, ([], None))
-            if compaction is None or any(cache is not before for cache, before in zip(caches, known, strict=True)):
-                # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576]; layers may share one.
-                rows = {c.data_ptr(): c.transpose(1, 2) if c.dim() == 4 else c for c in caches}
-                compaction = PreparedCompaction([*rows.values()])
-                self._compactions[index] = caches, compaction
-            table = self.input_batch.block_table[index].get_device_tensor(start.shape[0])
-            compaction(table, start, accept_index, num_accepted)
+        if self._compactions is None:
+            layers = self.compilation_config.static_forward_context
+            self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
+        tables, count = self.input_batch.block_table, start.shape[0]
+        self._compactions(lambda i: tables[i].get_device_tensor(count), start, accept_index, num_accepted)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,8 @@ class TreeScheduler(Scheduler):
     Without structured outputs it does what vLLM's does.
     """
 
+    _fills_early = True  # whether drafts are known when a step is scheduled
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._masks = GrammarMasks([], self.vllm_config.model_config.get_vocab_size())
@@ -48,19 +50,26 @@ class TreeScheduler(Scheduler):
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
         """Keeps all drafts: those that the grammar forbids are forbidden by the mask of their parent."""
+        for request_id, tokens, parents in self._trees_of(draft_token_ids):
+            request = self.requests[request_id]
+            request.spec_token_ids = [] if request.is_prefill_chunk else tokens
+            request.draft_parents = parents
+
+    def _trees_of(self, draft_token_ids: DraftTokenIds) -> Iterator[tuple[str, list[int], np.ndarray | None]]:
+        """Each unfinished request with its draft tokens and, where they are known, the parents of its tree."""
         trees = getattr(draft_token_ids, "parents", None) or [None] * len(draft_token_ids.req_ids)
         for request_id, tokens, parents in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, trees, strict=True
         ):
             request = self.requests.get(request_id)
-            if request is None or request.is_finished():
-                continue
-            request.spec_token_ids = [] if request.is_prefill_chunk else tokens
-            request.draft_parents = parents
+            if request is not None and not request.is_finished():
+                yield request_id, tokens, parents
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)
-        self._fill = self._start_fill(output) if output.has_structured_output_requests else None
+        self._fill = None
+        if output.has_structured_output_requests and self._fills_early:
+            self._fill = self._start_fill(output)
         return output
 
     def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> GrammarOutput | None:
@@ -68,13 +77,19 @@ class TreeScheduler(Scheduler):
             return None
         request_ids, fill = self._fill
         self._fill = None
-        return GrammarOutput(request_ids, fill.result().numpy())
+        scheduled = scheduler_output.scheduled_spec_decode_tokens
+        # Runner V2's placeholders for drafts that only the device knows are no drafts here.
+        drafts = [scheduled.get(request_id, []) for request_id in request_ids]
+        num_acceptable = [len(tokens) if max(tokens, default=-1) >= 0 else 0 for tokens in drafts]
+        return GrammarOutput(request_ids, fill.result().numpy(), num_acceptable)
 
     def _start_fill(self, output: SchedulerOutput) -> tuple[list[str], GrammarFill] | None:
         request_ids = [
             request_id
             for request_id in output.num_scheduled_tokens
-            if self.requests[request_id].use_structured_output and not self.requests[request_id].is_prefill_chunk
+            if (request := self.requests.get(request_id)) is not None  # it may have ended since it was scheduled
+            and request.use_structured_output
+            and not request.is_prefill_chunk
         ]
         if not request_ids:
             return None

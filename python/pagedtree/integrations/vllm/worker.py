@@ -1,4 +1,4 @@
-"""vLLM's workers with `runner.TreeRunner`."""
+"""vLLM's workers with `runner.TreeRunner`, on model runner V2 with `runner_v2.TreeRunnerV2`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ class TreeCPUWorker(CPUWorker):
         check_config(self.vllm_config)
         super().init_device()
         # The CPU worker makes its runner in the middle of this method, before a model is loaded.
-        self.model_runner = TreeCPUModelRunner(self.vllm_config, torch.device("cpu"))
+        if self.vllm_config.use_v2_model_runner:
+            from vllm.v1.worker.cpu.model_runner import CPUModelRunner as CPUModelRunnerV2
+
+            self.model_runner = _with_trees(CPUModelRunnerV2)(self.vllm_config, self.device)
+        else:
+            self.model_runner = TreeCPUModelRunner(self.vllm_config, torch.device("cpu"))
 
 
 class TreeGPUWorker(Worker):
@@ -39,4 +44,15 @@ class TreeGPUWorker(Worker):
 
     def _make_model_runner(self) -> Any:
         check_config(self.vllm_config)
+        if self.vllm_config.use_v2_model_runner:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
+
+            return _with_trees(GPUModelRunnerV2)(self.vllm_config, self.device)
         return TreeGPUModelRunner(self.vllm_config, self.device)
+
+
+def _with_trees(runner: type) -> type:
+    """Puts `TreeRunnerV2` in front of a model runner V2, whose modules need Triton."""
+    from pagedtree.integrations.vllm.runner_v2 import TreeRunnerV2
+
+    return type(f"Tree{runner.__name__}V2", (TreeRunnerV2, runner), {})

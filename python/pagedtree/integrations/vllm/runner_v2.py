@@ -1,0 +1,244 @@
+"""vLLM's model runner V2, with trees: depth positions, masks, verification, compaction of the accepted path."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.utils import torch_utils
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
+
+from pagedtree import TreeBatch, build_trees
+from pagedtree.integrations.vllm.attention import TreeMask
+from pagedtree.integrations.vllm.device_sampling import DeviceSampling
+from pagedtree.integrations.vllm.features import Accepted, check_features
+from pagedtree.integrations.vllm.limits import check_config, check_drafter, check_request, min_p_of
+from pagedtree.integrations.vllm.scheduler import DraftTrees
+from pagedtree.integrations.vllm.speculator import TreeSpeculator
+from pagedtree.integrations.vllm.verification import Compactions, check_backends, choose_tokens, grammar_rows
+
+__all__ = ["TreeRunnerV2"]
+
+
+class StepTrees(NamedTuple):
+    """The trees of one step.
+
+    Attributes:
+        trees: those of all R requests; requests without drafts have the root alone.
+        draft_tokens: int64 [N], -1 at nodes that nobody drafted.
+    """
+
+    trees: TreeBatch
+    draft_tokens: Tensor
+
+
+class TreeRunnerV2:
+    """Stands in front of vLLM's model runner V2 and extends these methods of it:
+
+        load_model            the drafter takes the speculator's place
+        initialize_kv_cache   gives the builders of attention metadata the buffers of the masks
+        add_requests          looks at the parameters of new requests
+        prepare_attn          slots are those of a chain; then positions become start + depth, and masks are set
+        sample                verification, and the accepted rows of all layers moved together
+        take_draft_token_ids  tells the scheduler of the trees, where there are grammars
+
+    The speculative configuration is that of vLLM's own n-grams (`limits.METHODS`), so that vLLM schedules
+    asynchronously, as with these. Nothing here waits for the device; the drafter may (`TreeSpeculator`). Without a
+    drafter it works, too: the same seeded sampling, one token per step.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        check_config(vllm_config)
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self._step: StepTrees | None = None
+        self._compactions: Compactions | None = None
+        self.speculator: TreeSpeculator | None = None
+        if self.speculative_config is not None:
+            self.drafter = check_drafter(self.speculative_config.model)(vllm_config)
+
+    # Attributes and methods of vLLM's runner.
+    vllm_config: Any
+    speculative_config: Any
+    device: torch.device
+    model: Any
+    sampler: Any
+    req_states: Any
+    block_tables: Any
+    attn_groups: list[list[Any]]
+    compilation_config: Any
+    kv_cache_config: Any
+    max_num_tokens: int
+    max_num_reqs: int
+    vocab_size: int
+    use_aux_hidden_state_outputs: bool
+    draft_tokens_handler: Any
+    _masks: TreeMask
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._sampling = DeviceSampling(self.sampler, self.device)
+        if self.speculative_config is None:
+            return
+        self.drafter.load_model(self.model)
+        layers = self.drafter.feature_layers
+        check_features(self.vllm_config, self.model, layers)
+        if layers:
+            # vLLM counts the residual streams, from the one in front of the first layer on.
+            self.model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
+            self.use_aux_hidden_state_outputs = True
+        self.speculator = TreeSpeculator(self.drafter, self.req_states, self.device)
+        self.draft_tokens_handler = _DraftTreesHandler(self.speculator.parents, self.device)
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
+        check_backends(self.attn_groups, self.vllm_config)
+        layers = self.compilation_config.static_forward_context
+        self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
+        if self.speculator is None:
+            return
+        # Captured graphs see the masks of a step in these.
+        words = (self.speculator.max_nodes + 31) // 32
+        mask = torch.zeros((self.max_num_tokens, words), dtype=torch.int32, device=self.device)
+        lens = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=self.device)
+        self._masks = TreeMask(mask, lens)
+        for groups in self.attn_groups:
+            for group in groups:
+                for builder in group.metadata_builders:
+                    builder.tree = self._masks
+
+    def finish_requests(self, scheduler_output: Any) -> None:
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+        if self.speculator is not None:
+            for request_id in scheduler_output.finished_req_ids:
+                self.drafter.forget(request_id)
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        for request in scheduler_output.scheduled_new_reqs:
+            check_request(request.sampling_params)
+            request.sampling_params.min_p = min_p_of(request.sampling_params)
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        for request in scheduler_output.scheduled_new_reqs:
+            self._sampling.add_request(self.req_states.req_id_to_index[request.req_id], request.sampling_params)
+
+    def prepare_attn(self, input_batch: Any) -> Any:
+        result = super().prepare_attn(input_batch)  # type: ignore[misc]
+        self._step = None
+        if self.speculator is not None:
+            self._masks.tree_lens.fill_(-1)
+            if input_batch.num_draft_tokens > 0:
+                self._step = self._lay_out_trees(input_batch)
+        return result
+
+    def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+        if self.speculator is not None:
+            self._masks.tree_lens.fill_(-1)
+        return super().prepare_dummy_attn(*args, **kwargs)  # type: ignore[misc]
+
+    def _lay_out_trees(self, batch: Any) -> StepTrees:
+        assert self.speculator is not None
+        rows, slots, node = batch.logits_indices, batch.expanded_idx_mapping, batch.expanded_local_pos
+        trees = build_trees(
+            self.speculator.parents[slots, node.long()],
+            batch.cu_num_logits,
+            max_nodes=self.speculator.max_nodes,
+            max_depth=self.speculator.max_depth,
+        )
+        roots = batch.positions[rows] - node
+        # Behind a prompt's tokens vLLM may schedule drafts that nobody has made.
+        is_draft = (node == 0) | (roots >= self.req_states.prefill_len.gpu[slots])
+        draft_tokens = batch.input_ids[rows].masked_fill(~is_draft, -1).long()
+        self._set_positions(batch, roots + trees.depths.clamp(min=0))
+        self._set_masks(batch, trees)
+        batch.input_ids.clamp_(min=0)
+        return StepTrees(trees, draft_tokens)
+
+    def _set_positions(self, batch: Any, positions: Tensor) -> None:
+        batch.positions.index_copy_(0, batch.logits_indices, positions)
+
+    def _set_masks(self, batch: Any, trees: TreeBatch) -> None:
+        mask, lens = self._masks.tree_mask, self._masks.tree_lens
+        mask[: batch.num_tokens].zero_()
+        mask.index_copy_(0, batch.logits_indices, trees.mask)
+        counts = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
+        lens[: batch.num_reqs] = counts.masked_fill(counts == 1, -1)
+
+    def sample(
+        self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
+        step, self._step = self._step, None
+        batch = input_batch
+        logits = self.model.compute_logits(hidden_states[batch.logits_indices])
+        offsets = batch.cu_num_logits
+        draft_tokens, grammar_mask = step.draft_tokens if step is not None else None, None
+        if grammar_output is not None and grammar_output.structured_output_request_ids:
+            sizes = batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1]
+            rows = grammar_rows(grammar_output, batch.req_ids, sizes)
+            grammar_mask = torch_utils.async_tensor_h2d(rows, device=self.device)
+            # Where the scheduler did not know the drafts, the mask holds for the root alone.
+            unknown = grammar_invalid_drafts(
+                batch, grammar_output.structured_output_request_ids, grammar_output.num_acceptable_drafts
+            )
+            if unknown is not None and draft_tokens is not None:
+                draft_tokens = draft_tokens.masked_fill(unknown, -1)
+        roots = batch.positions[batch.logits_indices[offsets[:-1].long()]]
+        verdict = choose_tokens(
+            logits, step.trees if step is not None else None, draft_tokens, self._sampling.step(batch),
+            seeds=self._sampling.seeds(batch), positions=roots, grammar_mask=grammar_mask,
+        )  # fmt: skip
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            verdict.num_accepted + 1, batch.seq_lens, offsets, batch.idx_mapping, self.req_states.prefill_len.gpu
+        )
+        last = verdict.accept_index.gather(1, verdict.num_accepted[:, None].long())[:, 0]
+        accepted = Accepted((offsets[:-1] + last).long())
+        if step is not None:
+            self._compact(roots.int(), verdict.accept_index, verdict.num_accepted)
+            accepted.num_drafts, accepted.accept_index = batch.num_draft_tokens_per_req, verdict.accept_index
+        if self.speculator is not None:
+            self.speculator.accepted = accepted
+        output = SamplerOutput(
+            sampled_token_ids=verdict.tokens,
+            logprobs_tensors=self._sampling.logprobs(logits, batch, verdict, grammar_mask),
+            num_nans=get_num_nans(logits) if self.sampler.compute_nans else None,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+        return output, num_sampled, num_rejected
+
+    def _compact(self, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
+        assert self._compactions is not None
+        tables, count = self.block_tables.input_block_tables, start.shape[0]
+        self._compactions(lambda group: tables[group][:count], start, accept_index, num_accepted)
+
+
+class _DraftTreesHandler(DraftTokensHandler):
+    """Takes the trees to the scheduler, too, where it needs draft tokens.
+
+    parents: int32 [max_num_reqs, k + 1].
+    """
+
+    def __init__(self, parents: Tensor, device: torch.device) -> None:
+        super().__init__(device)
+        self._parents = parents
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: Tensor) -> None:
+        count = draft_tokens.shape[1]
+        if input_batch.has_structured_output_reqs:
+            parents = self._parents[input_batch.idx_mapping, : count + 1]
+            draft_tokens = torch.cat([draft_tokens, parents], dim=1)
+        super().set_draft_tokens(input_batch, draft_tokens)
+        self.num_draft_tokens = count
+
+    def get_draft_tokens(self) -> DraftTrees:
+        found = super().get_draft_tokens()
+        parents: list[Any] = [None] * len(found.req_ids)
+        tokens = found.draft_token_ids
+        if self.draft_tokens_np is not None:
+            parents = [*self.draft_tokens_np[:, self.num_draft_tokens :]]
+            tokens = [row[: self.num_draft_tokens] for row in tokens]
+        return DraftTrees(found.req_ids, tokens, parents)

@@ -1,0 +1,227 @@
+"""The base class of drafters: the methods that vLLM's runners call, and what trees need around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from torch import Tensor
+from vllm.distributed import get_tp_group
+
+from pagedtree import Draft
+from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
+from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
+
+__all__ = ["Proposed", "TreeDrafter"]
+
+# A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
+Proposed = tuple[list[int], np.ndarray] | tuple[list[int], np.ndarray, np.ndarray | None]
+
+
+class TreeDrafter:
+    """Base class: the methods that vLLM calls, and what trees need around them.
+
+    What a class says of itself:
+
+        defaults        its options and their values where additional_config has none
+        needs_hidden    `draft` gets the target's last hidden states
+        feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass; may
+                        be set as late as in `load_model`
+        on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the first
+                        one alone; for drafters that compute over the ranks, as the target's `compute_logits` does. The
+                        first one's proposals count.
+        grows_by_level  trees of fewer levels (`limit_depth`) take less time
+
+    Attributes:
+        options: `defaults`, with what additional_config gives instead.
+        max_nodes: num_speculative_tokens + 1.
+        max_depth: the most levels of a tree; by default max_nodes - 1.
+        request_ids, hidden: the requests of the batch, in its order, and the hidden state of each; set by the runner
+            before `propose`.
+        most_tokens: how many tokens the text of each of these requests may have, prompt included; set likewise.
+        pass_rows, pass_seconds: how many tokens the pass read, draft tokens included, and what it took; set likewise.
+        parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order in
+            which the first n are a tree for any n, since vLLM's scheduler may cut proposals off.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {}
+    needs_hidden: bool = False
+    feature_layers: Sequence[int] = ()
+    on_every_rank: bool = False
+    grows_by_level: bool = False
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.check(vllm_config)
+        worker = vllm_config.parallel_config.worker_cls
+        if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
+            raise ValueError(
+                f"{type(self).__name__}: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker"
+                f" (on CPUs TreeCPUWorker), got {worker}"
+            )
+        given = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
+        # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
+        ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
+        tree = given.pop("tree", ways[0])
+        if tree not in ways:
+            expected = " or ".join(f'"{way}"' for way in ways)
+            raise ValueError(f'additional_config["pagedtree"]: expected tree = {expected}, got {tree!r}')
+        unknown = sorted(set(given) - set(self.defaults))
+        if unknown:
+            known = sorted({"tree", *self.defaults})
+            raise ValueError(f'additional_config["pagedtree"]: expected options among {known}, got {unknown}')
+        self.vllm_config = vllm_config
+        self.options = {**self.defaults, **given}
+        self.max_nodes = vllm_config.speculative_config.num_speculative_tokens + 1
+        self.max_depth = self.max_nodes - 1
+        self.is_tuned = tree == "auto"
+        self._tuner: BatchTuner | None = None
+        self.pass_rows, self.pass_seconds = 0, 0.0
+        self.request_ids: list[str] = []
+        self.most_tokens: list[int] = []
+        self.hidden: Tensor | None = None
+        self.parents: dict[str, np.ndarray] = {}
+
+    @classmethod
+    def check(cls, vllm_config: Any) -> None:
+        """Raises ValueError, naming the setting, for a configuration that this drafter is not made for.
+
+        Called where vLLM reads its configuration, and again in each worker.
+        """
+
+    @property
+    def drafts_here(self) -> bool:
+        """Whether this rank calls `read` and `draft`."""
+        return self.on_every_rank or get_tp_group().rank_in_group == 0
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the class drafts by `draft_on_device`; one that overrides `draft` alone does not."""
+        made, drafted = (
+            next(owner for owner in type(self).__mro__ if name in vars(owner)) for name in ("draft_on_device", "draft")
+        )
+        return made is not TreeDrafter and issubclass(made, drafted)
+
+    def load_model(self, target_model: Any) -> None:
+        """Called once the target, a model of vLLM, is loaded; on every rank."""
+
+    def forget(self, request_id: str) -> None:
+        """The request is finished."""
+        self.parents.pop(request_id, None)
+
+    def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
+        """Called after each pass of the target, before `draft`, where the drafter has `feature_layers`.
+
+        Args:
+            request_ids: the requests of which the pass has read tokens that are in their texts: known ones, such as
+                prompts in chunks, or those of a tree that were accepted. Not all of them get a token by this pass.
+            tokens: integer [length of the text so far] of each, prompt included, with what the pass has not read yet.
+            starts: the position of the first token of each that was read. It is where the last call ended, but 0 again
+                where vLLM reads a request anew after a preemption.
+            features: [number of tokens read, layers * H] of each: the residual stream behind each of feature_layers, in
+                their order.
+
+        When `draft` is called for a text of n tokens, positions 0 to n - 2 have been here.
+        """
+
+    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
+        """Drafts a tree for each of these requests, whose last token is known; this is what a drafter implements.
+
+        Args:
+            request_ids: R of vLLM's names.
+            tokens: R arrays, integer [length of the text so far], prompt included; the last token is the root.
+
+        A drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], what the target's output layer
+        turned into the root, which is the last hidden state at the token before it, in the model's dtype on its device.
+
+        Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
+        num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
+        the root, i the i-th draft token, and 0 <= parents[i] < i. Without any guess: ([], np.array([-1])). Nodes deeper
+        than the request's text may still grow are left out afterwards. log_probs: fp32 [n + 1], each node's joint
+        log-probability by the drafter, the root's 0; what is accepted corrects them.
+
+        Called on the first tensor-parallel rank, with `on_every_rank` on all of them; where nothing is worth its time,
+        not in every step.
+        """
+        raise NotImplementedError
+
+    def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
+        """Drafts as `draft` does, for runner V2, which then never waits for the device: nothing is read on the host.
+
+        tokens: int64 [R, L], their texts. lengths: int32 [R], of the texts. hidden: as `draft` gets it, with
+        `needs_hidden`. A request that still reads its prompt gets a tree, too, which nobody looks at.
+        """
+        raise NotImplementedError
+
+    def limit_depth(self, levels: int) -> None:
+        """Asks for at most so many levels from now on, where fewer take less time; called where `draft` is next."""
+
+    def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
+        """Tells how much more than what every step brings `draft` would read now, in tokens of the target; called where
+        proposals are made, with what `draft` may get next.
+        """
+        return 0.0
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """vLLM's hook: draft tokens for each request of the batch, none where it has no new token."""
+        self.parents.clear()
+        rows = [row for row, new in enumerate(sampled_token_ids) if new]
+        request_ids = [self.request_ids[row] for row in rows]
+        known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        # All ranks must agree on the trees, and those that draft on how deep. The first one decides.
+        ranks, depth = get_tp_group(), self.max_depth if rows else None
+        is_first = ranks.rank_in_group == 0
+        if self.is_tuned and is_first and rows:
+            if self._tuner is None:
+                self._tuner = BatchTuner(self.max_depth, self.grows_by_level)
+            passed = Pass(self.request_ids, sampled_token_ids, self.pass_rows, self.pass_seconds)
+            depth = self._tuner.plan(passed, request_ids, self.unread(request_ids, known)).depth
+        if self.is_tuned and self.on_every_rank:
+            depth = ranks.broadcast_object(depth, src=0)
+        proposals: list[Proposal] | None = None
+        if self.drafts_here and depth is not None:
+            if self.is_tuned:
+                self.limit_depth(depth)
+            states: dict[str, Any] = {}
+            if self.needs_hidden:
+                assert self.hidden is not None
+                states["hidden"] = self.hidden if len(rows) == len(sampled_token_ids) else self.hidden[rows]
+            proposals = self._checked(self.draft(request_ids, known, **states), len(rows))
+            # The last token of a text is generated, but never read.
+            rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, known, strict=True)]
+            proposals = [cut_at(room, each) for room, each in zip(rooms, proposals, strict=True)]
+            if self._tuner is not None:
+                proposals = self._tuner.keep(proposals)
+        proposals = ranks.broadcast_object(proposals, src=0) or [NO_GUESS] * len(rows)
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        for row, request_id, proposal in zip(rows, request_ids, proposals, strict=True):
+            drafts[row], self.parents[request_id] = proposal.tokens, proposal.parents
+        return drafts
+
+    def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
+        """Checks what `draft` returned; raises ValueError where it is not what its docstring says."""
+        name = f"{type(self).__name__}.draft"
+        if len(proposed) != count:
+            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")
+        proposals = [Proposal(*each) for each in proposed]
+        for tokens, parents, log_probs in proposals:
+            if len(tokens) >= self.max_nodes:
+                raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
+            nodes = np.arange(len(tokens) + 1)
+            if np.shape(parents) != nodes.shape:
+                raise ValueError(f"{name}: expected {len(nodes)} parents, the root's included, got {np.shape(parents)}")
+            if parents[0] != -1 or np.any((parents[1:] < 0) | (parents[1:] >= nodes[1:])):
+                raise ValueError(
+                    f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {np.asarray(parents).tolist()}"
+                )
+            if log_probs is not None and np.shape(log_probs) != nodes.shape:
+                raise ValueError(
+                    f"{name}: expected {len(nodes)} log-probabilities, the root's included, got {np.shape(log_probs)}"
+                )
+        return proposals

@@ -1,0 +1,107 @@
+"""What both of vLLM's model runners do with the target's logits of trees, and with its caches afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from pagedtree import PreparedCompaction, TreeBatch, Verdict, sample, verify_greedy, verify_sampled
+from pagedtree.integrations.vllm.attention import PagedTreeBackend
+from pagedtree.integrations.vllm.options import BatchSampling
+
+__all__ = ["Compactions", "check_backends", "choose_tokens", "grammar_rows"]
+
+logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
+
+
+def choose_tokens(
+    logits: Tensor,
+    trees: TreeBatch | None,
+    draft_tokens: Tensor | None,
+    sampling: BatchSampling,
+    *,
+    seeds: Tensor,
+    positions: Tensor,
+    grammar_mask: Tensor | None,
+) -> Verdict:
+    """Verifies R trees, or samples a token for each of R rows where there are none.
+
+    logits: [N, V], a row for each node. positions: int64 [R], of the roots, or of the rows where there are no trees.
+    """
+    how: dict[str, Any] = {
+        "seeds": seeds,
+        "positions": positions,
+        "grammar_mask": grammar_mask,
+        "options": sampling.options,
+    }
+    if trees is None:
+        tokens = sample(logits, sampling.params, **how)[:, None]
+        none = torch.zeros_like(tokens, dtype=torch.int32)
+        return Verdict(none, none[:, 0], tokens, none[:, 0])
+    assert draft_tokens is not None
+    if sampling.is_plain:
+        return verify_greedy(logits, draft_tokens, trees, grammar_mask=grammar_mask)
+    return verify_sampled(logits, draft_tokens, trees, sampling.params, **how)
+
+
+def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndarray) -> np.ndarray:
+    """int32 [N, ceil(V / 32)]: the scheduler's rows in the batch's order, all bits set without a grammar.
+
+    sizes: [R], the nodes of each of the batch's requests.
+    """
+    given: np.ndarray = grammar_output.grammar_bitmask
+    if grammar_output.structured_output_request_ids == request_ids:
+        return given
+    begin = dict(zip(request_ids, np.cumsum(sizes) - sizes, strict=True))
+    size = dict(zip(request_ids, sizes, strict=True))
+    rows = [begin[i] + np.arange(size[i]) for i in grammar_output.structured_output_request_ids]
+    mask = np.full((sizes.sum(), given.shape[1]), -1, dtype=np.int32)
+    mask[np.concatenate(rows)] = given
+    return mask
+
+
+class Compactions:
+    """Moves accepted rows together, in all layers of a group of caches at once.
+
+    layers: vLLM's attention layers by name. groups: its KVCacheGroupSpec.
+    """
+
+    def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
+        self._layers, self._groups = layers, groups
+        # By a group of layers: their caches, and the moves in these.
+        self._prepared: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
+
+    def __call__(
+        self, table_of: Callable[[int], Tensor], start: Tensor, accept_index: Tensor, num_accepted: Tensor
+    ) -> None:
+        """table_of: the block table of a group, [R, max_blocks]. start: int32 [R], of the roots."""
+        for index, group in enumerate(self._groups):
+            caches = [self._layers[name].kv_cache for name in group.layer_names]
+            known, compaction = self._prepared.get(index, ([], None))
+            if compaction is None or any(cache is not before for cache, before in zip(caches, known, strict=True)):
+                # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576]; layers may share one.
+                rows = {c.data_ptr(): c.transpose(1, 2) if c.dim() == 4 else c for c in caches}
+                compaction = PreparedCompaction([*rows.values()])
+                self._prepared[index] = caches, compaction
+            compaction(table_of(index), start, accept_index, num_accepted)
+
+
+def check_backends(attn_groups: Sequence[Sequence[Any]], vllm_config: Any) -> None:
+    """Raises ValueError where layers have another backend than ours, and says in the log what is in use."""
+    for groups in attn_groups:
+        for group in groups:
+            if not issubclass(group.backend, PagedTreeBackend):
+                raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
+    speculation = vllm_config.speculative_config
+    logger.info(
+        "pagedtree: model runner %s, worker %s, attention backend CUSTOM (%s), drafter %s",
+        "V2" if vllm_config.use_v2_model_runner else "V1",
+        vllm_config.parallel_config.worker_cls,
+        f"{PagedTreeBackend.__module__}.{PagedTreeBackend.__name__}",
+        speculation.model if speculation is not None else None,
+    )

@@ -1,0 +1,58 @@
+"""With this folder on PYTHONPATH Triton's interpreter runs kernels as NumPy on CPU tensors, for vLLM's runner V2."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+import triton.runtime.interpreter as interpreter
+from triton.backends import Backend, backends
+from triton.backends.compiler import GPUTarget
+from triton.backends.driver import DriverBase
+
+
+class CpuDriver(DriverBase):
+    """What vLLM asks a driver for before it believes in Triton."""
+
+    def __init__(self) -> None:
+        pass
+
+    @staticmethod
+    def is_active() -> bool:
+        return True
+
+    def map_python_to_cpp_type(self, ty: str) -> str:
+        return ty
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cpu", 0, 1)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_benchmarker(self) -> Any:
+        raise NotImplementedError
+
+
+backends.clear()
+backends["cpu"] = Backend(compiler=None, driver=CpuDriver)  # type: ignore[arg-type]
+
+
+def with_bool_masks(name: str, index: int) -> None:
+    """Compiled Triton takes integers for masks, the interpreter bool alone."""
+    access = getattr(interpreter.InterpreterBuilder, name)
+
+    def wrapped(self: Any, *arguments: Any) -> Any:
+        mask = arguments[index]
+        is_set = interpreter.TensorHandle(np.asarray(mask.data).astype(bool), mask.dtype)
+        return access(self, *arguments[:index], is_set, *arguments[index + 1 :])
+
+    setattr(interpreter.InterpreterBuilder, name, wrapped)
+
+
+with_bool_masks("create_masked_load", 1)
+with_bool_masks("create_masked_store", 2)
