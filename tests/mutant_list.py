@@ -49,6 +49,10 @@ def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
 
 
+def of_join(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/attention/{file}.cuh", line, broken, ATTENTION, "simt", "simt and not wgmma")
+
+
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt or top_tokens")
 
@@ -432,6 +436,14 @@ ENGINE = [
     ),
 ]  # fmt: skip
 
+JOINED = [
+    of_join(
+        "ranges that begin with a row tile are its pieces", "join", "begin.kv_tile > 0 && begin.same", "begin.same"
+    ),
+    of_join("nobody is told of the row tile that is cut", "output", "== 0 && at.kv_tile == 0) pieces", "== 1) pieces"),
+    of_join("pieces of other rows joined", "join", "static_cast<int32_t>(threadIdx.x)) * sharers;", "threadIdx.x);"),
+]
+
 WIDE = [
     of_wide("the partner's scores not added", "attend", "scores[a][0][2] += taken.z;", ""),
     of_wide("keys of the other half", "attend", "keys = warp / 2 * 16,", "keys = (1 - warp / 2) * 16,"),
@@ -620,4 +632,4 @@ ROTARY = [
 ]
 
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
-MUTANTS += VALUES + ROTARY + ENGINE
+MUTANTS += VALUES + ROTARY + ENGINE + JOINED

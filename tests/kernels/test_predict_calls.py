@@ -85,17 +85,20 @@ def test_steps_take_the_longer_of_tiles_and_memory() -> None:
 
 def test_edges_are_of_the_cta_with_the_most_row_tiles() -> None:
     stored = 64 * 128 * 4 / H200.l2_bytes
-    assert predict_calls.edge_cycles(H200, launch()) == 2 * stored
+    last = predict_calls.LAST_INSTRUCTIONS * predict_calls.ONCE_CYCLES
+    assert predict_calls.edge_cycles(H200, launch()) == last + 2 * stored
     assert predict_calls.edge_cycles(H200, launch(most_row_tiles=4)) == pytest.approx(
-        3 * (2 * LOAD + 3 * NEAR_LOAD + stored / 2) / 2 + 2 * stored
+        3 * (2 * LOAD + 3 * NEAR_LOAD + stored / 2) / 2 + last + 2 * stored
     )
     alone = launch(most_row_tiles=4, engine="wgmma", ctas_per_sm=1)
-    assert predict_calls.edge_cycles(H200, alone) == pytest.approx(3 * (LOAD + 3 * NEAR_LOAD + stored / 2) + stored)
+    assert predict_calls.edge_cycles(H200, alone) == pytest.approx(
+        3 * (LOAD + 3 * NEAR_LOAD + stored / 2) + last + stored
+    )
 
 
 def test_the_join_takes_cuts_in_turns() -> None:
     """64 rows of 128 columns are 16 CTAs a cut, of which 792 fit on the GPU."""
-    find, next_one = LOAD + 9 * NEAR_LOAD, 9 * NEAR_LOAD
+    find, next_one = predict_calls.JOIN_INSTRUCTIONS * predict_calls.ONCE_CYCLES, 2 * LOAD
     assert predict_calls.join_cycles(H200, [launch()]) == find
     few = launch(cut_row_tiles=8, most_pieces=33, pieces=100)
     assert predict_calls.join_cycles(H200, [few]) == find + 5 * LOAD

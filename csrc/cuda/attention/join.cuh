@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/attention/output.cuh"
-#include "cuda/attention/ranges.cuh"
 
 namespace pagedtree::cuda {
 
@@ -80,51 +79,78 @@ __device__ __forceinline__ int32_t find_nth(int32_t nth, int32_t count, JoinShar
   return -1;
 }
 
-// Joins a part of the rows of the row tile that range `owner` leaves unfinished: those of the CTAs number `part` of the
-// ranges. All threads of the CTA meet.
+// Whether a range begins inside the row tile of `cut`.
+__device__ __forceinline__ bool is_inside(const WorkPosition& begin, const WorkPosition& cut) {
+  return begin.kv_tile > 0 && begin.same_row(cut);
+}
+
+// The records that the CTAs of a call have written; those of a range's CTAs lie side by side.
+struct CtaRecords {
+  const CtaRecord* records;
+  int32_t count;
+
+  struct Range {
+    WorkPosition begin;
+    int32_t sharers;
+    WorkPosition end;
+    int32_t of_next;  // what lies behind it
+  };
+  __device__ __forceinline__ Range range(int32_t cta) const {
+    uint4 words[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(records + cta) + i);
+    return bits_as<Range>(words);
+  }
+  __device__ __forceinline__ RowTile cut(int32_t cta) const {
+    constexpr int kWords = sizeof(CtaRecord) / 16;
+    uint4 words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(records + cta) + i);
+    return bits_as<CtaRecord>(words).cut;
+  }
+};
+
+// Joins the rows of the row tile that CTA `owner` leaves unfinished. All threads of the CTA meet.
 template <typename T>
 __device__ __forceinline__ void join_row_tile(const TreeAttentionParams& p, const CallShape& call,
-                                              const CallRanges& ranges, int32_t owner, int32_t part) {
-  const WorkPosition cut = ranges.start(owner + 1);
-  const auto is_inside = [&](const WorkPosition& at) { return at.kv_tile > 0 && at.same_row(cut); };
+                                              const CtaRecords& ctas, int32_t owner) {
+  const RowTile tile = ctas.cut(owner);
+  const auto [begin, sharers, cut, of_next] = ctas.range(owner);
   int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
-  for (int32_t first = owner + 1, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
-    const int32_t range = first + static_cast<int32_t>(threadIdx.x);
-    found = __syncthreads_count(range < ranges.count && is_inside(ranges.start(range)));
+  for (int32_t first = 1, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
+    const int32_t cta = owner + (first + static_cast<int32_t>(threadIdx.x)) * sharers;
+    found = __syncthreads_count(cta < ctas.count && is_inside(ctas.range(cta).begin, cut));
     num_pieces += found;
   }
 
-  const SequenceWork work = sequence_work(call.work, cut.sequence, ranges.sharers);
-  const RowTile tile = row_tile(p, work, cut.sequence, cut.row_tile, call.pieces.rows, part);
   const ToOutput<T> output{p, tile, call.out_aligned};
-  const int32_t first_cta = owner * ranges.sharers + part;
   const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim_v) / JoinedColumns::kColumns;
   for (uint32_t i = blockIdx.y * kJoinThreads + threadIdx.x; i < tile.rows * vectors; i += gridDim.y * kJoinThreads) {
     const uint32_t row = i / vectors, column = i % vectors * JoinedColumns::kColumns;
     JoinedColumns joined;
     for (int32_t k = 0; k < num_pieces; k += kPiecesAtOnce) {
-      joined.add(call.pieces, first_cta, ranges.sharers, k, num_pieces, row, column);
+      joined.add(call.pieces, owner, sharers, k, num_pieces, row, column);
     }
     output.row(row, joined.maximum, joined.sum, column == 0).store(column, joined.values);
   }
 }
 
-// The parts of the row tiles that are cut are counted one after the other: those of the CTAs that share the first one,
-// then those of the next. CTA (n, rows of a part, list) joins the nth, and every gridDim.x-th one after it.
+// The CTAs that leave a row tile unfinished which they began are counted. CTA (n, rows of a row tile, list) joins the
+// row tile of the nth, and of every gridDim.x-th one after it.
 template <typename T>
 __global__ void __launch_bounds__(kJoinThreads, kJoinCtasPerSm)
     join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
   ptx::wait_for_kernels_before();
   const CallShape& call = calls.lists[blockIdx.z];
-  const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
-  const auto owns = [&](int32_t range) {
-    const WorkPosition begin = ranges.start(range), end = ranges.start(range + 1);
-    return end.kv_tile > 0 && !(begin.kv_tile > 0 && begin.same_row(end));
+  const CtaRecords ctas{call.pieces.records(), call.pieces.capacity};
+  const auto owns = [&](int32_t cta) {
+    const auto range = ctas.range(cta);
+    return range.end.kv_tile > 0 && !is_inside(range.begin, range.end);
   };
   for (auto n = static_cast<int32_t>(blockIdx.x);; n += static_cast<int32_t>(gridDim.x)) {
-    const int32_t owner = find_nth(n / ranges.sharers, ranges.count - 1, ptx::shared<JoinShared>(), owns);
+    const int32_t owner = find_nth(n, ctas.count, ptx::shared<JoinShared>(), owns);
     if (owner < 0) return;
-    join_row_tile<T>(p, call, ranges, owner, n % ranges.sharers);
+    join_row_tile<T>(p, call, ctas, owner);
   }
 }
 

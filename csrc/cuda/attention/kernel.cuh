@@ -38,12 +38,10 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   sums.clear();
   touch_row_tile(p, tile, begin * kKvTile, ring * kKeys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
-  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
   if (thread == 0) {
     shared.reader = KeyReader::of(p, tile);
     shared.tile = tile;
   }
-  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const StageRange stages = StageRange::of<I>(bounds, begin, end);
@@ -57,6 +55,9 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     if (stages.first + s < stages.end) copy_stage<I>(shared.stage(s), thread);
     ptx::cp_async_commit();
   }
+  // While the first keys are on their way; the barrier of the first stage comes after it.
+  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
+  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
   // Where more than two CTAs share the registers, those of the one warp that found them are read again.
@@ -115,6 +116,7 @@ __device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const
   if (at.kv_tile == 0 && find_end(work) == work.kv_tiles) {
     join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
   } else {
+    tell_cut(call.pieces, shared.share.cta, at, tile);
     join<I>(parts, tile.rows, ToPiece{call.pieces.of(shared.share.cta, at.kv_tile == 0), I::kHeadDimV});
   }
 }
@@ -129,7 +131,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   Shared<I>& shared = ptx::shared<Shared<I>>();
   const WorkShape& shape = call.work;
   const CallRanges ranges(shape, p.plan, call.pieces.capacity);
-  ranges.find(shared.at, shared.stop, shared.share);
+  ranges.find(shared.at, shared.stop, shared.share, call.pieces.records());
   __syncthreads();
   if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) {
     clear_piece(call.pieces.of(shared.share.cta, false), I::kMTile);

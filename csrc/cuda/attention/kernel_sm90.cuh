@@ -48,6 +48,7 @@ __device__ __forceinline__ void consume_range(const TreeAttentionParams& p, cons
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
+      tell_cut(call.pieces, shared.share.cta, at, tile);
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToPiece{call.pieces.of(shared.share.cta, at.kv_tile == 0), I::kHeadDimV});
     }
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
   const CallRanges ranges(call.work, p.plan, call.pieces.capacity);
-  ranges.find(shared.start, shared.stop, shared.share);
+  ranges.find(shared.start, shared.stop, shared.share, call.pieces.records());
   if (threadIdx.x == 0) shared.init_barriers(call.stages);
   __syncthreads();
   if (shared.start.kv_tile > 0 && !shared.start.before(shared.stop)) {

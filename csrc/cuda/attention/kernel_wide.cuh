@@ -17,8 +17,6 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   const uint32_t thread = ptx::thread_index();
   touch_row_tile(p, tile, begin * kKvTile, call.stages * I::kShape.keys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
-  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
-  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
   if (thread < 32) {
     KeyBounds bounds = KeyBounds::none();
     if (thread < tile.rows) bounds = KeyBounds::of(row_visibility(p, tile, thread));
@@ -34,6 +32,9 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   const StageRange stages = StageRange::of<I>(shared.bounds, begin, end);
   WideRing<I> ring(p, shared, call.stages, stages);
   for (int s = 0; s < call.stages - 1; ++s) ring.start();
+  // While the first keys are on their way; the barrier of the first stage comes after it.
+  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
+  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
   for (int32_t i = stages.first; i < stages.end; ++i) {
     const uint32_t keys = ring.wait();
     Scores<I> scores;

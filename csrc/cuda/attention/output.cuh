@@ -169,6 +169,12 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, c
   }
 }
 
+// Tells the kernel that joins the pieces of the row tile which a CTA has begun and leaves unfinished.
+__device__ __forceinline__ void tell_cut(const Pieces& pieces, int32_t cta, const WorkPosition& at,
+                                         const RowTile& tile) {
+  if (threadIdx.x == 0 && at.kv_tile == 0) pieces.records()[cta].cut = tile;
+}
+
 // An empty range inside a row tile has seen nothing.
 __device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
   for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {

@@ -35,11 +35,19 @@ struct CallRanges {
     in_order = !__syncthreads_or(decreases);
   }
 
-  // The first two threads write down where the CTA's range begins, where it ends, and the CTA's share of it.
-  __device__ __forceinline__ void find(WorkPosition& begin, WorkPosition& end, Share& share) const {
+  // The first two threads write down where the CTA's range begins, where it ends, and the CTA's share of it; and the
+  // same for the kernel that joins the pieces.
+  __device__ __forceinline__ void find(WorkPosition& begin, WorkPosition& end, Share& share, CtaRecord* records) const {
     const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x);
-    if (thread < 2) (thread == 0 ? begin : end) = start(cta / sharers + thread);
-    if (thread == 0) share = {sharers, cta};
+    if (thread >= 2) return;
+    const WorkPosition found = start(cta / sharers + thread);
+    (thread == 0 ? begin : end) = found;
+    (thread == 0 ? records[cta].begin : records[cta].end) = found;
+    if (thread == 0) {
+      share = {sharers, cta};
+      records[cta].sharers = sharers;
+      records[cta].cut.rows = 0;
+    }
   }
 
   // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.

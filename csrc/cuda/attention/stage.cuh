@@ -180,52 +180,76 @@ struct RowScale {
 
 // Loads Q, negated if `negate`, so that scores are scaled by a positive number. If rows are scaled, `factors` holds the
 // factor of each row's scores; else `factor` is that of all. Columns that a wide tile has and K has not are not stored.
-template <typename I>
-__device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
-                                            bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
+// A thread's loads are in flight together, up to 64 bytes.
+template <typename I, bool kAligned>
+__device__ __forceinline__ void load_q_rows(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
+                                            bool negate, float factor, unsigned char* q, float* factors) {
   constexpr int kChunks = I::QRows::kChunks;
   constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // lanes that share a row
   constexpr int kPerLane = ceil_div(kChunks, static_cast<int>(kLanes));
-  static_assert(I::kMTile * kLanes % I::kThreads == 0);
-  const uint32_t flip = negate ? 0x80008000u : 0u;
+  constexpr int kTurns = I::kMTile * kLanes / I::kThreads, kAtOnce = kTurns * kPerLane <= 4 ? kTurns : 1;
+  static_assert(kTurns * I::kThreads == I::kMTile * kLanes);
+  const uint32_t flip = negate ? 0x80008000u : 0u, lane = thread % kLanes;
   const uint32_t chunks = I::kShape.is_wide() ? static_cast<uint32_t>(p.head_dim) / 8 : kChunks;
-  for (uint32_t i = thread; i < I::kMTile * kLanes; i += I::kThreads) {
-    const uint32_t row = i / kLanes, lane = i % kLanes;
-    uint4 values[kPerLane];
-    uint32_t largest = 0;
+#pragma unroll 1
+  for (int turn = 0; turn < kTurns; turn += kAtOnce) {
+    const auto row_of = [&](int i) { return (thread + (turn + i) * I::kThreads) / kLanes; };
+    uint4 values[kAtOnce][kPerLane];
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t chunk = lane + j * kLanes;
-      uint4 loaded = make_uint4(0, 0, 0, 0);
-      if (row < tile.rows && chunk < chunks) {
-        const int64_t offset = tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride + chunk * 8;
-        const uint16_t* from = static_cast<const uint16_t*>(p.q) + offset;
-        if (aligned) {
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t row = row_of(i);
+      const uint16_t* of_row = static_cast<const uint16_t*>(p.q);
+      if (row < tile.rows) of_row += tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        const uint32_t chunk = lane + j * kLanes;
+        uint4& loaded = values[i][j] = make_uint4(0, 0, 0, 0);
+        if (row >= tile.rows || chunk >= chunks) continue;
+        const uint16_t* from = of_row + chunk * 8;
+        if constexpr (kAligned) {
           loaded = *reinterpret_cast<const uint4*>(from);
         } else {
           const auto pair = [&](int at) { return uint32_t{from[at]} | uint32_t{from[at + 1]} << 16; };
           loaded = make_uint4(pair(0), pair(2), pair(4), pair(6));
         }
       }
-      loaded = make_uint4(loaded.x ^ flip, loaded.y ^ flip, loaded.z ^ flip, loaded.w ^ flip);
-      if constexpr (I::kScalesRows) {
-        const uint32_t of_chunk =
-            larger_magnitudes(larger_magnitudes(loaded.x, loaded.y), larger_magnitudes(loaded.z, loaded.w));
-        largest = larger_magnitudes(largest, of_chunk);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const uint32_t row = row_of(i);
+      uint32_t largest = 0;
+#pragma unroll
+      for (int j = 0; j < kPerLane; ++j) {
+        uint4& loaded = values[i][j];
+        loaded = make_uint4(loaded.x ^ flip, loaded.y ^ flip, loaded.z ^ flip, loaded.w ^ flip);
+        if constexpr (I::kScalesRows) {
+          const uint32_t of_chunk =
+              larger_magnitudes(larger_magnitudes(loaded.x, loaded.y), larger_magnitudes(loaded.z, loaded.w));
+          largest = larger_magnitudes(largest, of_chunk);
+        }
       }
-      values[j] = loaded;
-    }
-    if constexpr (I::kScalesRows) {
-      const RowScale scale(largest_magnitude<kLanes>(largest));
+      if constexpr (I::kScalesRows) {
+        const RowScale scale(largest_magnitude<kLanes>(largest));
 #pragma unroll
-      for (int j = 0; j < kPerLane; ++j) values[j] = scale.pairs(values[j]);
-      if (lane == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
-    }
+        for (int j = 0; j < kPerLane; ++j) values[i][j] = scale.pairs(values[i][j]);
+        if (lane == 0) factors[row] = fmaxf(factor * scale.inverse(), 0x1p-126f);
+      }
 #pragma unroll
-    for (int j = 0; j < kPerLane; ++j) {
-      const uint32_t chunk = lane + j * kLanes;
-      if (chunk < chunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values[j]);
+      for (int j = 0; j < kPerLane; ++j) {
+        const uint32_t chunk = lane + j * kLanes;
+        if (chunk < chunks) store_q<typename I::QRows, typename I::Kv>(q, row, chunk, values[i][j]);
+      }
     }
+  }
+}
+
+template <typename I>
+__device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
+                                            bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
+  if (aligned) {
+    load_q_rows<I, true>(p, tile, thread, negate, factor, q, factors);
+  } else {
+    load_q_rows<I, false>(p, tile, thread, negate, factor, q, factors);
   }
 }
 
