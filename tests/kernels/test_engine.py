@@ -99,7 +99,7 @@ def test_two_who_store_at_once_are_safe() -> None:
     store_verdict(on_simt(), PASSED)
 
     def store(said: str) -> None:
-        for _ in range(40):
+        for _ in range(20):
             store_verdict(on_simt(), said)
 
     writers = [threading.Thread(target=store, args=(said,)) for said in (PASSED, FAILED)]
@@ -140,7 +140,12 @@ def test_the_engine_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "device", "told"),
-    [(["--device", "cpu"], "4:227:8", "for the device cuda"), (["--backend", "simt"], "4:163:8", "needs a GPU of")],
+    [
+        (["--device", "cpu"], "4:227:8", "for the device cuda"),
+        (["--backend", "simt"], "4:163:8", "needs a GPU of"),
+        (["--backend", "simt", "--seconds", "0"], "4:227:8", "--seconds: expected a number above 0, got 0"),
+        (["--backend", "simt", "--only", "tile"], "4:227:8", "without --only"),
+    ],
 )
 def test_what_cannot_run_is_not_tested(
     arguments: list[str], device: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -150,6 +155,16 @@ def test_what_cannot_run_is_not_tested(
         cli.main(["check", "--engine", "wgmma", *arguments])
     assert exit_.value.code == 2 and told in capsys.readouterr().err
     assert on_simt().path is None or not on_simt().path.exists()  # type: ignore[union-attr]
+
+
+def test_a_verdict_that_cannot_be_kept_is_no_success(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.parent.mkdir()
+    cache.write_text("no folder")
+    monkeypatch.setattr(self_test, "run_child", lambda place, seconds: PASSED)
+    assert cli.main(["check", "--backend", "simt", "--engine", "wgmma"]) == 1
+    assert "cannot be kept" in capsys.readouterr().out and not on_simt().has_passed
 
 
 # The process of the self-test -----------------------------------------------------------------------------------------

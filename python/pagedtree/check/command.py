@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     place = _place(parser, arguments.device, arguments.backend)
     if arguments.engine is not None:
-        return _self_test(parser, place, arguments.seconds)
+        return _self_test(parser, place, arguments)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         parser.error(f"--json: there is no folder {arguments.json.absolute().parent}")
     cases = [case for case in all_cases(place) if is_chosen(case.name, arguments.only, arguments.quick)]
@@ -103,13 +103,18 @@ def _place(parser: argparse.ArgumentParser, device_name: str | None, backend: st
     return Place(torch.device("cuda", index), "cuda")
 
 
-def _self_test(parser: argparse.ArgumentParser, place: Place, seconds: float) -> int:
+def _self_test(parser: argparse.ArgumentParser, place: Place, arguments: argparse.Namespace) -> int:
+    for name in ("only", "quick", "list", "json", "verbose"):
+        if getattr(arguments, name):
+            parser.error(f"--engine: runs all of its rows, without --{name}")
+    if not arguments.seconds > 0:
+        parser.error(f"--seconds: expected a number above 0, got {arguments.seconds:g}")
     if place.backend == "cpu":
         parser.error("--engine wgmma: for the device cuda or the backend simt")
     found = facts(place.backend, place.device)
     if found.needs:
         parser.error(f"--engine wgmma: needs {found.needs}")
-    return self_test.run(place, found, seconds)
+    return self_test.run(place, found, arguments.seconds)
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:

@@ -88,8 +88,13 @@ def run(place: Place, found: Facts, seconds: float) -> int:
     count, begin = sum(1 for _ in rows()), time.perf_counter()
     print(f"self-test of wgmma: {count} rows on {place.device}, at most {seconds:g} s", flush=True)
     said = run_child(place, seconds)
-    store_verdict(found, said)
-    print(f"wgmma {said} ({time.perf_counter() - begin:.0f} s); kept in {found.path}")
+    print(f"wgmma {said} ({time.perf_counter() - begin:.0f} s)")
+    try:
+        store_verdict(found, said)
+    except (OSError, RuntimeError) as error:
+        print(f"The verdict cannot be kept, so that attention does not know of it: {error}")
+        return 1
+    print(f"kept in {found.path}")
     if said == PASSED:
         print("From now on attention uses it with this GPU, driver and build, unless PAGEDTREE_ENGINE says otherwise.")
     else:
