@@ -91,9 +91,14 @@ def store_verdict(of: Facts, said: str) -> None:
         raise RuntimeError("there is no cache folder: set PAGEDTREE_CACHE, XDG_CACHE_HOME or HOME")
     of.path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=of.path.parent)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{of.beginning}verdict: {' '.join(said.split())[:1000]}\n")
-    os.replace(name, of.path)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{of.beginning}verdict: {' '.join(said.split())[:1000]}\n")
+        os.chmod(name, 0o644)  # other users of the folder may read it
+        os.replace(name, of.path)
+    except OSError:
+        os.unlink(name)
+        raise
 
 
 def chosen_engine() -> tuple[str, str]:

@@ -78,6 +78,9 @@ def test_what_is_corrupt_or_of_another_place_does_not_count(said: str) -> None:
     path.unlink()
     path.mkdir()
     assert not on_simt().has_passed and verdict(on_simt()) is None
+    with pytest.raises(OSError, match="directory"):
+        store_verdict(on_simt(), said)
+    assert os.listdir(path.parent) == [path.name]
 
 
 def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
