@@ -7,6 +7,7 @@ the step run uncaptured: the ordinary engine's other shapes may round half preci
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,26 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, Oracle, greedy, lists, prompts_of, tiny, tiny_heads
+from generate_case import (
+    LENGTHS,
+    NEW_TOKENS,
+    SAMPLING,
+    VOCAB,
+    Oracle,
+    greedy,
+    lists,
+    prompts_of,
+    tiny,
+    tiny_eagle,
+    tiny_heads,
+)
 from hybrid_case import MODELS as HYBRIDS
 from hybrid_case import tiny_hybrid
+from mtp_case import random_head
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from pagedtree import Draft, DraftTree, SamplingParams, build_trees
 from pagedtree.generation.decode_step import DecodeStep
@@ -31,11 +46,14 @@ from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.integrations.transformers import (
     Drafter,
+    EagleDrafter,
     MedusaDrafter,
     ModelDrafter,
+    MtpDrafter,
     NgramDrafter,
     PagedCache,
     generate,
+    load_drafter,
 )
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.testing import backends, use_backend
@@ -62,6 +80,13 @@ def draft_model():
     return tiny(1, num_hidden_layers=1).to(DEVICE, DTYPE)
 
 
+CHECKPOINTS = Path(__file__).parents[2] / "examples" / "checkpoints"
+
+
+def placed(head, model):
+    return head.to(model.lm_head.weight)
+
+
 def medusa(model, draft_model, tree=None):
     return MedusaDrafter(tiny_heads(model).to(model.lm_head.weight), tree or DraftTree.full([3, 2, 1]))
 
@@ -77,10 +102,14 @@ DRAFTERS = {
     "drawn tree": lambda model, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
     "coupled tree": lambda model, draft: ModelDrafter(draft, law="coupled", num_nodes=9, branching=[3, 2]),
     "itself": lambda model, draft: ModelDrafter(model, num_nodes=12, depth=4, width=2),
+    "EAGLE": lambda model, draft: EagleDrafter(placed(tiny_eagle(model), model), num_nodes=9, depth=3, width=3),
+    "MTP": lambda model, draft: MtpDrafter(placed(random_head(model, "mimo"), model), num_nodes=9, depth=3, width=2),
 }
+if not IS_5:  # transformers 4.57 writes these layers otherwise
+    del DRAFTERS["MTP"]
 CASES = [
     *[(name, None, "auto") for name in DRAFTERS if name not in ("draft chain", "drawn tree", "coupled tree")],
-    *[(name, SAMPLING, "auto") for name in DRAFTERS],
+    *[(name, SAMPLING, "auto") for name in DRAFTERS if name != "MTP"],
     ("n-gram tree", SAMPLING, "rejection"),
     ("draft chain", SAMPLING, "block"),
     ("drawn tree", SAMPLING, "traversal"),
@@ -113,7 +142,11 @@ def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule
 
 @pytest.mark.parametrize(
     "name",
-    ["Medusa", "drawn tree", *[pytest.param(name, marks=pytest.mark.slow) for name in ("n-gram tree", "draft model")]],
+    [
+        "drawn tree",
+        "EAGLE",
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("Medusa", "n-gram tree", "draft model")],
+    ],
 )
 def test_sequences_come_and_go(model, draft_model, name):
     """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
@@ -131,12 +164,31 @@ def test_sequences_come_and_go(model, draft_model, name):
         assert expected == plain and ended == lists(generate(model, prompts, **options)[0])
 
 
+def test_what_a_trained_head_drafts():
+    """Tokens that were accepted in the step before are read with their features: the same trees in every step."""
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target").to(DEVICE)
+    prompts = [list(b"import os\n\n\ndef read("), list(b"class Log:\n"), list(b"for line in ")]
+    options = {"max_new_tokens": 40, "page_size": 3, "tree": None}
+    plain, stats, fixed, found = both(
+        model, lambda: load_drafter(CHECKPOINTS / "eagle", model, num_nodes=9, depth=4, width=3), prompts, **options
+    )
+    assert fixed == plain and stats.mean_accepted > 1
+    assert [s.accepted for s in found.sequences] == [s.accepted for s in stats.sequences]
+
+
 class NoConstants(TorchFunctionMode):
     """Refuses tensors made of values of the host."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         assert func not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{func.__name__} of values of the host"
         return func(*args, **(kwargs or {}))
+
+
+class AnyValue(TorchDispatchMode):
+    """Gives 0 for each value that is read before the step is captured."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return 0 if func.overloadpacket.__name__ == "_local_scalar_dense" else func(*args, **(kwargs or {}))
 
 
 class NoHost(TorchDispatchMode):
@@ -161,12 +213,13 @@ def no_values():
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_the_step_stays_on_the_device(no_values, name, params, rule):
     model, draft_model = tiny(0).to(torch.bfloat16), tiny(1, num_hidden_layers=1).to(torch.bfloat16)
-    drafter = as_drafter(DRAFTERS[name](model, draft_model))
-    sampling = Sampling(
-        check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
-    )
+    with AnyValue():
+        drafter = as_drafter(DRAFTERS[name](model, draft_model))
+        sampling = Sampling(
+            check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
+        )
+        drafter.begin(4, sampling)
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
-    drafter.begin(4, sampling)
     history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"))
     packed = TransformersModel(model)

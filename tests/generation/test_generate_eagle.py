@@ -339,11 +339,3 @@ def test_tokens_that_the_target_lacks_are_refused(model, head, tmp_path):
         EagleHead.from_pretrained(tmp_path, model)
     with pytest.raises(ValueError, match="expected a head of the target's 100 tokens"):
         generate(tiny(1, vocab_size=100), [torch.tensor([1, 2, 3])], drafter=EagleDrafter(head), max_new_tokens=2)
-
-
-def test_a_captured_step_is_refused(model, head, monkeypatch):
-    from pagedtree.generation.fixed_step import FixedStep
-
-    monkeypatch.setattr(FixedStep, "captures", False)
-    with pytest.raises(ValueError, match="got EagleDrafter"):
-        generate(model, prompts(), drafter=EagleDrafter(head), max_new_tokens=2, cuda_graph=True)

@@ -115,6 +115,7 @@ class FixedStep:
         self._result, self._report, self._found = self.decode_step.judge(
             packed, [], output, history, self.sampling.at(rows), options, node_map=draft.node_map
         )
+        self._result.features = output.features
         self.decode_step.compact()
         self.history.index_copy_(0, rows, history)
         committed = self._result.commit
@@ -156,8 +157,8 @@ def check_drafter(drafter: Drafter) -> None:
     """Raises ValueError for a drafter whose work cannot be captured in a graph."""
     if not vars(type(drafter)).get("is_capturable"):
         raise ValueError(
-            "cuda_graph: expected a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, got"
-            f" {type(drafter).__name__}"
+            "cuda_graph: expected a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, EagleDrafter,"
+            f" MtpDrafter, got {type(drafter).__name__}"
         )
     if isinstance(drafter, NgramDrafter) and drafter.remember:
         raise ValueError(

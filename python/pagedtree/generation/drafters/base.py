@@ -43,6 +43,7 @@ class StepResult:
         verdict, commit: of all B sequences.
         logits: [N, V], the target's at every node.
         hidden: [N, H], what the output layer turned into these logits, if the drafter asked for it (`needs_hidden`).
+        features: [N, len(feature_layers) * H] at the nodes, in captured steps alone, which have no `read`.
 
     Under `cuda_graph` there may be more rows than sequences, and the next step writes the tensors anew.
     """
@@ -55,6 +56,7 @@ class StepResult:
     commit: Commit
     logits: Tensor
     hidden: Tensor | None
+    features: Tensor | None = None
 
     @property
     def draft_tokens(self) -> Tensor:

@@ -6,10 +6,12 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from pagedtree import Draft, DraftState
+from pagedtree import Draft, DraftState, slot_mapping
 from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
+from pagedtree.generation.drafters.fixed_features import FixedFeatures
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.drafters.target import check_place
 from pagedtree.generation.drafters.waiting_features import WaitingFeatures
@@ -36,6 +38,8 @@ class EagleDrafter(TreeGrower):
         depth, width: levels, and children of a node; width 1 gives a chain.
     """
 
+    is_capturable = True
+
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 5, width: int = 4) -> None:
         head.check_attention()
         self.head, self.feature_layers, self.networks = head, head.feature_layers, (head,)
@@ -45,6 +49,8 @@ class EagleDrafter(TreeGrower):
     def _reset(self, page_size: int) -> None:
         super()._reset(page_size)
         self._waiting = WaitingFeatures(self._enter, self._read_known)
+        self._fixed: FixedFeatures | None = None  # of captured steps, and the roots with which the last one began
+        self._roots: dict[int, int] = {}
         self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
 
     def check_target(self, model: PackedModel) -> None:
@@ -63,19 +69,28 @@ class EagleDrafter(TreeGrower):
         self._waiting.read(rows)
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        self._waiting.observe(result)
+        if rows is None:
+            self._waiting.observe(result)
+        elif self._fixed is not None:
+            self._fixed.store(result, rows)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         return self._waiting.unread(sequences)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self._waiting.forget(sequence.index)
+        if self._fixed is not None:
+            self._fixed.held.pop(sequence.index, None)
         super().forget(sequence)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
+        if rows is not None:
+            return self._of_target(self._guess_fixed(tokens, lengths, active, rows))
         self._waiting.sort()
+        if self._fixed is not None:
+            self._waiting.put(self._fixed.take(self._selected))
         if not all(sequence.index in self._known for sequence in self._selected):
             self._grown = None
             # A text of one token, or one of which another outcome has read all but the last, has no features yet.
@@ -83,15 +98,83 @@ class EagleDrafter(TreeGrower):
         draft = self._guess(self.cache.table_of(self._reserve_trees(self._selected)), lengths)
         for sequence in self._selected:  # of the tree's nodes nothing stays
             self.cache.trim(sequence.index, self._cached[sequence.index])
+        return self._of_target(draft)
+
+    def _of_target(self, draft: Draft) -> Draft:
+        """The draft in the target's tokens."""
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        super().capture(model, sequences, batch_size)
+        if self._fixed is None:
+            width, weight = len(self.feature_layers) * model.hidden_size, next(self.head.parameters())
+            count = max((sequence.index for sequence in sequences), default=-1) + 1
+            self._fixed = FixedFeatures(count, self.max_depth + 1, width, weight.dtype, weight.device)
+
+    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
+        """In front of a captured step: reads what ordinary passes gave, but for one token of each sequence, which the
+        step reads.
+        """
+        super().select(sequences, batch_size)
+        if batch_size is None:
+            return
+        assert self._fixed is not None
+        self._waiting.sort()
+        for sequence in sequences:
+            if sequence.index not in self._known:  # of which there are no features yet, see `propose`
+                self._enter(sequence, sequence.root)
+                self._fixed.clear(sequence)
+        ends = [(sequence, sequence.root - 1) for sequence in sequences]
+        if unread := [each for each in ends if self._num_readable(*each)]:
+            self._read_until(unread)
+        for sequence in sequences:
+            if self._waiting.count(sequence.index):
+                self._fixed.put(sequence, self._waiting.take(sequence.index, 1))
+        self._roots = {sequence.index: sequence.root for sequence in sequences}
+        self._tables[batch_size].set(self._reserve_trees(sequences))
+
+    def advance(self, sequences: list[GeneratedSequence]) -> None:
+        """The step read up to the root that it began with; now the tokens from there on wait."""
+        assert self._fixed is not None
+        for sequence in sequences:
+            begin = self._roots[sequence.index]
+            self._cached[sequence.index] = self._fixed.held[sequence.index] = begin
+            self.cache.trim(sequence.index, sequence.root)
+
+    def _guess_fixed(self, tokens: Tensor, lengths: Tensor, active: Tensor | None, rows: Tensor) -> Draft:
+        """The trees in a captured step, on the device alone, which first reads what the step before gave."""
+        assert self._fixed is not None
+        table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
+        counts = self._fixed.counts.index_select(0, rows)
+        if active is not None:
+            counts = counts.where(active, 0)
+        batch, most = features.shape[:2]
+        begin = (lengths - 1 - counts).clamp(min=0)
+        offsets = F.pad(counts.cumsum(0), (1, 0))
+        # The sequences' tokens lie one behind the other, and padding behind them.
+        row = torch.arange(batch * most, device=rows.device)
+        owner = torch.bucketize(row, offsets[1:], right=True).clamp(max=batch - 1)
+        place = (row - offsets[owner]).clamp(max=most - 1)
+        positions = begin[owner] + place
+        # The head's row of a token stands at the place of the token before it, whose features it has.
+        ids = tokens[owner, (positions + 1).clamp(max=tokens.shape[1] - 1)]
+        seq_lens, offsets = (begin + counts).int(), offsets.int()
+        slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=batch * most)
+        step = PagedStep(self.cache, table, seq_lens, offsets, slots, None, None, max_seqlen_q=most)
+        states = self._run(ids, self.head.fuse(features[owner, place]), positions, step)
+        last = (offsets[1:] - 1).clamp(min=0)
+        return self._grow_under(states.index_select(0, last), table, (lengths - 2).clamp(min=0), active)
 
     def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
         """The trees of the selected sequences, in tokens of the draft vocabulary."""
-        states = self._read_until(self._unread_ends(), table)
         # The head's row of the root's token stands at the place of the token before it, whose features it has.
-        start = lengths - 2
+        return self._grow_under(self._read_until(self._unread_ends(), table), table, lengths - 2)
+
+    def _grow_under(self, states: Tensor, table: Tensor, start: Tensor, active: Tensor | None = None) -> Draft:
+        """The trees under the roots, where the head gave these states."""
         self._states = states
-        draft = self._grow(self.head.logits(states), torch.zeros_like(start).long(), table, start, self._sampling)
+        roots = torch.zeros_like(start).long()
+        draft = self._grow(self.head.logits(states), roots, table, start, self._sampling, active)
         self._states = None
         return draft
 

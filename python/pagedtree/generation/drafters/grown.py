@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from pagedtree import Draft, DraftState, expand_tree, rerank_tree, slot_mapping, start_draft
 from pagedtree.generation.drafters.base import Drafter
+from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.paged_step import PagedStep
@@ -84,6 +85,7 @@ class TreeGrower(Drafter):
         self._selected: list[GeneratedSequence] = []
         self._grown: Tensor | None = None  # the scores of the last proposal's candidates
         self._depth = self.max_depth
+        self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
 
     def check_target(self, model: PackedModel) -> None:
         if self.device != model.device:
@@ -94,6 +96,13 @@ class TreeGrower(Drafter):
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         self._selected = sequences
+
+    def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Makes the pool hold all sequences from here on: it cannot grow under a graph."""
+        pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
+        if self.cache.num_pages < sum(pages):
+            self.cache.grow(sum(pages) - self.cache.num_pages)
+        self._tables[batch_size] = Mirror((batch_size, max(pages)), torch.int32, self.cache.device)
 
     def confidence(self) -> Tensor | None:
         if self._grown is None or self.law != "topk":

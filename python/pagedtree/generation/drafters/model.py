@@ -12,7 +12,6 @@ from torch import Tensor
 from pagedtree import Commit, Draft, DraftState, Verdict, commit, slot_mapping
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
-from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.rules import Sampling
@@ -85,7 +84,6 @@ class ModelDrafter(TreeGrower):
         self._grown_draft: Draft | None = None
         self._draft: Draft | None = None
         self._table: Tensor | None = None  # the page table of the last proposal
-        self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
 
     def pack(self, model: Any) -> PackedModel:
         """`model` as the drafter runs it; adapters take models of their library and override this."""
@@ -118,12 +116,8 @@ class ModelDrafter(TreeGrower):
             self._attends = True
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """Makes the pool hold all sequences from here on: it cannot grow under a graph."""
         self._attend()
-        pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
-        if self.cache.num_pages < sum(pages):
-            self.cache.grow(sum(pages) - self.cache.num_pages)
-        self._tables[batch_size] = Mirror((batch_size, max(pages)), torch.int32, self.cache.device)
+        super().capture(model, sequences, batch_size)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         super().select(sequences, batch_size)

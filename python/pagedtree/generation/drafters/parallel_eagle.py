@@ -28,6 +28,7 @@ class ParallelEagleDrafter(EagleDrafter):
     """
 
     grows_by_level = False
+    is_capturable = False
 
     def __init__(self, head: EagleHead, *, num_nodes: int = 16, depth: int = 8, width: int = 8) -> None:
         with torch.no_grad():

@@ -58,7 +58,7 @@ class WaitingFeatures:
         self._num_bytes += rows.features.nbytes
         if rows.counts:
             self.sort()
-            self._put(rows.known())
+            self.put(rows.known())
             self._read_if_many()
 
     def observe(self, result: StepResult) -> None:
@@ -66,7 +66,7 @@ class WaitingFeatures:
         assert self._rows is not None
         if not self._keep_plain(self._rows, result):
             self.sort()
-            self._put(self._rows.accepted(result))
+            self.put(self._rows.accepted(result))
         self._rows = None
         self._read_if_many()
 
@@ -80,7 +80,7 @@ class WaitingFeatures:
         if self._plain:
             parts = torch.stack(self._plain, dim=1).unbind()
             self._plain, self._num_plain = [], 0
-            self._put(list(zip(self._plain_sequences, self._plain_start, parts, strict=True)))
+            self.put(list(zip(self._plain_sequences, self._plain_start, parts, strict=True)))
 
     def count(self, index: int) -> int:
         """Returns how many tokens of the sequence of this index wait, without those that are not sorted."""
@@ -120,7 +120,8 @@ class WaitingFeatures:
         self._num_plain += rows.features.shape[0]
         return True
 
-    def _put(self, parts: list[Features]) -> None:
+    def put(self, parts: list[Features]) -> None:
+        """Queues features behind those that wait of each sequence."""
         for sequence, begin, features in parts:
             if sequence.index not in self._queues:
                 self._enter(sequence, begin)

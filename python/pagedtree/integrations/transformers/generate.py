@@ -134,8 +134,8 @@ def generate(
             with a sliding window never do.
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence has to be read; the
             output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
-            `MedusaDrafter`, `ModelDrafter`, whose pool then has room for all sequences from the beginning, as have
-            recurrent states.
+            `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`, `MtpDrafter`, whose pool then has room for all sequences
+            from the beginning, as have recurrent states.
         pack_weights: whether the linear layers of the model, and of the drafter's, compute with packed weights during
             the call (`packed_weights`; on CPUs alone). None = where that is likely to pay: in calls that would take at
             least 64 passes without drafts, in fp32 and fp16 only with at least 4 tokens a pass, drafts included; not

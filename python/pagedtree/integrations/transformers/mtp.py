@@ -192,6 +192,8 @@ class MtpDrafter(EagleDrafter):
         depth, width: levels, and children of a node; width 1 gives a chain.
     """
 
+    is_capturable = True
+
     def __init__(self, head: MtpHead, *, num_nodes: int = 16, depth: int = 3, width: int = 4) -> None:
         super().__init__(cast(Any, head), num_nodes=num_nodes, depth=depth, width=width)
 
