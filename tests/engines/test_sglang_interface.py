@@ -115,3 +115,6 @@ def test_the_plugin_is_found_and_registers() -> None:
     )
     entries = importlib.metadata.entry_points(group=group, name="pagedtree")
     assert {entry.load() for entry in entries} == {plugin.register}
+    factory = SOURCES.definition("srt/speculative/draft_utils.py", "DraftBackendFactory._create_backend")
+    assert [x.arg for x in factory.args.args][:4] == ["self", "backend_name", "backend_map", "error_template"]
+    assert "HookType.AROUND" in SOURCES.text("srt/plugins/hook_registry.py")

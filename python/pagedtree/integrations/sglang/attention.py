@@ -29,6 +29,7 @@ class Step:
     cu_seqlens_q: Tensor
     tree_mask: Tensor | None
     max_seqlen_q: int | None
+    page_size: int
     plans: dict[int, Tensor] = field(default_factory=dict)  # by window
 
 
@@ -79,6 +80,7 @@ class PagedTreeBackend(AttentionBackend):
             cu_seqlens_q=torch.nn.functional.pad(lens_q.cumsum(0), (1, 0)).int(),
             tree_mask=tree_mask,
             max_seqlen_q=max_q,
+            page_size=self.page_size,
         )
 
     def _page_table(self, forward_batch: Any, new: int) -> Tensor:
@@ -102,8 +104,8 @@ class PagedTreeBackend(AttentionBackend):
         step = self.forward_metadata
         if step is None:
             raise RuntimeError("pagedtree's backend: expected init_forward_metadata before the first layer")
-        k_cache = self._pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id))
-        v_cache = self._pages(self.token_to_kv_pool.get_value_buffer(layer.layer_id))
+        k_cache = _pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id), step.page_size)
+        v_cache = _pages(self.token_to_kv_pool.get_value_buffer(layer.layer_id), step.page_size)
         scales = {}
         if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
             scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
@@ -123,7 +125,7 @@ class PagedTreeBackend(AttentionBackend):
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
                 head_dim_v=head_dim_v,
-                page_size=self.page_size,
+                page_size=step.page_size,
                 max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
                 window=window,
             )
@@ -152,11 +154,12 @@ class PagedTreeBackend(AttentionBackend):
     def support_triton(self) -> bool:
         return False
 
-    def _pages(self, buffer: Tensor) -> Tensor:
-        """[slots, heads, head_dim] -> [pages, page_size, heads, head_dim], a view."""
-        if buffer.dim() != 3:
-            raise NotImplementedError(f"pagedtree's backend: expected [slots, heads, dim], got {[*buffer.shape]}")
-        return buffer.unflatten(0, (-1, self.page_size))
+
+def _pages(buffer: Tensor, page_size: int) -> Tensor:
+    """[slots, heads, head_dim] -> [pages, page_size, heads, head_dim], a view."""
+    if buffer.dim() != 3:
+        raise NotImplementedError(f"pagedtree's backend: expected [slots, heads, dim], got {[*buffer.shape]}")
+    return buffer.unflatten(0, (-1, page_size))
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["register"]
@@ -10,9 +11,14 @@ NAME = "pagedtree"
 
 
 def register() -> None:
-    """sglang.srt.plugins: makes the attention backend known, --attention-backend pagedtree."""
+    """sglang.srt.plugins: makes the attention backend known, --attention-backend pagedtree, also for drafting steps.
+
+    On CPUs it also fills what SGLang leaves out there (`on_cpu`).
+    """
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import is_cpu
 
     def create(runner: Any) -> Any:
         from pagedtree.integrations.sglang.attention import PagedTreeBackend
@@ -21,3 +27,31 @@ def register() -> None:
 
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(create)
+    factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+    HookRegistry.register(factory, create_draft_backend, HookType.AROUND)
+    if is_cpu():
+        from pagedtree.integrations.sglang.on_cpu import last_loc, verify_uses_greedy
+
+        HookRegistry.register("sglang.srt.mem_cache.allocation.get_last_loc", last_loc, HookType.REPLACE)
+        greedy = "sglang.srt.speculative.eagle_utils._verify_uses_greedy"
+        HookRegistry.register(greedy, verify_uses_greedy, HookType.AROUND)
+
+
+def create_draft_backend(
+    original: Callable[..., Any], factory: Any, backend_name: str, backend_map: dict[str, Any], *args: Any,
+    stamps_children: bool = False, **options: Any,
+) -> Any:  # fmt: skip
+    """Adds pagedtree to SGLang's list of backends that can draft; `stamps_children` goes with those of many steps."""
+
+    def create() -> tuple[str, Any]:
+        from pagedtree.integrations.sglang.attention import PagedTreeBackend
+        from pagedtree.integrations.sglang.drafting import PagedTreeDraftBackend
+
+        runner = factory.draft_model_runner
+        if stamps_children:
+            return NAME, PagedTreeDraftBackend(runner, factory.topk, factory.speculative_num_steps)
+        return NAME, PagedTreeBackend(runner)
+
+    return original(
+        factory, backend_name, {**backend_map, NAME: create}, *args, stamps_children=stamps_children, **options
+    )

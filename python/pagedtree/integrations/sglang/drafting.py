@@ -1,0 +1,47 @@
+"""EAGLE's drafting steps in SGLang: one attention backend for each of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pagedtree.integrations.indices import rows_of
+from pagedtree.integrations.sglang.attention import PagedTreeBackend, Step
+
+__all__ = ["PagedTreeDraftBackend"]
+
+
+class PagedTreeDraftBackend:
+    """Prepares the steps behind the first: `topk` branches per request, which see the prefix and their own slots.
+
+    SGLang calls `attn_backends[i]` in step i. Its slots of a branch need not fill pages, so that the cache is read as
+    pages of one slot.
+    """
+
+    def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
+        self.topk, self.num_steps = topk, num_steps
+        self.attn_backends = [PagedTreeBackend(model_runner) for _ in range(num_steps - 1)]
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        first, topk = self.attn_backends[0], self.topk
+        lens = forward_batch.seq_lens.long()
+        width = first.max_context_len
+        if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
+            width = min(width, int(forward_batch.seq_lens_cpu.max()))
+        prefix = rows_of(first.req_to_token_pool.req_to_token[:, :width], forward_batch.req_pool_indices)
+        drafts = forward_batch.out_cache_loc.view(-1, topk, self.num_steps)  # in order of branches, then steps
+        table = torch.nn.functional.pad(prefix, (0, self.num_steps)).repeat_interleave(topk, 0)
+        lens = lens.repeat_interleave(topk)
+        places = lens[:, None] + torch.arange(self.num_steps, device=lens.device)
+        table = table.scatter(1, places, drafts.flatten(0, 1).to(table.dtype))
+        offsets = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=lens.device)
+        for step, backend in enumerate(self.attn_backends):
+            backend.forward_metadata = Step(
+                page_table=table,
+                seq_lens=(lens + step + 1).int(),
+                cu_seqlens_q=offsets,
+                tree_mask=None,
+                max_seqlen_q=1,
+                page_size=1,
+            )

@@ -1,0 +1,60 @@
+"""What SGLang 0.5.23 leaves out on CPUs, for engines with pagedtree's attention there; the plugin hooks these in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagedtree.integrations.sglang.verify import tree_speculative_sampling_target_only
+
+__all__ = ["last_loc", "top_k_renorm", "top_p_renorm", "verify_uses_greedy"]
+
+
+def last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
+    """Returns the slot before each request's new ones, -1: none.
+
+    Stands for `mem_cache.allocation.get_last_loc`, which without a GPU knows two of SGLang's own backends alone.
+    """
+    last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
+    return torch.where(prefix_lens_tensor > 0, last, -1)
+
+
+def verify_uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, is_cpu: bool, **rest: Any) -> bool:
+    """Lets requests that sample be sampled: around `speculative.eagle_utils._verify_uses_greedy`.
+
+    SGLang verifies them greedily on a CPU, as it has no kernel for it there.
+    """
+    if is_cpu:
+        from sglang.srt.speculative import eagle_utils
+
+        for name, function in SAMPLING.items():
+            if getattr(eagle_utils, name) is None:
+                setattr(eagle_utils, name, function)
+    return original(is_all_greedy=is_all_greedy, is_cpu=False, **rest)
+
+
+def top_k_renorm(probs: Tensor, top_ks: Tensor) -> Tensor:
+    """Keeps the top_ks [N] largest of each row of probs [N, V], ties of the last included, and makes rows sum to 1."""
+    last = (top_ks.long() - 1).clamp(0, probs.shape[-1] - 1)
+    least = probs.sort(-1, descending=True).values.gather(-1, last[:, None])
+    kept = torch.where(probs >= least, probs, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def top_p_renorm(probs: Tensor, top_ps: Tensor) -> Tensor:
+    """Keeps the fewest largest of each row that have a mass of top_ps [N], ties included, and makes rows sum to 1."""
+    ordered = probs.sort(-1, descending=True).values
+    needed = ordered.cumsum(-1) - ordered < top_ps[:, None]
+    least = torch.where(needed, ordered, torch.inf).amin(-1, keepdim=True)
+    kept = torch.where(probs >= least, probs, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+SAMPLING = {
+    "tree_speculative_sampling_target_only": tree_speculative_sampling_target_only,
+    "top_k_renorm_prob": top_k_renorm,
+    "top_p_renorm_prob": top_p_renorm,
+}

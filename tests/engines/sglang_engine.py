@@ -1,0 +1,60 @@
+"""Runs SGLang on CPU tensors with pagedtree's attention: `sglang_engine.py OPTIONS...`, each JSON of one engine.
+
+Prints a line of JSON for each engine: the generated ids of every prompt, and the tokens per verification. It is a
+program of its own since SGLang starts processes, and ends all of its group where one of them fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKPOINTS = ROOT / "examples" / "checkpoints"
+STANDINS = Path(__file__).parent / "sglang_standins"
+
+
+def prompts() -> list[list[int]]:
+    """Eight pieces of this file of several lengths, in tokens; half of them begin twice, so that n-grams are found."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(CHECKPOINTS / "target" / "tokenizer.json"))
+    ids = tokenizer.encode(Path(__file__).read_text(encoding="utf-8"), add_special_tokens=False).ids
+    pieces = [ids[17 * n : 30 * n + 9] for n in range(8)]
+    return [[0, *piece, *(piece[: len(piece) // 2] if n % 2 else [])] for n, piece in enumerate(pieces)]
+
+
+def run(options: dict) -> dict:
+    import sglang
+
+    copies = options.pop("copies", None)
+    sampling = {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24, **options.pop("sampling", {})}
+    engine = sglang.Engine(
+        model_path=str(CHECKPOINTS / "target"), device="cpu", dtype="float32",
+        disable_cuda_graph=True, skip_tokenizer_init=True, mem_fraction_static=0.8, max_total_tokens=8192,
+        max_running_requests=8, log_level="error", **{"attention_backend": "pagedtree", **options},
+    )  # fmt: skip
+    try:
+        given = prompts() if copies is None else [prompts()[3]] * copies
+        outs = engine.generate(input_ids=given, sampling_params=sampling)
+    finally:
+        engine.shutdown()
+    return {
+        "ids": [out["output_ids"] for out in outs],
+        "lengths": [out["meta_info"].get("spec_accept_length") for out in outs],
+    }
+
+
+def main() -> None:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    path = [str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # of the processes that SGLang starts
+    sys.path.insert(0, str(STANDINS))
+    for options in sys.argv[1:]:
+        print(json.dumps(run(json.loads(options))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

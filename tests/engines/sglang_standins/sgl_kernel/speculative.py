@@ -1,0 +1,5 @@
+"""The op of SGLang's n-gram worker."""
+
+from pagedtree.integrations.sglang import reconstruct_indices_from_tree_mask
+
+__all__ = ["reconstruct_indices_from_tree_mask"]

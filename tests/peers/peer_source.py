@@ -1,0 +1,42 @@
+"""Functions and tests of another package, taken from a source tree that the user has: `make test-peers`.
+
+Single definitions are executed, with names that the caller gives in place of the package's own imports, so that nothing
+of it is imported or installed, and nothing of it is in this repository.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["PeerSource"]
+
+
+class PeerSource:
+    """The source tree PEER_SOURCE. Skips the test module unless PEER is `peer`."""
+
+    def __init__(self, peer: str) -> None:
+        if os.environ.get("PEER") != peer:
+            pytest.skip(f"make test-peers PEER={peer} SOURCE=DIR", allow_module_level=True)
+        self.folder = Path(os.environ["PEER_SOURCE"])
+
+    def take(self, path: str, *names: str, known: dict[str, Any]) -> dict[str, Any]:
+        """Executes the definitions `names` of a file, decorators included, where `known` are the names they use."""
+        tree = ast.parse((self.folder / path).read_text(encoding="utf-8"))
+        chosen = [node for node in tree.body if names_of(node) & {*names}]
+        missing = {*names}.difference(*map(names_of, chosen))
+        assert not missing, f"{path} defines no {', '.join(sorted(missing))}"
+        code = compile(ast.Module(chosen, type_ignores=[]), str(self.folder / path), "exec")
+        exec(code, known)
+        return {name: known[name] for name in names}
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """What a statement at the top of a file defines."""
+    if isinstance(node, ast.Assign):
+        return {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return {name} if isinstance(name := getattr(node, "name", None), str) else set()
