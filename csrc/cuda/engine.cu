@@ -102,6 +102,10 @@ std::string cache_folder() {
   return home.empty() ? "" : home + "/.cache/pagedtree";
 }
 
+bool is_hopper(const DeviceLimits& limits) {
+  return limits.capability / 10 == 9 && limits.max_shared_bytes >= kWgmmaSharedBytes;
+}
+
 // Where the verdict for the current device is kept.
 struct VerdictFile {
   std::string path;       // empty: there is no cache folder
@@ -122,7 +126,7 @@ struct VerdictFile {
 
 std::string wgmma_needs(const DeviceLimits& limits) {
   if (!kHasSm90a) return "a build for 9.0a; this one has no code for it";
-  if (limits.capability / 10 == 9 && limits.max_shared_bytes >= kWgmmaSharedBytes) return "";
+  if (is_hopper(limits)) return "";
   return "a GPU of compute capability 9.0 with 227 KB of shared memory for a block, got " +
          std::to_string(limits.capability / 10) + "." + std::to_string(limits.capability % 10) + " with " +
          std::to_string(limits.max_shared_bytes >> 10) + " KB";
@@ -130,11 +134,10 @@ std::string wgmma_needs(const DeviceLimits& limits) {
 
 MatrixEngine resolved_engine(MatrixEngine asked, const DeviceLimits& limits) {
   if (asked != MatrixEngine::kAuto) return asked;
-  static Known<int, MatrixEngine> known;
-  return known.at(current_device(), [&] {
-    const bool is_wgmma = wgmma_needs(limits).empty() && VerdictFile::of_current_device().says_passed();
-    return is_wgmma ? MatrixEngine::kWgmma : MatrixEngine::kMmaSync;
-  });
+  if (!kHasSm90a || !is_hopper(limits)) return MatrixEngine::kMmaSync;
+  static Known<int, bool> has_passed;
+  const bool passed = has_passed.at(current_device(), [] { return VerdictFile::of_current_device().says_passed(); });
+  return passed ? MatrixEngine::kWgmma : MatrixEngine::kMmaSync;
 }
 
 // What python/pagedtree/_engine.py asks about the current device, as texts that the next call of the thread frees.
