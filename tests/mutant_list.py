@@ -80,6 +80,11 @@ def of_delta_rule(
     return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", only)
 
 
+def of_channel_decays(name: str, file: str, line: str, broken: str) -> Mutant:
+    tests = ("tests/ops/test_recurrent_decays.py", "tests/ops/test_recurrent_kernels.py")
+    return Mutant(name, f"cuda/recurrent/{file}.cuh", line, broken, tests, "simt", "simt")
+
+
 def of_values(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_value_counts.py",), "simt", "simt")
 
@@ -496,8 +501,19 @@ DELTA_RULE = [
     of_delta_rule("weights of keys without beta", "tree", "is_above && with_beta ? decayed", "is_above ? decayed"),
     of_delta_rule("rows behind all trees as they were", "delta_rule",
                   "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),
-    of_delta_rule("decayed rows of the first tokens alone", "walks", "t.reads_of(j / 2, first + quad)",
-                  "t.reads_of(j / 2, quad)", only="simt and channel"),
+    of_channel_decays("no token walks", "path_decays", "least < kLeastProduct) ? -1.0f", "false) ? -1.0f"),
+    of_channel_decays("products of the token before", "path_decays", "decay * products[parent * kChannels",
+                      "decay * products[(i - 1) * kChannels"),
+    of_channel_decays("keys over decays of the next step", "tree",
+                      "pairs_of(t, token(kSide + half), step).key, kDType), decays[kSide + half]);",
+                      "pairs_of(t, token(kSide + half), step).key, kDType), decays_of(t.path_decays<false>("
+                      "token(kSide + half)), step + 1));"),
+    of_channel_decays("rows that read the state with decays of the first step", "tree", "(tokens[tile]), step + 1);",
+                      "(tokens[tile]), 0);"),
+    of_channel_decays("keys as they are, in chunks", "products", "path_decays(t, m).four(channel)",
+                      "Four{{1.0f, 1.0f, 1.0f, 1.0f}}"),
+    of_channel_decays("a walk that begins with the decays of the token above", "walks",
+                      "path.row(token) * p.g_token_stride", "path.row(above) * p.g_token_stride"),
 ]  # fmt: skip
 
 STATES = [

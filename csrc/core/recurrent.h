@@ -38,6 +38,7 @@ struct DeltaRuleParams {
   const float* beta;  // [T, H] or null: no delta
   float* state;       // [num_slots, H, Dk, Dv]
   void* out;          // [T, H, Dv] out, contiguous; or null
+  float* decays;      // [T, H, Dk] scratch with channel_decay, for backends that cannot allocate
   int64_t q_token_stride, q_head_stride;
   int64_t k_token_stride, k_head_stride;
   int64_t v_token_stride, v_head_stride;

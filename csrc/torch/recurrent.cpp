@@ -147,6 +147,14 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   return p;
 }
 
+// Scratch of the params' backend, which lives as long as the result.
+Tensor add_scratch(const Tensor& k, const Backend& backend, DeltaRuleParams& p) {
+  const bool needed = p.channel_decay && backend.max_option_rows > 0;
+  Tensor decays = empty_on(k, {needed ? k.size(0) : 0, p.num_heads, p.key_dim}, ScalarType::Float);
+  p.decays = static_cast<float*>(decays.mutable_data_ptr());
+  return decays;
+}
+
 Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const OptionalTensor& beta,
                        const Tensor& state, const Tensor& state_index, const OptionalTensor& cu_nodes,
                        const OptionalTensor& parents, const OptionalTensor& depths, int64_t max_nodes,
@@ -163,7 +171,9 @@ Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const 
   params.scale = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(params.key_dim))));
   Tensor out = empty_on(q, {v.size(0), v.size(1), v.size(2)}, v.scalar_type());
   params.out = out.mutable_data_ptr();
-  backend_for(q).tree_delta_rule(params, context_for(q));
+  const Backend& backend = backend_for(q);
+  const Tensor scratch = add_scratch(k, backend, params);
+  backend.tree_delta_rule(params, context_for(q));
   return out;
 }
 
@@ -177,7 +187,9 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
   DeltaRuleParams params = delta_rule_params(check, k, v, g, beta, state, state_index,
                                              {cu_nodes, parents, depths, max_nodes, cu_seqlens}, &path, l2norm);
   params.state = mutable_pointer<float>(state);
-  backend_for(state).advance_state(params, context_for(state));
+  const Backend& backend = backend_for(state);
+  const Tensor scratch = add_scratch(k, backend, params);
+  backend.advance_state(params, context_for(state));
 }
 
 // ---- tree_conv1d and advance_conv

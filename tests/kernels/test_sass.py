@@ -138,21 +138,27 @@ def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
     """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; the update of the
-    state; and rows of decays of channels in two parts, with 8 columns in two."""
-    ((name, opcodes),) = instructions(architecture, "^delta_rule_kernel").items()
-    assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == 8 * 2 * 2 + 4 * 2 + 2 * 3, name
-    assert count(opcodes, r"HMMA\.16816") == 2 * 8, name
-    assert count(opcodes, "LDL|STL") == 0, name
+    state. With decays of channels rows and keys have two parts, too."""
+    found = instructions(architecture, "^delta_rule_kernel")
+    assert len(found) == 2
+    for name, opcodes in found.items():
+        by_channel = "true" in name
+        assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == (2 * 8 * 2 * 3 if by_channel else 8 * 2 * 2 + 4 * 2), name
+        assert count(opcodes, r"HMMA\.16816") == (0 if by_channel else 2 * 8), name
+        assert count(opcodes, "LDL|STL") == 0, name
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str) -> None:
-    """16 channels of 16 or 32 tokens, and of half as many, with 32 columns of the state in two parts."""
+    """16 channels of 16 or 32 tokens, and of half as many, with 32 columns of the state in two parts. With decays of
+    channels rows have two parts, too, and so have the keys that 8 or 16 tokens are multiplied with."""
     found = instructions(architecture, "^tree_delta_rule_kernel")
-    assert len(found) == 8
+    assert len(found) == 16
     for name, opcodes in found.items():
-        (tiles,) = map(int, re.findall(r", (\d+)>", name))
-        assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == (tiles + tiles // 2) * 4 * 2 * 2, name
+        ((tiles, by_channel),) = re.findall(r", (\d+), (\w+)>", name)
+        tokens, parts = int(tiles) * 3 // 2, 3 if by_channel == "true" else 2
+        of_keys = int(tiles) ** 2 // 4 * 2 * 3 if by_channel == "true" else 0
+        assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == tokens * 4 * 2 * parts + of_keys, name
         assert count(opcodes, r"LDGSTS\.E\.BYPASS\.128") >= 4 * 3, name
         assert count(opcodes, "LDL|STL") == 0, name
 

@@ -1,7 +1,7 @@
 // A chunk of tokens of one value head, and 32 columns of its state, in shared memory.
 #pragma once
 
-#include "cuda/recurrent/numbers.cuh"
+#include "cuda/recurrent/path_decays.cuh"
 
 namespace pagedtree::cuda {
 
@@ -12,7 +12,6 @@ static_assert(kWarps * 32 >= kMaxRecurrentNodes && kWarps == kBlock);
 
 // What the lanes of a tensor core's operand read at once lies in different banks.
 constexpr int kStateStride = kColumns + 2, kReadStride = kColumns + 8;
-constexpr int kDecayedStride = kPassChannels + 16;
 constexpr int kMaskWords = kMaxRecurrentNodes / 32;
 
 struct ChunkShared {
@@ -40,7 +39,6 @@ struct Chunk {
   float* u;         // [capacity, kColumns]
   float* weights;   // [key or query, group, weight_stride]: of the tokens above a token
   float* reads;     // [key or query, group, kReadStride]: what it reads of the state, with the decays of its path
-  float* decayed;   // [key or query, 8, kDecayedStride]: rows that read the state, of decays of channels
   uint32_t* masks;  // [capacity, words]: the tokens of its path, itself included; none where it cannot be reached
 
   __device__ Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group, int32_t of_head, int32_t of_lane);
@@ -56,36 +54,33 @@ __host__ __device__ constexpr int32_t padded_channels(int32_t key_dim) { return 
 
 struct ChunkSizes {
   int32_t words{}, weight_stride{};
-  int64_t u{}, weights{}, reads{}, decayed{}, masks{};  // where they begin
+  int64_t u{}, weights{}, reads{}, masks{};  // where they begin
   int64_t bytes{};
 
-  __host__ __device__ constexpr ChunkSizes(int32_t key_dim, bool channel_decay, int32_t capacity, int32_t group) {
+  __host__ __device__ constexpr ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
     words = (capacity + 31) / 32;
     weight_stride = words * 32 + kBlock;
     u = static_cast<int64_t>(sizeof(ChunkShared)) + padded_channels(key_dim) * kStateStride * 4;
     weights = u + capacity * kColumns * 4;
     reads = weights + 2 * group * weight_stride * 4;
-    decayed = reads + 2 * group * kReadStride * 4;
-    masks = decayed + (channel_decay && key_dim <= kPassChannels ? 2 * kBlock * kDecayedStride * 4 : 0);
+    masks = reads + 2 * group * kReadStride * 4;
     bytes = masks + capacity * words * 4;
   }
 };
 
-static_assert(ChunkSizes(kMaxRecurrentDim, true, kMaxRecurrentNodes, kBlock).bytes <= 99 << 10, "what every GPU has");
-static_assert(ChunkSizes(kPassChannels, true, kMaxRecurrentNodes, kBlock).bytes <= 99 << 10);
+static_assert(ChunkSizes(kMaxRecurrentDim, kMaxRecurrentNodes, kBlock).bytes <= 99 << 10, "what every GPU has");
 
 __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group,
                                         int32_t of_head, int32_t of_lane)
     : p(params), shared(ptx::shared<ChunkShared>()), group(of_group), head(of_head), column(of_lane) {
   key_head = head / p.group_size;
-  const ChunkSizes sizes(p.key_dim, p.channel_decay, capacity, group);
+  const ChunkSizes sizes(p.key_dim, capacity, group);
   char* const begin = reinterpret_cast<char*>(&shared);
   words = sizes.words;
   weight_stride = sizes.weight_stride;
   state = reinterpret_cast<float*>(&shared + 1);
   u = reinterpret_cast<float*>(begin + sizes.u);
   weights = reinterpret_cast<float*>(begin + sizes.weights);
-  decayed = reinterpret_cast<float*>(begin + sizes.decayed);
   reads = reinterpret_cast<float*>(begin + sizes.reads);
   masks = reinterpret_cast<uint32_t*>(begin + sizes.masks);
 }

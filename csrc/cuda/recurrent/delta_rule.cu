@@ -1,5 +1,5 @@
 // The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Small
-// trees with one decay for each head have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
+// trees have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
 // sequence, value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
 #include "cuda/recurrent/chunk.cuh"
@@ -12,20 +12,17 @@ namespace pagedtree::cuda {
 namespace {
 
 // The tokens in shared.rows and shared.parents; `carried`: they are a chain, and others follow.
+template <bool kChannelDecay>
 __device__ __forceinline__ void run_chunk(const Chunk& t, int32_t count, bool carried) {
   __syncthreads();
   link(t, count);
   find_norms(t, count);
   for (int32_t begin = 0; begin < count; begin += t.group) {
-    if (t.p.channel_decay) {
-      weigh_by_walks(t, begin, count);
-    } else {
-      weigh_by_products(t, begin, count);
-    }
+    weigh_by_products<kChannelDecay>(t, begin, count);
+    if constexpr (kChannelDecay) weigh_by_walks(t, begin, count);
     solve(t, begin, count);
   }
-  if (carried && t.p.channel_decay) carry_by_walks(t, count);
-  if (carried && !t.p.channel_decay) carry_by_products(t, count);
+  if (carried) kChannelDecay ? carry_by_walks(t, count) : carry_by_products(t, count);
   __syncthreads();
 }
 
@@ -80,34 +77,32 @@ __device__ __forceinline__ void store_state(const Chunk& t, const StateTile& sta
   }
 }
 
+template <bool kChannelDecay>
 __global__ void __launch_bounds__(kWarps * 32, 2)
     delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t group, int32_t tiles) {
-  const RecurrentBatch& tokens = p.tokens;
+  if constexpr (kChannelDecay) ptx::wait_for_kernels_before();
   const int32_t item = static_cast<int32_t>(blockIdx.x) / tiles, b = item / p.num_heads;
   const Chunk t(p, capacity, group, item % p.num_heads,
                 static_cast<int32_t>(blockIdx.x) % tiles * kColumns + threadIdx.x % 32);
-  const bool writes = p.out == nullptr, is_tree = !writes && tokens.parents != nullptr;
-  const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
-  const int32_t first_row = static_cast<int32_t>(rows.begin);
-  int32_t total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
-  if (is_tree) total = min_of(total, tokens.max_nodes);
-  if (total == 0) return;
-  load_state(t, StateTile(t, state_index_of(tokens, b)));
-  for (int32_t begin = 0; begin < total; begin += capacity) {  // one turn for a tree
-    const int32_t i = threadIdx.x, count = min_of(capacity, total - begin);
+  const Sequence sequence(p, b);
+  if (sequence.total == 0) return;
+  load_state(t, StateTile(t, state_index_of(p.tokens, b)));
+  for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // one turn for a tree
+    const int32_t i = threadIdx.x, count = min_of(capacity, sequence.total - begin);
     if (i < count) {
-      t.shared.rows[i] = is_tree ? first_row + i : static_cast<int32_t>(replayed_row(tokens, b, begin + i));
-      t.shared.parents[i] = static_cast<int16_t>(is_tree ? linked_parent(tokens, first_row, i) : i - 1);
+      t.shared.rows[i] = sequence.row(begin, i);
+      t.shared.parents[i] = sequence.parent(i);
     }
-    run_chunk(t, count, p.out == nullptr || begin + count < total);
+    run_chunk<kChannelDecay>(t, count, p.out == nullptr || begin + count < sequence.total);
   }
-  if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(tokens, b)));
+  if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(p.tokens, b)));
 }
 
 // One CTA for each sequence, value head and 32 columns for each of its warps.
-template <typename T, StateWords kWords, int kTiles>
+template <typename T, StateWords kWords, int kTiles, bool kChannelDecay>
 __global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
     tree_delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
+  if constexpr (kChannelDecay) ptx::wait_for_kernels_before();
   const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks, b = item / p.num_heads;
   const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
   const Tree t(p, rows, item % p.num_heads, block % column_blocks * static_cast<int32_t>(blockDim.x), kTiles);
@@ -117,6 +112,7 @@ __global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
     if (b + 1 == p.tokens.batch) clear_rows(t, used.end, p.tokens.num_rows);
   }
   if (t.count == 0) return;
+  if constexpr (kChannelDecay && kTiles == kSmallTiles) copy_decays(t);
   copy_rows(t);
   StateCopies<kWords> copies(t, state_index_of(p.tokens, b));
   for (int32_t stage = 0; stage < kStages - 1; ++stage) copies.start(stage);
@@ -132,12 +128,17 @@ __global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
   for (int32_t begin = 0; begin < t.count; begin += t.together) {
     if (begin > 0) __syncthreads();  // all have read the weights of the tokens before
     const int32_t tiles = min_of(kTiles, ceil_div(t.count - begin, kTile));
-    weigh_tree<T>(t, begin, tiles);
+    if constexpr (kChannelDecay) {
+      weigh_decayed<T, kTiles / 2>(t, begin, tiles);
+      weigh_by_walks(t, begin);
+    } else {
+      weigh_tree<T>(t, begin, tiles);
+    }
     Sums<kTiles> sums;
     if (tiles > kTiles / 2) {
-      read_state<T, kTiles>(t, copies, stage, begin, sums);
+      read_state<T, kTiles, kChannelDecay>(t, copies, stage, begin, sums);
     } else {
-      read_state<T, kTiles / 2>(t, copies, stage, begin, sums);
+      read_state<T, kTiles / 2, kChannelDecay>(t, copies, stage, begin, sums);
     }
     __syncthreads();
     solve_tree<T>(t, begin, sums, infinite);
@@ -157,26 +158,51 @@ __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;
-  while (group > kBlock && ChunkSizes(p.key_dim, p.channel_decay, capacity, group).bytes > (96 << 10)) group /= 2;
+  while (group > kBlock && ChunkSizes(p.key_dim, capacity, group).bytes > (96 << 10)) group /= 2;
   return group;
 }
 
-template <typename T, StateWords kWords, int kTiles>
+template <int kOfLane>
+void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
+  const int32_t blocks = ceil_div(p.key_dim, kOfLane * kSignChannels), warps = decay_warps(capacity);
+  const int64_t jobs = p.tokens.batch * p.num_heads * blocks;
+  launch(path_decays_kernel<kOfLane>, grid_of(jobs, warps), dim3(static_cast<unsigned>(warps * 32)),
+         static_cast<size_t>(warps * decay_bytes(capacity, kOfLane)), ctx.stream, p, capacity, blocks,
+         static_cast<int32_t>(jobs));
+}
+
+// Products of decays for the kernels that follow; two channels for each thread save instructions where SMs are full.
+void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
+  const bool is_large = p.tokens.batch * p.num_heads > 2 * device_limits().num_sms;
+  is_large ? find_path_decays<2>(p, capacity, ctx) : find_path_decays<1>(p, capacity, ctx);
+}
+
+template <typename T, StateWords kWords, int kTiles, bool kChannelDecay>
 void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
   const int32_t columns = ceil_div(p.value_dim, kTreeColumns), max_bytes = device_limits().max_shared_bytes;
   int32_t warps = kTreeWarps;
-  while (TreeSizes(p.tokens.max_nodes, kTiles, warps).bytes > max_bytes) warps /= 2;
+  while (TreeSizes(p.tokens.max_nodes, kTiles, warps, kChannelDecay).bytes > max_bytes) warps /= 2;
   const int32_t column_blocks = ceil_div(columns, warps);
   warps = ceil_div(columns, column_blocks);
   const dim3 grid(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks));
-  const auto bytes = static_cast<size_t>(TreeSizes(p.tokens.max_nodes, kTiles, warps).bytes);
-  launch(tree_delta_rule_kernel<T, kWords, kTiles>, grid, dim3(static_cast<unsigned>(warps * 32)), bytes, ctx.stream, p,
-         column_blocks);
+  const dim3 block(static_cast<unsigned>(warps * 32));
+  const auto bytes = static_cast<size_t>(TreeSizes(p.tokens.max_nodes, kTiles, warps, kChannelDecay).bytes);
+  const auto kernel = tree_delta_rule_kernel<T, kWords, kTiles, kChannelDecay>;
+  if constexpr (kChannelDecay) {
+    find_path_decays(p, p.tokens.max_nodes, ctx);
+    launch_behind(kernel, grid, block, bytes, ctx.stream, p, column_blocks);
+  } else {
+    launch(kernel, grid, block, bytes, ctx.stream, p, column_blocks);
+  }
 }
 
 template <typename T, StateWords kWords>
 void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
-  p.tokens.max_nodes <= 2 * kTile ? launch_tree<T, kWords, 2>(p, ctx) : launch_tree<T, kWords, 4>(p, ctx);
+  if (p.tokens.max_nodes <= 2 * kTile) {
+    p.channel_decay ? launch_tree<T, kWords, 2, true>(p, ctx) : launch_tree<T, kWords, 2, false>(p, ctx);
+  } else {
+    p.channel_decay ? launch_tree<T, kWords, 4, true>(p, ctx) : launch_tree<T, kWords, 4, false>(p, ctx);
+  }
 }
 
 // Whether four neighbours along one dimension of all states lie at multiples of 16 bytes.
@@ -191,7 +217,7 @@ bool run_small_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
   const RecurrentBatch& tokens = p.tokens;
   const bool by_columns = has_words(p, 3, 2), is_half = p.dtype == DType::kFloat16;
   if (tokens.parents == nullptr || tokens.max_nodes > kTreeNodes || tokens.batch == 0) return false;
-  if (p.channel_decay || p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
+  if (p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
   if (by_columns) {
     is_half ? launch_tree<__half, StateWords::kOfColumns>(p, ctx)
             : launch_tree<__nv_bfloat16, StateWords::kOfColumns>(p, ctx);
@@ -208,8 +234,14 @@ void run(const DeltaRuleParams& p, const ExecContext& ctx) {
   const int32_t capacity = whole_tree ? tokens.max_nodes : kCausalChunk, group = group_size(p, capacity);
   const int32_t tiles = ceil_div(p.value_dim, kColumns);
   const dim3 grid(static_cast<unsigned>(tokens.batch * p.num_heads * tiles));
-  const size_t bytes = static_cast<size_t>(ChunkSizes(p.key_dim, p.channel_decay, capacity, group).bytes);
-  launch(delta_rule_kernel, grid, dim3(kWarps * 32), bytes, ctx.stream, p, capacity, group, tiles);
+  const dim3 block(kWarps * 32);
+  const size_t bytes = static_cast<size_t>(ChunkSizes(p.key_dim, capacity, group).bytes);
+  if (p.channel_decay) {
+    find_path_decays(p, capacity, ctx);
+    launch_behind(delta_rule_kernel<true>, grid, block, bytes, ctx.stream, p, capacity, group, tiles);
+  } else {
+    launch(delta_rule_kernel<false>, grid, block, bytes, ctx.stream, p, capacity, group, tiles);
+  }
 }
 
 }  // namespace

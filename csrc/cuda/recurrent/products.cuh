@@ -1,6 +1,6 @@
-// Weights of tokens with one decay for each head, by tensor cores. Such a decay is a factor of whole products: a tile
-// of 16 rows, 8 keys and the queries of the same tokens, is multiplied with the state and with the keys of other
-// tokens.
+// Weights of tokens by tensor cores: a tile of 16 rows, 8 keys and the queries of the same tokens, is multiplied with
+// the state and with the keys of other tokens. One decay for a head is a factor of whole products, those of channels
+// are factors of rows and keys (path_decays.cuh).
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
@@ -28,18 +28,24 @@ __device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64
 
 // Channels of key and query `quad`.
 struct RowTile {
+  int32_t token;
   uint2 keys[kSteps], queries[kSteps];
 };
 
 __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first) {
-  const int32_t token = min_of(i, count - 1);
   RowTile rows{};
-  load_row(t, t.p.k, key_row(t, token), first, rows.keys);
-  if (t.p.out != nullptr) load_row(t, t.p.q, query_row(t, token), first, rows.queries);
+  rows.token = min_of(i, count - 1);
+  load_row(t, t.p.k, key_row(t, rows.token), first, rows.keys);
+  if (t.p.out != nullptr) load_row(t, t.p.q, query_row(t, rows.token), first, rows.queries);
   return rows;
 }
 
+__device__ __forceinline__ PathDecays path_decays(const Chunk& t, int32_t i) {
+  return path_decays_of(t.p, t.shared.rows[i], t.head);
+}
+
 // Their products with 8 columns of the state.
+template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& rows, int32_t first, int32_t tile,
                                                float (&sum)[4]) {
   const int32_t lane = threadIdx.x % 32, column = tile * 8 + lane / 4;
@@ -49,31 +55,53 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
     if (first + step * kStep >= t.p.key_dim) break;
     const StepRows a = rows_of({rows.keys[step], rows.queries[step]}, t.p.dtype);
     const float* b = t.state + lane_channel(first, step) * kStateStride + column;
-    add_split_product(sum, low, a.a[0], b[0], b[kStateStride]);
-    add_split_product(sum, low, a.a[1], b[2 * kStateStride], b[3 * kStateStride]);
+    if constexpr (kChannelDecay) {
+      const StepRows d = decayed_rows(a, path_decays(t, rows.token).four(lane_channel(first, step)));
+      add_exact_product(sum, low, d.a[0], b[0], b[kStateStride]);
+      add_exact_product(sum, low, d.a[1], b[2 * kStateStride], b[3 * kStateStride]);
+    } else {
+      add_split_product(sum, low, a.a[0], b[0], b[kStateStride]);
+      add_split_product(sum, low, a.a[1], b[2 * kStateStride], b[3 * kStateStride]);
+    }
   }
 #pragma unroll
   for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
 }
 
 // Their products with the keys of tokens 8 * block .. 8 * block + 7.
+template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& rows, int32_t first, int32_t block,
                                               int32_t count, float (&sum)[4]) {
   const int32_t m = min_of<int32_t>(block * kBlock + threadIdx.x % 32 / 4, count - 1);
   uint2 pairs[kSteps];
-  load_row(t, t.p.k, key_row(t, m), first, pairs);
+  if constexpr (!kChannelDecay) load_row(t, t.p.k, key_row(t, m), first, pairs);
+  const uint16_t* const keys = static_cast<const uint16_t*>(t.p.k) + key_row(t, m);
+  float low[4] = {};
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
+    const int32_t channel = lane_channel(first, step);
     if (first + step * kStep >= t.p.key_dim) break;
-    if (t.p.dtype == DType::kFloat16) {
+    if constexpr (kChannelDecay) {
+      const StepRows a = rows_of({rows.keys[step], rows.queries[step]}, t.p.dtype);
+      const StepRows d = decayed_rows(a, path_decays(t, rows.token).four(channel));
+      pairs[step] = channel < t.p.key_dim ? load_pairs(keys + channel, is_aligned(keys)) : make_uint2(0, 0);
+      const Four key = undecayed(unpack(pairs[step], t.p.dtype), path_decays(t, m).four(channel));
+      add_exact_product(sum, low, d.a[0], key.x[0], key.x[1]);
+      add_exact_product(sum, low, d.a[1], key.x[2], key.x[3]);
+    } else if (t.p.dtype == DType::kFloat16) {
       add_key_product<__half>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
     } else {
       add_key_product<__nv_bfloat16>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
     }
   }
+  if constexpr (kChannelDecay) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
+  }
 }
 
 // Weights and reads of the tokens begin .. begin + group - 1. A warp has 8 of them, and some of their products.
+template <bool kChannelDecay>
 __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
   const int32_t shift = __ffs(t.group / kBlock) - 1;  // a power of 2
@@ -90,9 +118,9 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
       if (!reads && !__any_sync(~0u, i < count && t.ancestors(i, other) != 0)) continue;
       float sum[4] = {};
       if (reads) {
-        multiply_state(t, rows, first, job, sum);
+        multiply_state<kChannelDecay>(t, rows, first, job, sum);
       } else {
-        multiply_keys(t, rows, first, other, count, sum);
+        multiply_keys<kChannelDecay>(t, rows, first, other, count, sum);
       }
 #pragma unroll
       for (int which = 0; which < 2; ++which) {
@@ -104,7 +132,8 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
           if (is_last && i < count) {
             const bool is_other = !reads && m + j < count;
             const float norm = which == 0 ? t.shared.norms[i] : t.shared.query_norms[row];
-            const float decay = decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
+            const float decay =
+                kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
             x = decayed(x, norm * (is_other ? t.shared.norms[m + j] : 1.0f), decay);
           }
           to[j] = x;

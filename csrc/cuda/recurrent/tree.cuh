@@ -2,17 +2,18 @@
 // through a ring in shared memory; it is read again for every 16 tokens.
 #pragma once
 
-#include "cuda/recurrent/numbers.cuh"
+#include "cuda/recurrent/walks.cuh"
 
 namespace pagedtree::cuda {
 
 constexpr int kTreeNodes = 64, kTreeChannels = kPassChannels;  // at most
 constexpr int kTreeWarps = 4;                                  // at most
 constexpr int kTreeColumns = 32;                // of a warp; a lane has 8 neighbours of them, for each of its tokens
+constexpr int kSmallTiles = 2;                  // of trees of up to 16 nodes
 constexpr int kTile = 8;                        // tokens whose keys and queries are a tile of a product
 constexpr int kTokens = 2 * kTile;              // that are read and solved together
 constexpr int kStages = 4;                      // steps of the state that the ring holds
-constexpr int kRowStride = kTreeChannels + 16;  // of keys and queries; lanes read 8 bytes without bank conflicts
+constexpr int kRowStride = kTreeChannels + 16;  // of keys and queries, and of decays; lanes read without bank conflicts
 
 struct TreeShared {
   uint64_t masks[kTreeNodes];  // the tokens of a token's path, itself included; none where it cannot be reached
@@ -24,13 +25,13 @@ struct TreeShared {
 
 // The rest of shared memory, whose sizes depend on the call. `tiles`: that are read and solved together.
 struct TreeSizes {
-  int32_t rows{};                           // tokens that there is room for: a multiple of 16
-  int32_t earlier{};                        // of them, those before the last tiles
-  int32_t weight_stride{};                  // lanes read four weights of 8 tokens without bank conflicts
-  int32_t data{}, weights{}, u{}, state{};  // where they begin
+  int32_t rows{};                                     // tokens that there is room for: a multiple of 16
+  int32_t earlier{};                                  // of them, those before the last tiles
+  int32_t weight_stride{};                            // lanes read four weights of 8 tokens without bank conflicts
+  int32_t data{}, weights{}, u{}, state{}, decays{};  // where they begin
   int32_t bytes{};
 
-  __host__ __device__ constexpr TreeSizes(int32_t capacity, int32_t tiles, int32_t warps) {
+  __host__ __device__ constexpr TreeSizes(int32_t capacity, int32_t tiles, int32_t warps, bool channel_decay) {
     const int32_t together = tiles * kTile;
     rows = (capacity + 2 * kTile - 1) / (2 * kTile) * 2 * kTile;
     earlier = (capacity - 1) / together * together;
@@ -39,12 +40,13 @@ struct TreeSizes {
     weights = data + 2 * rows * kRowStride * 2;
     u = weights + 2 * together * weight_stride * 4;
     state = u + warps * earlier * kTreeColumns * 4;
-    bytes = state + warps * kStages * kStep * kTreeColumns * 4;
+    decays = state + warps * kStages * kStep * kTreeColumns * 4;
+    bytes = decays + (channel_decay && tiles == kSmallTiles ? rows * kRowStride * 4 : 0);
   }
 };
 
 static_assert(sizeof(TreeShared) % 16 == 0);
-static_assert(TreeSizes(kTreeNodes, 4, 1).bytes <= 99 << 10, "what every GPU has");
+static_assert(TreeSizes(kTreeNodes, 4, 1, true).bytes <= 99 << 10, "what every GPU has");
 
 struct Tree {
   const DeltaRuleParams& p;
@@ -59,12 +61,13 @@ struct Tree {
   float* weights;  // [key or query, together, weight_stride]: of the tokens above a token, 0 for others; no keys
                    // without beta
   float* u;        // [earlier, 32]: the warp's columns
+  float* decays;   // [rows, kRowStride]: products of decays of channels, in small trees
   float4* state;   // [kStages, 4, 32]: the warp's part of the ring, of which a lane touches its own elements only
 
   __device__ Tree(const DeltaRuleParams& params, NodeRange of_rows, int32_t of_head, int32_t of_columns, int32_t tiles)
       : p(params), shared(ptx::shared<TreeShared>()), head(of_head), first_column(of_columns) {
     const int32_t warps = static_cast<int32_t>(blockDim.x) / 32, warp = static_cast<int32_t>(threadIdx.x) / 32;
-    const TreeSizes sizes(p.tokens.max_nodes, tiles, warps);
+    const TreeSizes sizes(p.tokens.max_nodes, tiles, warps, p.channel_decay);
     char* const begin = reinterpret_cast<char*>(&shared);
     first_row = static_cast<int32_t>(of_rows.begin);
     count = static_cast<int32_t>(min_of<int64_t>(of_rows.size(), p.tokens.max_nodes));
@@ -76,6 +79,7 @@ struct Tree {
     steps = ceil_div(p.key_dim, kStep);
     data = reinterpret_cast<uint16_t*>(begin + sizes.data);
     weights = reinterpret_cast<float*>(begin + sizes.weights);
+    decays = reinterpret_cast<float*>(begin + sizes.decays);
     u = reinterpret_cast<float*>(begin + sizes.u) + warp * sizes.earlier * kTreeColumns;
     state = reinterpret_cast<float4*>(begin + sizes.state) + warp * kStages * 4 * 32;
   }
@@ -87,6 +91,12 @@ struct Tree {
   __device__ uint16_t* row_of(int which, int32_t i) const { return data + (which * rows + i) * kRowStride; }
   __device__ float* weights_of(int which, int32_t row) const {
     return weights + (which * together + row) * weight_stride;
+  }
+  // kSmall: from shared memory, where small trees have them.
+  template <bool kSmall>
+  __device__ PathDecays path_decays(int32_t i) const {
+    const int32_t token = min_of(i, count - 1);
+    return kSmall ? PathDecays{decays + token * kRowStride, p.key_dim} : path_decays_of(p, first_row + token, head);
   }
 };
 
@@ -115,7 +125,7 @@ __device__ __forceinline__ void link_tree(const Tree& t) {
     if (i >= t.count) continue;
     above[j] = linked_parent(p.tokens, t.first_row, i);
     masks[j] = uint64_t{1} << i;
-    sums[j] = fixed_point(p.g[row * p.g_token_stride + t.head * p.g_head_stride]);
+    sums[j] = p.channel_decay ? 0 : fixed_point(p.g[row * p.g_token_stride + t.head * p.g_head_stride]);
     t.shared.betas[i] = p.beta != nullptr ? p.beta[row * p.beta_token_stride + t.head * p.beta_head_stride] : 1.0f;
   }
   for (int32_t reach = 1;; reach *= 2) {
@@ -138,6 +148,16 @@ __device__ __forceinline__ void link_tree(const Tree& t) {
       above[j] = t.shared.jumps[above[j]];
     }
     __syncwarp();
+  }
+}
+
+// Starts the copies of products of decays, which copy_rows() completes.
+__device__ __forceinline__ void copy_decays(const Tree& t) {
+  const int32_t lane = threadIdx.x % 32;
+  if (lane * 4 >= t.p.key_dim) return;
+  for (int32_t i = threadIdx.x / 32; i < t.count; i += blockDim.x / 32) {
+    const float* const from = t.path_decays<false>(i).products + lane * 4;
+    ptx::cp_async_16(ptx::smem_addr(t.decays + i * kRowStride + lane * 4), from, true);
   }
 }
 
@@ -186,17 +206,47 @@ __device__ __forceinline__ TokenPairs pairs_of(const Tree& t, int32_t i, int32_t
           *reinterpret_cast<const uint2*>(t.row_of(1, i) + channel)};
 }
 
-// Weights of the tokens of `tiles` tiles from `begin` on: products of a tile with the keys of two blocks of 8 tokens
-// are a warp's job.
+// Writes the weights of some blocks for token `row` of those that are together. `sums`: products of keys and of queries
+// with the keys of these blocks; decay(m): between token m and this one. `above`: which are ancestors.
+template <int kBlocks, typename Decay>
+__device__ __forceinline__ void put_weights(const Tree& t, int32_t i, int32_t row, int32_t block, uint32_t above,
+                                            const float (&sums)[kBlocks][4], Decay decay) {
+  const int32_t pair = threadIdx.x % 4;
+  const bool with_beta = t.p.beta != nullptr;
+  const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
+  float keys[kBlocks * 2], queries[kBlocks * 2];
+#pragma unroll
+  for (int j = 0; j < kBlocks * 2; ++j) {
+    const int32_t place = j / 2 * kTile + pair * 2 + j % 2, m = block * kTile + place;
+    const float between = decay(m), norm = t.shared.norms[0][m];
+    const bool is_above = (above >> place & 1) != 0;
+    keys[j] = is_above && with_beta ? decayed(sums[j / 2][j % 2], key_norm * norm, between) : 0.0f;
+    queries[j] = is_above ? decayed(sums[j / 2][2 + j % 2], query_norm * norm, between) : 0.0f;
+  }
+#pragma unroll
+  for (int half = 0; half < kBlocks; ++half) {
+    const int32_t m = (block + half) * kTile + pair * 2;
+    *reinterpret_cast<float2*>(t.weights_of(0, row) + m) = make_float2(keys[half * 2], keys[half * 2 + 1]);
+    *reinterpret_cast<float2*>(t.weights_of(1, row) + m) = make_float2(queries[half * 2], queries[half * 2 + 1]);
+  }
+}
+
+// Which of the 16 tokens from `block` on are on the path of token i.
+__device__ __forceinline__ uint32_t ancestors(const Tree& t, int32_t i, int32_t block) {
+  return i < t.count ? static_cast<uint32_t>(t.shared.masks[i] >> block * kTile) & 0xffffu : 0;
+}
+
+// Weights of the tokens of `tiles` tiles from `begin` on, with one decay for each head: products of a tile with the
+// keys of two blocks of 8 tokens are a warp's job.
 template <typename T>
 __device__ __forceinline__ void weigh_tree(const Tree& t, int32_t begin, int32_t tiles) {
-  const int32_t quad = threadIdx.x % 32 / 4, pair = threadIdx.x % 4;
+  const int32_t quad = threadIdx.x % 32 / 4;
   for (int32_t job = threadIdx.x / 32;; job += blockDim.x / 32) {
     int32_t tile = 0, of_tile = job;
     for (; tile < tiles && of_tile > (begin / kTile + tile) / 2; ++tile) of_tile -= (begin / kTile + tile) / 2 + 1;
     if (tile == tiles) break;
     const int32_t block = of_tile * 2, row = tile * kTile + quad, i = begin + row;
-    const uint32_t above = i < t.count ? static_cast<uint32_t>(t.shared.masks[i] >> block * kTile) & 0xffffu : 0;
+    const uint32_t above = ancestors(t, i, block);
     float sums[2][4] = {};
     if (__any_sync(~0u, above != 0)) {
 #pragma unroll 4
@@ -206,24 +256,98 @@ __device__ __forceinline__ void weigh_tree(const Tree& t, int32_t begin, int32_t
         add_key_product<T>(sums[1], own, pairs_of(t, block * kTile + kTile + quad, step).key);
       }
     }
-    const bool with_beta = t.p.beta != nullptr;
     const int64_t path = t.shared.sums[i];
-    const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
-    float keys[4], queries[4];
+    put_weights(t, i, row, block, above, sums, [&](int32_t m) { return decay_between(path, t.shared.sums[m]); });
+  }
+}
+
+// The lane's channels of a step.
+__device__ __forceinline__ Four decays_of(const PathDecays& decays, int32_t step) {
+  return decays.four(step * kStep + static_cast<int32_t>(threadIdx.x % 4) * 4);
+}
+
+// The same with decays of channels, but for tokens that walk: products of kSide tiles with as many blocks are a job.
+// Keys are costly to prepare, but small trees have no more than three jobs of one tile.
+template <typename T, int kSide>
+__device__ __forceinline__ void weigh_decayed(const Tree& t, int32_t begin, int32_t tiles) {
+  constexpr DType kDType = kTypeOf<T>;
+  const int32_t quad = threadIdx.x % 32 / 4, before = begin / (kSide * kTile);
+  for (int32_t job = threadIdx.x / 32;; job += blockDim.x / 32) {
+    int32_t of_tiles = job, place = 0;
+    for (; of_tiles > before + place; ++place) of_tiles -= before + place + 1;
+    if (place * kSide >= tiles) break;
+    const int32_t block = of_tiles * kSide, row = place * kSide * kTile + quad;
+    Four decays[2 * kSide];  // of tokens of the tiles and of the blocks, a step ahead
+    const auto token = [&](int of) {
+      return of < kSide ? begin + row + of * kTile : (block + of - kSide) * kTile + quad;
+    };
+    uint32_t any = 0;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int32_t place = j / 2 * kTile + pair * 2 + j % 2, m = block * kTile + place;
-      const float decay = decay_between(path, t.shared.sums[m]), norm = t.shared.norms[0][m];
-      const bool is_above = (above >> place & 1) != 0;
-      keys[j] = is_above && with_beta ? decayed(sums[j / 2][j % 2], key_norm * norm, decay) : 0.0f;
-      queries[j] = is_above ? decayed(sums[j / 2][2 + j % 2], query_norm * norm, decay) : 0.0f;
+    for (int tile = 0; tile < kSide; ++tile) any |= ancestors(t, token(tile), block) & ((1u << kSide * kTile) - 1);
+    const int32_t steps = __any_sync(~0u, any != 0) ? t.steps : 0;
+    float sums[kSide][kSide][4] = {}, low[kSide][kSide][4] = {};  // [tile, block]
+    const auto load_decays = [&](int of, int32_t step) {
+      decays[of] = decays_of(t.path_decays<kSide == 1>(token(of)), step);
+    };
+#pragma unroll
+    for (int of = 0; of < 2 * kSide; ++of) load_decays(of, 0);
+#pragma unroll 1
+    for (int32_t step = 0; step < steps; ++step) {
+      Four keys[kSide];
+#pragma unroll
+      for (int half = 0; half < kSide; ++half) {
+        keys[half] = undecayed(unpack(pairs_of(t, token(kSide + half), step).key, kDType), decays[kSide + half]);
+        load_decays(kSide + half, step + 1);
+      }
+#pragma unroll
+      for (int tile = 0; tile < kSide; ++tile) {
+        const StepRows rows = decayed_rows(rows_of(pairs_of(t, token(tile), step), kDType), decays[tile]);
+        load_decays(tile, step + 1);
+#pragma unroll
+        for (int part = 0; part < 2 * kSide; ++part) {
+          const int half = part % kSide, e = part / kSide;
+          const Four& key = keys[half];
+          add_exact_product(sums[tile][half], low[tile][half], rows.a[e], key.x[e * 2], key.x[e * 2 + 1]);
+        }
+      }
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t m = (block + half) * kTile + pair * 2;
-      *reinterpret_cast<float2*>(t.weights_of(0, row) + m) = make_float2(keys[half * 2], keys[half * 2 + 1]);
-      *reinterpret_cast<float2*>(t.weights_of(1, row) + m) = make_float2(queries[half * 2], queries[half * 2 + 1]);
+    for (int tile = 0; tile < kSide; ++tile) {
+      const int32_t i = token(tile);
+#pragma unroll
+      for (int j = 0; j < 4 * kSide; ++j) {
+        sums[tile][j / 4][j % 4] = joined(sums[tile][j / 4][j % 4], low[tile][j / 4][j % 4]);
+      }
+      if (t.path_decays<kSide == 1>(i).walks()) continue;
+      put_weights(t, i, row + tile * kTile, block, ancestors(t, i, block), sums[tile], [](int32_t) { return 1.0f; });
     }
+  }
+}
+
+// The weights of one token, `row` of those that are together.
+struct TreePath {
+  const Tree& t;
+  int32_t of_group;
+
+  __device__ int64_t row(int32_t i) const { return t.first_row + i; }
+  __device__ float key_norm(int32_t i) const { return t.shared.norms[0][i]; }
+  __device__ int32_t above(int32_t i) const { return linked_parent(t.p.tokens, t.first_row, i); }
+  __device__ void put(int32_t m, float key, float query) const {
+    t.weights_of(0, of_group)[m] = t.p.beta != nullptr ? key : 0.0f;
+    t.weights_of(1, of_group)[m] = query;
+  }
+};
+
+// Those of the tokens from `begin` on that walk; a warp for each.
+__device__ __forceinline__ void weigh_by_walks(const Tree& t, int32_t begin) {
+  const int32_t lane = threadIdx.x % 32, i = begin + lane;
+  const bool walks = lane < t.together && i < t.count && t.shared.masks[i] != 0 && t.path_decays<false>(i).walks();
+  for (uint32_t left = __ballot_sync(~0u, walks); left != 0; left &= left - 1) {
+    const int32_t row = __ffs(static_cast<int>(left)) - 1;
+    if (row % (blockDim.x / 32) != threadIdx.x / 32) continue;
+    for (int32_t m = lane; m < t.rows; m += 32) t.weights_of(0, row)[m] = t.weights_of(1, row)[m] = 0.0f;
+    __syncwarp();
+    walk(t.p, t.head, TreePath{t, row}, begin + row, t.shared.norms[1][begin + row]);
   }
 }
 
@@ -312,7 +436,7 @@ struct Sums {
 
 // By one warp: what the tokens of kTiles tiles from `begin` on read of the first state. `stage`: of the ring. Sums has
 // room for kRoom tiles.
-template <typename T, int kTiles, int kRoom, typename Copies>
+template <typename T, int kTiles, bool kChannelDecay, int kRoom, typename Copies>
 __device__ __forceinline__ void read_state(const Tree& t, Copies& copies, int32_t& stage, int32_t begin,
                                            Sums<kRoom>& sums) {
   float high[kTiles][4][4] = {}, low[kTiles][4][4] = {};  // columns 4 n + i of the product's columns n
@@ -321,6 +445,10 @@ __device__ __forceinline__ void read_state(const Tree& t, Copies& copies, int32_
   for (int tile = 0; tile < kTiles; ++tile) {
     tokens[tile] = min_of<int32_t>(begin + tile * kTile + threadIdx.x % 32 / 4, t.rows - 1);
   }
+  Four decays[kTiles];  // of channels, a step ahead
+#pragma unroll
+  for (int tile = 0; kChannelDecay && tile < kTiles; ++tile)
+    decays[tile] = decays_of(t.path_decays<kRoom == kSmallTiles>(tokens[tile]), 0);
   for (int32_t step = 0; step < t.steps; ++step) {
     ptx::cp_async_wait<kStages - 2>();
     float state[4][4];  // [word, element]
@@ -335,14 +463,20 @@ __device__ __forceinline__ void read_state(const Tree& t, Copies& copies, int32_
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) pairs[tile] = pairs_of(t, tokens[tile], step);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int tile = 0; tile < kTiles; ++tile) {
+      StepRows rows = rows_of(pairs[tile], kTypeOf<T>);
+      if constexpr (kChannelDecay) {
+        rows = decayed_rows(rows, decays[tile]);
+        decays[tile] = decays_of(t.path_decays<kRoom == kSmallTiles>(tokens[tile]), step + 1);
+      }
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const StepRows rows = rows_of(pairs[tile], kTypeOf<T>);
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const float first = Copies::kByChannel ? state[n][half * 2] : state[half * 2][n];
-          const float second = Copies::kByChannel ? state[n][half * 2 + 1] : state[half * 2 + 1][n];
+      for (int part = 0; part < 8; ++part) {
+        const int half = part / 4, n = part % 4;
+        const float first = Copies::kByChannel ? state[n][half * 2] : state[half * 2][n];
+        const float second = Copies::kByChannel ? state[n][half * 2 + 1] : state[half * 2 + 1][n];
+        if constexpr (kChannelDecay) {
+          add_exact_product(high[tile][n], low[tile][n], rows.a[half], first, second);
+        } else {
           add_split_product(high[tile][n], low[tile][n], rows.a[half], first, second);
         }
       }
@@ -352,7 +486,7 @@ __device__ __forceinline__ void read_state(const Tree& t, Copies& copies, int32_
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
     const int32_t i = tokens[tile];
-    const float decay = decay_between(t.shared.sums[i], 0);
+    const float decay = kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], 0);
     const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
 #pragma unroll
     for (int e = 0; e < 8; ++e) {

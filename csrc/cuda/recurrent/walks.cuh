@@ -1,5 +1,5 @@
-// Weights of tokens with a decay for each key channel: a warp walks the path of one token upwards, and multiplies its
-// key and its query by the decays as it goes.
+// Tokens whose decays of channels leave the range of products: a warp walks the path of one such token upwards, and
+// multiplies its key and its query by the decays as it goes. And the state behind a chain.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
@@ -8,35 +8,35 @@ namespace pagedtree::cuda {
 
 constexpr int kParts = kMaxRecurrentDim / 128;  // a lane has channels 4 lane .. 4 lane + 3 of each 128
 
-// Channels c .. c + 3 of the key of token i, normalised.
-__device__ __forceinline__ Four load_key(const Chunk& t, int32_t i, int32_t c) {
-  Four key = load_four_halves(t.p.k, t.p.dtype, key_row(t, i) + c);
+// By one warp: the weights for token i of the tokens on its path, itself included. A path has row(i), the norm of a
+// key key_norm(i), above(i), below 0 at the root, and put(m, of the key, of the query).
+template <typename Path>
+__device__ __forceinline__ void walk(const DeltaRuleParams& p, int32_t head, const Path& path, int32_t i,
+                                     float query_norm) {
+  const int32_t lane = threadIdx.x % 32, key_head = head / p.group_size;
+  const auto load_key = [&](int32_t token, int32_t c) {
+    Four key = load_four_halves(p.k, p.dtype, path.row(token) * p.k_token_stride + key_head * p.k_head_stride + c);
 #pragma unroll
-  for (float& x : key.x) x *= t.shared.norms[i];
-  return key;
-}
-
-// By one warp: token i, row `row` of its group.
-__device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
-  const DeltaRuleParams& p = t.p;
-  const int32_t lane = threadIdx.x % 32;
+    for (float& x : key.x) x *= path.key_norm(token);
+    return key;
+  };
   Four key[kParts]{}, query[kParts]{};
-  float own = 0.0f, squares = 0.0f;
+  float own = 0.0f;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int32_t c = part * 128 + lane * 4;
-    if (c < p.key_dim) key[part] = load_key(t, i, c);
-    if (c < p.key_dim && p.out != nullptr) query[part] = load_four_halves(p.q, p.dtype, query_row(t, i) + c);
-    squares = dot(query[part], query[part], squares);
+    if (c < p.key_dim) key[part] = load_key(i, c);
+    if (c < p.key_dim && p.out != nullptr) {
+      query[part] = load_four_halves(p.q, p.dtype, path.row(i) * p.q_token_stride + key_head * p.q_head_stride + c);
+    }
     own = dot(key[part], query[part], own);
   }
-  const float norm = norm_of(p, warp_sum(squares));
-  own = warp_sum(own) * norm;
-  float *const key_weights = t.weights_of(0, row), *const query_weights = t.weights_of(1, row);
-  if (lane == 0) query_weights[i] = own;
-  for (int32_t above = i;;) {
-    const int32_t next = t.shared.parents[above];
-    const float* const g = p.g + decay_row(t, above);
+  own = warp_sum(own) * query_norm;
+  if (lane == 0) path.put(i, 0.0f, own);
+  for (int32_t token = i;;) {
+    const int32_t above = path.above(token);
+    if (above < 0) break;
+    const float* const g = p.g + path.row(token) * p.g_token_stride + head * p.g_head_stride;
     float key_sum = 0.0f, query_sum = 0.0f;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -48,80 +48,39 @@ __device__ __forceinline__ void walk(const Chunk& t, int32_t i, int32_t row) {
         key[part].x[j] *= decay;
         query[part].x[j] *= decay;
       }
-      if (next < 0) continue;
-      const Four other = load_key(t, next, c);
+      const Four other = load_key(above, c);
       key_sum = dot(key[part], other, key_sum);
       query_sum = dot(query[part], other, query_sum);
     }
-    if (next < 0) break;
     key_sum = warp_sum(key_sum);
-    query_sum = warp_sum(query_sum) * norm;
-    if (lane == 0) {
-      key_weights[next] = key_sum;
-      query_weights[next] = query_sum;
-    }
-    above = next;
+    query_sum = warp_sum(query_sum) * query_norm;
+    if (lane == 0) path.put(above, key_sum, query_sum);
+    token = above;
   }
-  if (p.key_dim <= kPassChannels) {
-    float* const to = t.decayed + row % kBlock * kDecayedStride + lane * 4;
-    const Four &k = key[0], &q = query[0];
-    *reinterpret_cast<float4*>(to) = make_float4(k.x[0], k.x[1], k.x[2], k.x[3]);
-    *reinterpret_cast<float4*>(to + kBlock * kDecayedStride) =
-        make_float4(q.x[0] * norm, q.x[1] * norm, q.x[2] * norm, q.x[3] * norm);
-    return;
-  }
-  float read_key = 0.0f, read_query = 0.0f;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-#pragma unroll 1
-    for (int32_t c = part * 128; c < min_of(p.key_dim, part * 128 + 128); c += 4) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float value = t.state[(c + j) * kStateStride + lane];
-        read_key = __fmaf_rn(__shfl_sync(~0u, key[part].x[j], c % 128 / 4), value, read_key);
-        read_query = __fmaf_rn(__shfl_sync(~0u, query[part].x[j], c % 128 / 4), value, read_query);
-      }
-    }
-  }
-  t.reads_of(0, row)[lane] = read_key;
-  t.reads_of(1, row)[lane] = read_query * norm;
 }
 
-// What 8 tokens from row `first` of the group on read of the state: products of tf32, of which rows and state are the
-// sums of two numbers each. By four warps, with 8 columns each.
-__device__ __forceinline__ void read_decayed(const Chunk& t, int32_t first) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
-  if (warp >= kColumns / 8) return;
-  float high[4] = {}, low[4] = {};
-  for (int32_t step = 0; step * kStep < t.p.key_dim; ++step) {
-    const float* const from = t.decayed + quad * kDecayedStride + step * kStep + pair * 4;
-    const float4 k = *reinterpret_cast<const float4*>(from);
-    const float4 q = *reinterpret_cast<const float4*>(from + kBlock * kDecayedStride);
-    const float* const b = t.state + (step * kStep + pair * 4) * kStateStride + warp * 8 + quad;
-    const float rows[2][4] = {{k.x, q.x, k.y, q.y}, {k.z, q.z, k.w, q.w}};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float rest[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) rest[j] = rows[half][j] - high_part(rows[half][j]);
-      const float b0 = b[half * 2 * kStateStride], b1 = b[(half * 2 + 1) * kStateStride];
-      add_split_product(high, low, rows[half], b0, b1);
-      ptx::mma_m16n8k8(low, rest, high_part(b0), high_part(b1));
-    }
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) t.reads_of(j / 2, first + quad)[warp * 8 + pair * 2 + j % 2] = joined(high[j], low[j]);
-}
+// The weights of one row of a chunk's group.
+struct ChunkPath {
+  const Chunk& t;
+  int32_t of_group;
 
+  __device__ int64_t row(int32_t i) const { return t.shared.rows[i]; }
+  __device__ float key_norm(int32_t i) const { return t.shared.norms[i]; }
+  __device__ int32_t above(int32_t i) const { return t.shared.parents[i]; }
+  __device__ void put(int32_t m, float key, float query) const {
+    t.weights_of(0, of_group)[m] = key;
+    t.weights_of(1, of_group)[m] = query;
+  }
+};
+
+// The tokens from `begin` on that walk.
 __device__ __forceinline__ void weigh_by_walks(const Chunk& t, int32_t begin, int32_t count) {
-  for (int32_t first = 0; first < t.group && begin + first < count; first += kWarps) {
-    const int32_t row = first + static_cast<int32_t>(threadIdx.x) / 32;
-    if (begin + row < count && t.shared.parents[begin + row] >= -1) walk(t, begin + row, row);
-    __syncthreads();
-    if (t.p.key_dim > kPassChannels) continue;
-    read_decayed(t, first);
-    __syncthreads();
+  for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += kWarps) {
+    const int32_t i = begin + row;
+    if (t.shared.parents[i] < -1 || !path_decays_of(t.p, t.shared.rows[i], t.head).walks()) continue;
+    walk(t.p, t.head, ChunkPath{t, row}, i, t.p.out != nullptr ? t.shared.query_norms[row] : 1.0f);
   }
+  __syncthreads();
 }
 
 // The state behind the last token of a chain; each warp has channels of its own.

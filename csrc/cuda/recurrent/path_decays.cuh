@@ -1,0 +1,173 @@
+// One decay for each channel: products of decays along the tokens' paths, which a kernel of their own leaves in
+// scratch for the others.
+//
+// Let P[n] be the product from the first token of a chunk to token n. Between tokens of a path D(n, m) = P[n] / P[m],
+// so that k[n] and q[n] times P[n] are multiplied with k[m] / P[m]. That is harmless where P[n] is at least
+// kLeastProduct in all channels, since products fall along a path. Other tokens have some of their products with a
+// minus sign, and walk (walks.cuh).
+#pragma once
+
+#include "cuda/recurrent/numbers.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr float kLeastProduct = 0x1p-60f;
+constexpr int kSignChannels = 32;  // neighbours that have the same sign
+
+// The tokens of a sequence as the kernels take them: a tree at once, else chunks of a chain.
+struct Sequence {
+  const RecurrentBatch& tokens;
+  int32_t b, first_row, total;
+  bool is_tree;
+
+  __device__ Sequence(const DeltaRuleParams& p, int32_t of_batch) : tokens(p.tokens), b(of_batch) {
+    const bool writes = p.out == nullptr;
+    const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
+    first_row = static_cast<int32_t>(rows.begin);
+    is_tree = !writes && tokens.parents != nullptr;
+    total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
+    if (is_tree) total = min_of(total, tokens.max_nodes);
+  }
+  // Of token i of the chunk from token `begin` on.
+  __device__ int32_t row(int32_t begin, int32_t i) const {
+    return is_tree ? first_row + i : static_cast<int32_t>(replayed_row(tokens, b, begin + i));
+  }
+  __device__ int16_t parent(int32_t i) const {
+    return static_cast<int16_t>(is_tree ? linked_parent(tokens, first_row, i) : i - 1);
+  }
+};
+
+struct PathDecaysShared {
+  int32_t rows[kMaxRecurrentNodes];
+  int16_t parents[kMaxRecurrentNodes];
+  // Then products [capacity, channels of a warp].
+};
+
+// So that the products of a CTA have room.
+__host__ __device__ constexpr int32_t decay_warps(int32_t capacity) { return clamp_to(256 / capacity, 1, 4); }
+__host__ __device__ constexpr int32_t decay_bytes(int32_t capacity, int32_t of_lane) {
+  return static_cast<int32_t>(sizeof(PathDecaysShared)) + capacity * of_lane * kSignChannels * 4;
+}
+
+// A warp for each sequence, value head and `blocks` of kOfLane times 32 channels, `jobs` in all.
+template <int kOfLane>
+__global__ void __launch_bounds__(128)
+    path_decays_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t blocks, int32_t jobs) {
+  constexpr int kAhead = 8, kChannels = kOfLane * kSignChannels;  // tokens whose decays are loaded together; of a warp
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int32_t job = static_cast<int32_t>(blockIdx.x * (blockDim.x / 32)) + warp;
+  if (job >= jobs) return;
+  const int32_t item = job / blocks, head = item % p.num_heads, first_channel = job % blocks * kChannels + lane;
+  auto& shared = *reinterpret_cast<PathDecaysShared*>(&ptx::shared<char>() +
+                                                      warp * static_cast<size_t>(decay_bytes(capacity, kOfLane)));
+  float* const products = reinterpret_cast<float*>(&shared + 1) + lane;
+  const Sequence sequence(p, item / p.num_heads);
+  const float* const g = p.g + head * p.g_head_stride;  // of token 0
+  float* const decays = p.decays + head * int64_t{p.key_dim} + first_channel;
+  const int32_t stride = p.num_heads * p.key_dim;  // of its tokens
+  int32_t channels[kOfLane];
+#pragma unroll
+  for (int c = 0; c < kOfLane; ++c) channels[c] = min_of(first_channel + c * 32, p.key_dim - 1);
+  for (int32_t begin = 0; begin < sequence.total; begin += capacity) {
+    const int32_t count = min_of(capacity, sequence.total - begin);
+    __syncwarp();
+    for (int32_t i = lane; i < count; i += 32) {
+      shared.rows[i] = sequence.row(begin, i);
+      shared.parents[i] = sequence.parent(i);
+    }
+    __syncwarp();
+    float next[kAhead][kOfLane];
+    const auto load_next = [&](int32_t first) {
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const float* const from = g + shared.rows[min_of(first + j, count - 1)] * p.g_token_stride;
+#pragma unroll
+        for (int c = 0; c < kOfLane; ++c) next[j][c] = from[channels[c]];
+      }
+    };
+    load_next(0);
+    for (int32_t first = 0; first < count; first += kAhead) {
+      float logarithms[kAhead][kOfLane];
+#pragma unroll
+      for (int j = 0; j < kAhead * kOfLane; ++j) logarithms[j / kOfLane][j % kOfLane] = next[j / kOfLane][j % kOfLane];
+      load_next(first + kAhead);
+#pragma unroll
+      for (int j = 0; j < kAhead; ++j) {
+        const int32_t i = first + j;
+        if (i >= count) break;
+        const int32_t parent = shared.parents[i];
+        float product[kOfLane], least = 1.0f;
+#pragma unroll
+        for (int c = 0; c < kOfLane; ++c) {
+          const float decay = decay_of<ScalarMath>(logarithms[j][c]);
+          product[c] = parent < 0 ? decay : decay * products[parent * kChannels + c * 32];
+          products[i * kChannels + c * 32] = product[c];
+          least = min_of(least, product[c]);
+        }
+        const float sign = __any_sync(~0u, least < kLeastProduct) ? -1.0f : 1.0f;
+#pragma unroll
+        for (int c = 0; c < kOfLane; ++c) {
+          if (first_channel + c * 32 < p.key_dim) decays[int64_t{shared.rows[i]} * stride + c * 32] = sign * product[c];
+        }
+      }
+    }
+  }
+}
+
+// What that kernel has left of one token.
+struct PathDecays {
+  const float* products;
+  int32_t channels;
+
+  // Of four neighbouring channels, others past the last one. The sign is left to those who use them, so that a load can
+  // be under way until then.
+  __device__ __forceinline__ Four four(int32_t channel) const {
+    const float4 x = *reinterpret_cast<const float4*>(products + min_of(channel, channels - 4));
+    return {{x.x, x.y, x.z, x.w}};
+  }
+  __device__ __forceinline__ bool walks() const {
+    uint32_t signs = 0;
+#pragma unroll
+    for (int channel = 0; channel < kMaxRecurrentDim; channel += kSignChannels) {
+      if (channel < channels) signs |= __builtin_bit_cast(uint32_t, products[channel]);
+    }
+    return signs >> 31 != 0;
+  }
+};
+
+__device__ __forceinline__ PathDecays path_decays_of(const DeltaRuleParams& p, int64_t row, int32_t head) {
+  return {p.decays + (row * p.num_heads + head) * p.key_dim, p.key_dim};
+}
+
+// 1 / x to 2^-24 for normal x: a first guess by the exponent, then Newton's steps. A division would branch.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y = __builtin_bit_cast(float, 0x7ef311c7u - __builtin_bit_cast(uint32_t, x));
+#pragma unroll
+  for (int step = 0; step < 3; ++step) y *= __fmaf_rn(-x, y, 2.0f);
+  return y;
+}
+
+__device__ __forceinline__ StepRows decayed_rows(StepRows rows, const Four& decays) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) rows.a[j / 4][j % 4] *= fabsf(decays.x[j / 2]);
+  return rows;
+}
+
+// Four channels of a key, over its token's products.
+__device__ __forceinline__ Four undecayed(Four key, const Four& decays) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) key.x[j] *= reciprocal(fabsf(decays.x[j]));
+  return key;
+}
+
+// As add_split_product(), where rows are sums of two numbers of tf32, too.
+__device__ __forceinline__ void add_exact_product(float (&high)[4], float (&low)[4], const float (&a)[4], float b0,
+                                                  float b1) {
+  float rest[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) rest[j] = a[j] - high_part(a[j]);
+  add_split_product(high, low, a, b0, b1);
+  ptx::mma_m16n8k8(low, rest, high_part(b0), high_part(b1));
+}
+
+}  // namespace pagedtree::cuda
