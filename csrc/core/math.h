@@ -38,7 +38,6 @@ struct ScalarMath {
   }
   static PT_HOST_DEVICE float to_float(int32_t x) { return static_cast<float>(x); }
   static PT_HOST_DEVICE float to_float(uint32_t x) { return static_cast<float>(x); }
-  static PT_HOST_DEVICE int32_t to_int(float x) { return static_cast<int32_t>(x); }
   static PT_HOST_DEVICE uint32_t to_uint(float x) { return static_cast<uint32_t>(x); }
   static PT_HOST_DEVICE void multiply(uint32_t a, uint32_t b, uint32_t& high, uint32_t& low) {
 #if defined(__CUDA_ARCH__)
@@ -65,7 +64,8 @@ template <typename M>
 PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
   x = M::max(x, M::splat(-87.0f));
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no fraction bits
-  const auto n = (x * kLog2E + kRound) - kRound;
+  const auto shifted = x * kLog2E + kRound;
+  const auto n = shifted - kRound;
   auto r = M::fma(n, M::splat(-kLn2High), x);
   r = M::fma(n, M::splat(-kLn2Low), r);
   // Taylor series on |r| <= ln(2) / 2.
@@ -77,7 +77,9 @@ PT_HOST_DEVICE typename M::Float exp_exact(typename M::Float x) {
   p = M::fma(p, r, M::splat(0.5f));
   p = M::fma(p, r, M::splat(1.0f));
   p = M::fma(p, r, M::splat(1.0f));
-  return p * M::template bits<typename M::Float>((M::to_int(n) + 127) << 23);
+  // p times 2^n: n stands in the low bits of `shifted`, and the product is normal.
+  const auto exponent = M::template bits<typename M::Uint>(shifted) << 23;
+  return M::template bits<typename M::Float>(M::template bits<typename M::Uint>(p) + exponent);
 }
 
 // exponent * ln 2 + log(1 + t) for 1 + t in [sqrt(1/2), sqrt(2)), relative error below 3e-7 overall.
