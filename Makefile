@@ -142,7 +142,7 @@ endif
 
 test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
 	$(PYTEST)
-	for engine in vllm vllm_v2 sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
+	for engine in vllm vllm_v2 vllm_next sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
 test-stats: $(READY_DEV) build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
 	$(PYTEST) -m stats
@@ -192,7 +192,8 @@ IMPORTS_sglang      := aiohttp==3.14.5 apache-tvm-ffi==0.1.11 dill==0.4.1 distro
   opentelemetry-api==1.45.2 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow prometheus-client psutil \
   pybase64==1.5.1 pydantic python-multipart==0.0.34 pyzmq==27.3.0 requests scipy==1.17.1 sentencepiece==0.2.3 \
   setproctitle==1.3.8 setuptools tiktoken==0.14.0 uvicorn==0.54.0 uvloop==0.23.0 watchfiles==1.3.0 zstandard==0.25.0
-# Only looked into: the adapters' signatures are compared with their sources.
+# Only looked into: the adapters' signatures, and what the plugins take from vLLM, are compared with their sources.
+ENGINE_vllm_next    := --no-deps vllm==0.33.0
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 # Packages that publish draft heads, and what their models import; the rest of what they import is not there.
@@ -203,11 +204,12 @@ TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation
   $(addprefix tests/adapters/test_,transformers_attention.py continuous_batching.py custom_generate.py architectures.py rotary.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
 TESTS_vllm_v2       := $(TESTS_vllm)
+TESTS_vllm_next     := tests/engines/test_vllm_symbols.py
 TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang_*.py --time-limit 900
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 TESTS_speculators   := tests/engines/test_speculators_*.py tests/engines/test_dflash_package.py
-test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57), vllm, vllm_v2 (its runner V2) or sglang: within the engine; flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57), vllm, vllm_v2 (its runner V2) or sglang: within the engine; vllm_next (0.33), flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
 	python setup.py -q egg_info
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
@@ -221,7 +223,7 @@ test-peers: $(READY_DEV) build  ## PEER=sglang, flashinfer, fla, medusa or eagle
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.
 $(ENGINES)/.ready: $(READY_DEV)
-	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, vllm_v2, sglang, flashinfer, flash_attn or speculators, got $(ENGINE)))
+	$(if $(ENGINE_$(ENGINE)),,$(error ENGINE: expected transformers, vllm, vllm_v2, vllm_next, sglang, flashinfer, flash_attn or speculators, got $(ENGINE)))
 	python -m venv $(ENGINES)
 	python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > $$(echo $(ENGINES)/lib/python3*/site-packages)/base.pth
 	$(ENGINES)/bin/pip install $(ENGINE_$(ENGINE))

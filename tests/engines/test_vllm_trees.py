@@ -113,7 +113,6 @@ def test_prefix_cache_hits(stock):
         assert continued == generate(llm, longer)
 
 
-@V1_ONLY
 def test_separate_processes(stock):
     with engine(**tree_options("ngram"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
         assert generate(llm, PROMPTS) == stock
