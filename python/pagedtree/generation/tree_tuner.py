@@ -35,7 +35,7 @@ FIRST_ROWS = 8
 PLAIN_AGE = 32
 # A step that takes so many times as long as expected was held up by something else.
 HICCUP = 2.0
-# What evidence keeps of its weight when new evidence comes; and for how many observations a first guess stands.
+# What evidence keeps of its weight when new evidence comes; and the weight of a first guess.
 KEPT, PRIOR = 0.95, 1.0
 # Classes of guesses by their surprise; they are finer where guesses are sure.
 KINDS = 12
@@ -49,14 +49,18 @@ BEHIND = 2.0
 
 
 class Odds:
-    """Estimates how often guesses of a class are right, or how many of them in one step."""
+    """Estimates how often guesses of a class are right, or how many of them in one step.
 
-    def __init__(self) -> None:
+    weight: for how many observations a first guess stands.
+    """
+
+    def __init__(self, weight: float = PRIOR) -> None:
+        self.weight = weight
         self._seen: dict[Hashable, tuple[float, float]] = {}
 
     def of(self, kind: Hashable, prior: float) -> float:
         right, tried = self._seen.get(kind, (0.0, 0.0))
-        return (right + PRIOR * prior) / (tried + PRIOR)
+        return (right + self.weight * prior) / (tried + self.weight)
 
     def add(self, kind: Hashable, is_right: float) -> None:
         right, tried = self._seen.get(kind, (0.0, 0.0))

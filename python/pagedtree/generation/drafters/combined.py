@@ -23,6 +23,9 @@ __all__ = ["CombinedDrafter"]
 
 # Tokens that a model is taken to guess right in a step before any of its trees was verified.
 UNKNOWN = 1.0
+# For how many steps that stands, and what all sequences gave for one of them: a copy that came right by luck, or a few
+# tokens of a bad draft, do not turn the choice.
+WEIGHT = 3.0
 # A drafter that was asked for no sequence in so many steps is asked again, to see whether that has changed.
 LOOK_AFTER = 32
 
@@ -98,7 +101,7 @@ class CombinedDrafter(Drafter):
     def _reset(self) -> None:
         self._levels: int | None = None
         # Tokens that trees named, by drafter and tokens before the guess; and the same of each sequence.
-        self._named, self._named_of = Odds(), dict[int, Odds]()
+        self._named, self._named_of = Odds(WEIGHT), dict[int, Odds]()
         self._idle = [0, 0]  # steps in which each was asked for nobody
         self._forget_step()
 
@@ -270,7 +273,7 @@ class CombinedDrafter(Drafter):
                     count += 1
                 kind = which, self._kinds[which][b]
                 self._named.add(kind, count)
-                self._named_of.setdefault(sequence.index, Odds()).add(kind, count)
+                self._named_of.setdefault(sequence.index, Odds(WEIGHT)).add(kind, count)
         self._lengths = []
 
     def limit_depth(self, levels: int | None) -> None:
