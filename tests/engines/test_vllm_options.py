@@ -13,6 +13,7 @@ import pytest
 from vllm_case import (
     LLM,
     NGRAM,
+    RUNNER,
     V1_ONLY,
     BeamSearchParams,
     SamplingParams,
@@ -319,15 +320,26 @@ def chain(num_drafts: int, parents: Any) -> np.ndarray:
     return np.arange(-1, num_drafts, dtype=np.int32)
 
 
-@pytest.mark.parametrize(
-    ("name", "place", "planted"),
-    [
+def nothing_before(sampling: Any, slots: Any, length: int) -> Any:
+    return slots.new_zeros((len(slots), length)), slots.new_zeros(len(slots)).int()
+
+
+PARTS = {
+    "V1": [
         ("frequency_penalty", "options.BatchOptions._count", lambda *args: None),
         ("repetition_penalty", "options.known_ids", lambda *args: []),
         ("bad_words", "options._Batch.tail", property(lambda self: 0, lambda self, value: None)),
         ("structured_outputs grammar", "scheduler.tree_of", chain),
     ],
-)
+    "V2": [
+        ("frequency_penalty", "device_sampling.replace", lambda options, **counts: options),
+        ("bad_words", "device_sampling.DeviceSampling._tails", nothing_before),
+        ("structured_outputs grammar", "scheduler.tree_of", chain),
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "place", "planted"), PARTS[RUNNER])
 def test_each_part_is_needed(stock, monkeypatch, name, place, planted):
     """Negative controls: counts that stand still, a prompt or history left out, masks of chains give other texts."""
     monkeypatch.setattr(f"pagedtree.integrations.vllm.{place}", planted, raising=False)

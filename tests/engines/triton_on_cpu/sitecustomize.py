@@ -38,8 +38,22 @@ class CpuDriver(DriverBase):
         raise NotImplementedError
 
 
+class NoCompiler:
+    """What torch.compile asks of Triton before it makes C++ of what is on a CPU."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        pass
+
+    @staticmethod
+    def supports_target(target: GPUTarget) -> bool:
+        return True
+
+    def hash(self) -> str:
+        return "interpreter"
+
+
 backends.clear()
-backends["cpu"] = Backend(compiler=None, driver=CpuDriver)  # type: ignore[arg-type]
+backends["cpu"] = Backend(compiler=NoCompiler, driver=CpuDriver)  # type: ignore[arg-type]
 
 
 def with_bool_masks(name: str, index: int) -> None:
