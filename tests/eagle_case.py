@@ -26,10 +26,14 @@ SPECULATORS = {
 }
 
 
-def randomised(module):
-    torch.manual_seed(5)
+def randomised(module, seed=5):
+    """Values of a size with which nothing is lost in rounding, norms near 1."""
+    torch.manual_seed(seed)
     for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return module.requires_grad_(False).eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
+from eagle_case import randomised
 from generate_case import tiny
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
@@ -101,14 +102,7 @@ FORMS = {
 
 def random_head(model, name=""):
     """A layer of the target's kind; that of MiMo reads the state first."""
-    head = MtpHead(model, is_state_first=name == "mimo").eval()
-    torch.manual_seed(5)
-    for parameter in head.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head
+    return randomised(MtpHead(model, is_state_first=name == "mimo")).requires_grad_(True)
 
 
 def write_layer(model, head, name, folder):

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES, randomise
+from published_case import SIZES
 
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel, generate
@@ -47,7 +48,7 @@ def saved(folder, name, layers=None):
     if layers is not None:
         inner["target_layer_ids"] = layers
     sizes = Qwen3Config(**SIZES, num_hidden_layers=2, num_target_layers=6, dflash_config=inner, **entries)
-    theirs = randomise(make(sizes))
+    theirs = randomised(make(sizes))
     theirs.save_pretrained(folder)
     return theirs
 

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES, randomise
+from published_case import SIZES
 
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel, generate
@@ -67,7 +68,7 @@ def saved(model, folder, kind, layer, **entries):
             **{"draft_vocab_size": VOCAB, **entries},
         )
     )
-    randomise(theirs)
+    randomised(theirs)
     theirs.embed_tokens.weight.copy_(model.model.embed_tokens.weight)
     if theirs.use_draft_vocab:
         ids = torch.arange(1, VOCAB, 2)

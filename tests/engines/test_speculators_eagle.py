@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES, dense, randomise
+from published_case import SIZES, dense
 
 from pagedtree.integrations.transformers import EagleDrafter, EagleHead, ParallelEagleDrafter, generate
 
@@ -65,7 +66,7 @@ def saved(model, folder, kind, layer, draft_vocab, **entries):
             **entries,
         )
     )
-    randomise(head)
+    randomised(head)
     if draft_vocab < VOCAB:
         ids = torch.arange(1, VOCAB, 2)
         head.load_vocab_mappings(torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, ids, True), ids - torch.arange(64))

@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
+import published_case  # noqa: F401
+from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of
 from hybrid_case import tiny_hybrid
 from mtp_case import tiny_qwen
-from published_case import randomise
 
 from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
 
@@ -40,7 +41,7 @@ def case(request, tmp_path_factory):
             verifier=VerifierConfig(name_or_path=None, architectures=[type(model).__name__]),
         ),
     )
-    theirs = randomise(MTPDraftModel(config))
+    theirs = randomised(MTPDraftModel(config))
     theirs.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
     theirs.lm_head.weight.copy_(model.get_output_embeddings().weight)
     theirs.save_pretrained(folder)

@@ -53,22 +53,19 @@ def test_the_layer_is_read(case):
         assert model.config._attn_implementation != "pagedtree"
 
 
-@pytest.mark.parametrize("width", [1, 3])
-def test_the_text_stays(case, width):
+def test_the_text_stays(case):
+    """Of trees with few pages, of chains that the tuner plans, and sampled."""
     _, model, _, folder = case
-    drafter = load_drafter(folder, model, num_nodes=9, depth=3, width=width)
-    assert type(drafter) is MtpDrafter and drafter.is_chain == (width == 1)
-    prompts = prompts_of(LENGTHS)
-    texts = [greedy(model, prompt, 20) for prompt in prompts]
-    for options in ({"tree": None}, {"page_size": 4, "num_pages": 24, "tree": None}, {}):
-        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=20, **options)
+    tree, chain = (load_drafter(folder, model, num_nodes=9, depth=3, width=width) for width in (3, 1))
+    assert type(tree) is MtpDrafter and chain.is_chain and not tree.is_chain
+    prompts, params = prompts_of(LENGTHS), SamplingParams(temperature=0.9)
+    texts = [greedy(model, prompt, 16) for prompt in prompts]
+    for drafter, options in ((tree, {"page_size": 4, "num_pages": 24, "tree": None}), (chain, {})):
+        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=16, **options)
         assert lists(sequences) == texts
-    params = SamplingParams(temperature=0.9)
-    plain, _ = generate(model, prompts, max_new_tokens=20, params=params, seeds=range(3))
-    sequences, _ = generate(
-        model, prompts, drafter=drafter, max_new_tokens=20, params=params, seeds=range(3), tree=None
-    )
-    assert lists(sequences) == lists(plain)
+    sampled = {"max_new_tokens": 16, "params": params, "seeds": range(3)}
+    sequences, _ = generate(model, prompts, drafter=tree, tree=None, **sampled)
+    assert lists(sequences) == lists(generate(model, prompts, **sampled)[0])
 
 
 def test_what_is_drafted(case):
@@ -120,8 +117,8 @@ def _last_outputs(model, text):
 
 def test_a_trained_layer_is_accepted():
     """A few steps on the target's own texts; before them hardly a guess was right."""
-    model = FORMS["deepseek_v3"][0]()
-    head, prompts = random_head(model, "deepseek_v3"), prompts_of((8, 8, 8, 8))
+    model = FORMS["mimo"][0]()
+    head, prompts = random_head(model, "mimo"), prompts_of((8, 8, 8, 8))
     texts = [greedy(model, prompt, 40) for prompt in prompts]
     features = [features_of(model, text) for text in texts]
     optimizer = torch.optim.Adam(head.parameters(), lr=3e-3)

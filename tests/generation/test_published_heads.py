@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from eagle_case import SIZES as OF_A_HEAD
+from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
 
@@ -16,10 +18,7 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generat
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SIZES = {
-    "hidden_size": 128, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-    "vocab_size": VOCAB, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+SIZES = {**OF_A_HEAD, "rms_norm_eps": 1e-5}
 LAYERS = (0, 2, 1)
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = [
@@ -38,15 +37,8 @@ def model():
 
 
 def head_of(model, **entries):
-    torch.manual_seed(5)
     ids = torch.arange(1, VOCAB, 2)
-    head = EagleHead({**SIZES, **entries}, model.model.embed_tokens, model.lm_head, LAYERS, ids)
-    for parameter in head.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head.requires_grad_(False).eval()
+    return randomised(EagleHead({**SIZES, **entries}, model.model.embed_tokens, model.lm_head, LAYERS, ids))
 
 
 # ---- a head by its tensors and entries alone, for one sequence
