@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_speculation_gives_the_text_of_plain_decoding(head) -> None:
     for other in others:
         assert other["ids"] == plain["ids"]
         assert max(other["lengths"]) > 1.5  # drafts were accepted
+
+
+def test_sampled_requests_keep_their_distribution(head) -> None:
+    """Three tokens of 256 equal requests, two choices each: as many of each text as without speculation."""
+    eagle = {
+        "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": head, "speculative_num_steps": 3,
+        "speculative_eagle_topk": 3, "speculative_num_draft_tokens": 8,
+    }  # fmt: skip
+    sampled = {"copies": 256, "random_seed": 1, "sampling": {"temperature": 1, "top_k": 2, "max_new_tokens": 3}}
+    plain, trees = run(sampled, {**eagle, **sampled})
+    ours, theirs = (Counter(map(tuple, result["ids"])) for result in (trees, plain))
+    assert len(theirs) == 8  # greedy verification would leave two, one for each first token
+    squares = sum((ours[text] - theirs[text]) ** 2 / (ours[text] + theirs[text]) for text in {*ours, *theirs})
+    assert squares < 24.3  # chi-square of seven degrees of freedom, at 0.001
+    assert max(trees["lengths"]) > 1
 
 
 def test_branches_in_pages_are_refused_by_sglang() -> None:
