@@ -211,7 +211,7 @@ def test_the_text_is_that_of_plain_decoding(model, name, params):
     drafter = CombinedDrafter(*PAIRS[name](model), min_match=1, costs=FREE)
     shares = set()
     for options in ({"n": 2, "page_size": 4}, {"page_size": 4, "num_pages": 30}, {"max_batch_tokens": 8}):
-        options |= {"max_new_tokens": 24, "params": params, "tree": None}
+        options |= {"max_new_tokens": 16, "params": params, "tree": None}
         plain, _ = generate(model, repeating(4), **options)
         found, _ = generate(
             model, repeating(4), drafter=drafter, **options, on_step=lambda step: shares.add(frozenset(drafter._chosen))

@@ -70,7 +70,11 @@ FOLDERS = {
 def test_the_format_is_found(model, texts, tmp_path, name):
     make, kind = FOLDERS[name]
     make(model, tmp_path)
-    for sizes in ({}, {"num_nodes": 6}, {"num_nodes": 4, "width": 1}):
+    for sizes, options in (
+        ({}, {}),
+        ({"num_nodes": 6}, {"tree": None}),
+        ({"num_nodes": 4, "width": 1}, {"num_pages": 14, "page_size": 4, "tree": None}),
+    ):
         if "width" in sizes and kind is MedusaDrafter:
             with pytest.raises(ValueError, match="width: not with Medusa heads"):
                 load_drafter(tmp_path, model, **sizes)
@@ -78,9 +82,8 @@ def test_the_format_is_found(model, texts, tmp_path, name):
         drafter = load_drafter(tmp_path, model, **sizes)
         assert type(drafter) is kind and drafter.max_nodes == sizes.get("num_nodes", 16)
         assert drafter.is_chain == ("width" in sizes)
-        for options in ({}, {"tree": None}, {"num_pages": 14, "page_size": 4}):
-            sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-            assert lists(sequences) == texts
+        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
+        assert lists(sequences) == texts
 
 
 def test_what_a_parallel_head_guesses(model, texts):
