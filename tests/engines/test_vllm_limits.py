@@ -184,7 +184,7 @@ def test_a_drafter_that_returns_something_else_is_named(message, monkeypatch):
 @pytest.mark.parametrize(
     ("message", "runner", "options"),
     [
-        ("Model Runner V2 does not yet support: speculative method 'custom_class'", "1", {"method": "custom_class"}),
+        ("speculative_config.method on model runner V2 = ngram_gpu, got custom_class", "1", {"method": "custom_class"}),
         ("speculative_config.method on model runner V1 = custom_class, got ngram_gpu", "0", {"method": "ngram_gpu"}),
     ],
 )
