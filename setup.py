@@ -89,6 +89,7 @@ class CMakeBuild(build_ext):
             cmake, "-S", str(ROOT), "-B", str(tree), *generator(),
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
+            "-DPAGEDTREE_PYTHON=ON",
         ]  # fmt: skip
         # Unset: as the tree was configured before.
         for option in ("PAGEDTREE_EMULATED_ISA", "PAGEDTREE_SIMT"):

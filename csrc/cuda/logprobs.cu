@@ -67,18 +67,18 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
 }
 
 // One cluster per row.
-__global__ void __launch_bounds__(kLogprobThreads, 1) logprobs_kernel(const __grid_constant__ TokenLogprobsParams p) {
-  for (int64_t r = ptx::cluster_index(); r < p.num_tokens; r += num_clusters()) {
-    ptx::cluster_sync();  // all have read what the row before left in shared memory
-    write_logprobs(p, r, ptx::shared<LogprobShared>());
-  }
+__global__ void __launch_bounds__(kLogprobThreads, 1)
+    logprobs_kernel(const __grid_constant__ TokenLogprobsParams p, int64_t first) {
+  ptx::cluster_sync();
+  write_logprobs(p, first + ptx::cluster_index(), ptx::shared<LogprobShared>());
 }
 
 }  // namespace
 
 void CudaBackend::token_logprobs(const TokenLogprobsParams& p, const ExecContext& ctx) const {
-  launch_rows(logprobs_kernel, clusters_for(p.options, p.num_tokens), p.logits.vocab, kLogprobThreads,
-              sizeof(LogprobShared), ctx.stream, p);
+  in_turns(p.options, p.num_tokens, [&](int64_t first, int64_t count) {
+    launch_rows(logprobs_kernel, count, p.logits.vocab, kLogprobThreads, sizeof(LogprobShared), ctx.stream, p, first);
+  });
 }
 
 }  // namespace pagedtree::cuda

@@ -116,11 +116,10 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRulesThreads, 1) step_kernel(const __grid_constant__ ShardStepParams p) {
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    step_kernel(const __grid_constant__ ShardStepParams p, int64_t first) {
   ptx::cluster_sync();
-  for (int64_t n = ptx::cluster_index(); n < p.shard.logits.num_rows; n += num_clusters()) {
-    step_row<kDType>(p, n, ptx::shared<SamplingShared>());
-  }
+  step_row<kDType>(p, first + ptx::cluster_index(), ptx::shared<SamplingShared>());
 }
 
 // ---- what rejections leave
@@ -262,27 +261,27 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
   if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
 }
 
-__global__ void __launch_bounds__(kRulesThreads, 1) weigh_kernel(const __grid_constant__ ShardWeighParams p) {
-  const int64_t items = num_items(p);
-  for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-    __syncthreads();  // all have read what the item before left in shared memory
-    weigh_item(p, item, ptx::shared<WeighShared>());
-  }
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    weigh_kernel(const __grid_constant__ ShardWeighParams p, int64_t first) {
+  weigh_item(p, first + blockIdx.x, ptx::shared<WeighShared>());
 }
 
 }  // namespace
 
 void CudaBackend::step_shards(const ShardStepParams& p, const ExecContext& ctx) const {
-  const int64_t clusters = clusters_for(p.shard.options, p.shard.logits.num_rows);
   with_logit_dtype(dtype_under(p.shard.options, p.shard.logits.dtype), [&](auto dtype) {
-    launch_rows(step_kernel<dtype>, clusters, p.shard.logits.vocab, kRulesThreads, sizeof(SamplingShared), ctx.stream,
-                p);
+    in_turns(p.shard.options, p.shard.logits.num_rows, [&](int64_t first, int64_t count) {
+      launch_rows(step_kernel<dtype>, count, p.shard.logits.vocab, kRulesThreads, sizeof(SamplingShared), ctx.stream, p,
+                  first);
+    });
   });
 }
 
 void CudaBackend::weigh_shards(const ShardWeighParams& p, const ExecContext& ctx) const {
-  launch(weigh_kernel, dim3(static_cast<unsigned>(clusters_for(p.shard.options, num_items(p)))),
-         dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)), sizeof(WeighShared), ctx.stream, p);
+  in_turns(p.shard.options, num_items(p), [&](int64_t first, int64_t count) {
+    launch(weigh_kernel, dim3(static_cast<unsigned>(count)), dim3(threads_of_row(p.shard.logits.vocab, kRulesThreads)),
+           sizeof(WeighShared), ctx.stream, p, first);
+  });
 }
 
 }  // namespace pagedtree::cuda

@@ -13,18 +13,18 @@ namespace {
 using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
 
 template <Walk kWalk>
-__global__ void __launch_bounds__(kRulesThreads, 1) walk_kernel(const __grid_constant__ RatioParams p) {
+__global__ void __launch_bounds__(kRulesThreads, 1) walk_kernel(const __grid_constant__ RatioParams p, int64_t first) {
   ptx::cluster_sync();
-  for (int64_t b = ptx::cluster_index(); b < p.verify.batch; b += num_clusters()) {
-    Rows rows(p, ptx::shared<RulesShared>());
-    kWalk(p, b, rows);
-  }
+  Rows rows(p, ptx::shared<RulesShared>());
+  kWalk(p, first + ptx::cluster_index(), rows);
 }
 
 template <Walk kWalk>
 void walk_trees(const RatioParams& p, const ExecContext& ctx) {
-  launch_rows(walk_kernel<kWalk>, clusters_for(p.verify.options, p.verify.batch), p.verify.logits.vocab, kRulesThreads,
-              sizeof(RulesShared), ctx.stream, p);
+  in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {
+    launch_rows(walk_kernel<kWalk>, count, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p,
+                first);
+  });
 }
 
 }  // namespace

@@ -70,10 +70,9 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
 
 // One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) walk_kernel(const __grid_constant__ VerifyParams p, bool drawn) {
-  for (int64_t b = ptx::cluster_index(); b < p.batch; b += num_clusters()) {
-    walk_tree<kDType>(p, b, drawn, ptx::shared<WalkShared>());
-  }
+__global__ void __launch_bounds__(kRowThreads, 1)
+    walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, int64_t first) {
+  walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
 }
 
 // Whether all rows at once take no longer than a path's rows one after the other, if half of max_depth is accepted.
@@ -96,9 +95,11 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
     if (draws_all_rows(p, walk)) {
       launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
                   sizeof(SamplingShared), ctx.stream, p);
-      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true);
+      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, int64_t{0});
     } else {
-      launch_rows(walk, clusters_for(p.options, p.batch), vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false);
+      in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
+        launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, first);
+      });
     }
   });
 }
