@@ -9,11 +9,18 @@ namespace pagedtree::cuda {
 
 // Calls launch(first, count) for the rows or trees that are worked on at a time: all of them, under options as many as
 // there are rows of scratch. These are launches of their own, as nvcc takes ten times as long for a loop in the kernel.
+// `sample` has the loop: without it rows of fp32 spill registers.
 template <typename Launch>
 void in_turns(const OptionsParams& o, int64_t count, Launch launch) {
   const int64_t most = o.used ? o.scratch_rows : count;
   for (int64_t first = 0; first < count; first += most) launch(first, min_of(count - first, most));
 }
+
+inline int64_t clusters_for(const OptionsParams& o, int64_t count) {
+  return o.used ? min_of(count, o.scratch_rows) : count;
+}
+
+__device__ __forceinline__ int64_t num_clusters() { return gridDim.x / ptx::cluster_size(); }
 
 namespace options {
 

@@ -116,9 +116,10 @@ def test_a_loaded_backend_exports_its_tables_only(name):
         f"pagedtree::{name}::backend()",
         "pagedtree_backend",
         "pagedtree_backend_error",
+        "pagedtree_engine_facts",
         "pagedtree_instructions",
         *(["pagedtree_instructions_sm90"] if has_hopper else []),
-        *(["pagedtree_simt_set_executor"] if name == "simt" else []),
+        *(f"pagedtree_simt_{what}" for what in ("set_executor", "refuse_maps", "trace", "traced") if name == "simt"),
     }
     assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
 

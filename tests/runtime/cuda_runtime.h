@@ -12,7 +12,20 @@ struct dim3 {
   constexpr dim3(unsigned of_x = 1, unsigned of_y = 1, unsigned of_z = 1) : x(of_x), y(of_y), z(of_z) {}
 };
 
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorECCUncorrectable,
+  cudaErrorIllegalAddress,
+  cudaErrorLaunchTimeout,
+  cudaErrorAssert,
+  cudaErrorHardwareStackError,
+  cudaErrorIllegalInstruction,
+  cudaErrorMisalignedAddress,
+  cudaErrorInvalidAddressSpace,
+  cudaErrorInvalidPc,
+  cudaErrorLaunchFailure
+};
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,

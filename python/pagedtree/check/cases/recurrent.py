@@ -31,11 +31,12 @@ def cases() -> Iterator[Case]:
     for i, dims in enumerate(((8, 8), (8, 256), (256, 8), (40, 72), (136, 200), (128, 128), (256, 64))):
         kind = ("gdn", "kda")[i % 2]
         yield from _delta_rule(f"heads of {dims[0]} and {dims[1]}", "bf16", kind, (20, 5), dims=dims)
-    for dtype, nodes, by_columns in itertools.product(("fp16", "bf16"), (16, 64), (False, True)):
-        layout = "columns" if by_columns else "channels"
-        yield from _delta_rule(
-            f"states by {layout}/{nodes} nodes/{dtype}", dtype, "gdn", (9, nodes), by_columns=by_columns
-        )
+    for dtype, nodes, layout, kind in itertools.product(
+        ("fp16", "bf16"), (16, 64), ("channels", "columns"), ("gdn", "kda")
+    ):
+        name = f"states by {layout}/{nodes} nodes/{dtype}/{kind}"
+        yield from _delta_rule(name, dtype, kind, (9, nodes), by_columns=layout == "columns")
+    yield from _delta_rule("100 trees", "bf16", "kda", (2,) * 100, dims=(72, 8))
     yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
     yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
     yield from _delta_rule("decays of -inf", "bf16", "kda", TREES, forgetting=True)
