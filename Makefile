@@ -158,7 +158,7 @@ test-simt: $(READY_DEV) build  ## CUDA kernels under ThreadSanitizer: the op tes
 	tests/run_races.sh -n $(WORKERS)
 
 .PHONY: witness
-witness: $(READY)  ## what NVIDIA's CuTe says of mma, ldmatrix and wgmma, for the tests: makes tests/cute/vectors.npz anew
+witness: $(READY)  ## what NVIDIA's CuTe says of mma, ldmatrix and wgmma, for the tests: makes tests/cute/vectors.npz.xz anew
 	python tests/cute/make_vectors.py
 
 test-host-cuda: export PAGEDTREE_SIMT := 1

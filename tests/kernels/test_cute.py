@@ -1,15 +1,14 @@
-"""mma, ldmatrix and wgmma against NVIDIA's CuTe: what its layouts say, kept in tests/cute/vectors.npz (`make witness`).
+"""mma, ldmatrix and wgmma against NVIDIA's CuTe, whose words tests/cute/vectors.npz.xz keeps (`make witness`).
 
 The wrappers run on simt, and from the PTX that nvcc made of them.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
+from cute_case import VECTORS
 from ptx.execute import executed_from_ptx, simt_library
 
 from pagedtree import _C
@@ -19,7 +18,6 @@ from pagedtree.testing import backends
 from pagedtree.tools.cubin import cuda_library, find_cuobjdump
 
 SIMT, CUDA = simt_library(), cuda_library()
-VECTORS = np.load(Path(__file__).parents[1] / "cute" / "vectors.npz")
 NAMES = sorted(name.removesuffix(".in") for name in VECTORS.files if name.endswith(".in"))
 PLACE = Place(torch.device("cpu"), "simt")
 KINDS = {"ss": "wgmma_ss/{0}/N {1}", "rsK": "wgmma_rs/K-major/{0}/N {1}", "rsN": "wgmma_rs/N-major/{0}/N {1}"}

@@ -1,18 +1,17 @@
 """Which caches the kernels for wgmma read by TMA, and by which maps, against libcu++'s make_tma_descriptor.
 
-Its checks run on a CPU; what it says of a list of caches is in tests/cute/vectors.npz (`make witness`).
+Its checks run on a CPU; what it says of a list of caches is in tests/cute/vectors.npz.xz (`make witness`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from cute_case import VECTORS
 from ptx.execute import intercepted_launches, simt_library
 
 from pagedtree import tree_attention
@@ -21,7 +20,6 @@ from pagedtree.testing import backends, use_backend
 
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
-VECTORS = np.load(Path(__file__).parents[1] / "cute" / "vectors.npz")
 # Addresses alone: nothing is ever written there, and no kernel runs.
 NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE
 MEMORY = mmap.mmap(-1, 1 << 42, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE)

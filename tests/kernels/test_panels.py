@@ -1,6 +1,6 @@
 """Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
 
-A stage has K or V of 64 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz
+A stage has K or V of 64 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz.xz
 (`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
 """
 
@@ -10,11 +10,11 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from cute_case import VECTORS as CUTE
 from ptx.execute import simt_library
 
 from pagedtree import tree_attention
@@ -24,7 +24,6 @@ from pagedtree.testing import backends, use_backend
 
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
-CUTE = np.load(Path(__file__).parents[1] / "cute" / "vectors.npz")
 KEYS, PANEL = 64, 64 * 128
 WGMMA, COMMIT, TMA, COPY = range(4)  # kinds of what is written down; see csrc/simt/ptx_sm90_simt.cpp
 LEFT_IN_REGISTERS, N_MAJOR = 1, 2
