@@ -13,6 +13,7 @@ import torch
 from vllm_case import (
     METHOD,
     NGRAM,
+    NO_TREES,
     TARGET,
     SamplingParams,
     TreeRunner,
@@ -34,7 +35,6 @@ PROMPTS = token_prompts()
 # Stock vLLM with its rotation in torch, as where it compiles; `limits.avoid_rotary_op` says why.
 STOCK = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 CUSTOM = {"attention_backend": "CUSTOM"}
-NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
 HEADS = {"env": {"VLLM_MLA_DISABLE": "1"}}  # vLLM expands the latents to ordinary heads
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0,

@@ -13,6 +13,7 @@ import pytest
 from vllm_case import (
     LLM,
     NGRAM,
+    NO_TREES,
     RUNNER,
     V1_ONLY,
     BeamSearchParams,
@@ -30,7 +31,6 @@ from vllm_case import (
 from pagedtree.integrations.vllm.scheduler import TreeScheduler
 
 PROMPTS = token_prompts()
-NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
 SCHEMA = {
     "type": "object",
     "properties": {

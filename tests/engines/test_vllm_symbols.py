@@ -25,6 +25,10 @@ BASES: dict[tuple[str, str], list[tuple[str, str]]] = {
     ("runner_v2.py", "TreeRunnerV2"): [RUNNER_V2],
     ("runner_v2.py", "_DraftTreesHandler"): [("v1/worker/gpu/spec_decode/utils.py", "DraftTokensHandler")],
     ("speculator.py", "TreeSpeculator"): [("v1/worker/gpu/spec_decode/speculator.py", "BaseSpeculator")],
+    ("dflash.py", "DFlashTreeSpeculator"): [
+        ("v1/worker/gpu/spec_decode/dflash/speculator.py", "DFlashSpeculator"),
+        ("v1/worker/gpu/spec_decode/speculator.py", "DraftModelSpeculator"),
+    ],
     ("scheduler.py", "TreeScheduler"): [SCHEDULER],
     ("async_scheduler.py", "AsyncTreeScheduler"): [("v1/core/sched/async_scheduler.py", "AsyncScheduler"), SCHEDULER],
     ("attention.py", "PagedTreeBackend"): [("v1/attention/backend.py", "AttentionBackend")],
@@ -46,6 +50,7 @@ OWNERS = {
     ("runner_v2.py", "block_tables"): ("v1/worker/gpu/block_table.py", "BlockTables"),
     ("speculator.py", "batch"): ("v1/worker/gpu/input_batch.py", "InputBatch"),
     ("speculator.py", "states"): ("v1/worker/gpu/states.py", "RequestState"),
+    ("dflash.py", "batch"): ("v1/worker/gpu/input_batch.py", "InputBatch"),
     ("device_sampling.py", "batch"): ("v1/worker/gpu/input_batch.py", "InputBatch"),
     ("device_sampling.py", "sampler"): ("v1/worker/gpu/sample/sampler.py", "Sampler"),
     ("device_sampling.py", "states"): ("v1/worker/gpu/sample/states.py", "SamplingStates"),

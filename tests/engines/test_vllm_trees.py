@@ -10,6 +10,7 @@ import pytest
 from vllm_case import (
     DRAFT,
     LAYOUTS,
+    NO_TREES,
     RUNNER,
     V1_ONLY,
     SamplingParams,
@@ -26,7 +27,6 @@ from vllm_case import (
 from pagedtree.integrations.vllm.proposals import present_nodes
 
 PROMPTS = token_prompts()
-NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from vllm.triton_utils import HAS_TRITON
 from pagedtree.integrations.vllm.limits import METHODS
 
 __all__ = [
+    "BLOCK",
     "DRAFT",
     "EAGLE",
     "LAYOUTS",
@@ -40,6 +41,7 @@ __all__ = [
     "MEDUSA",
     "METHOD",
     "NGRAM",
+    "NO_TREES",
     "RUNNER",
     "TARGET",
     "V1_ONLY",
@@ -70,6 +72,7 @@ V1_ONLY = pytest.mark.skipif(RUNNER == "V2", reason="this is of model runner V1"
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
 BLOCK = str(CHECKPOINTS / "block")
+NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 

@@ -16,6 +16,7 @@ from vllm.v1.attention.backend import (
     AttentionType,
     CommonAttentionMetadata,
     MultipleOf,
+    max_decode_query_len,
 )
 
 from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
@@ -157,6 +158,10 @@ class PagedTreeBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
     def supports_kv_connector(cls) -> bool:
         return True
 
@@ -174,6 +179,11 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         has_new_masks = uses_trees(vllm_config) and not vllm_config.use_v2_model_runner
         return AttentionCGSupport.NEVER if has_new_masks else AttentionCGSupport.UNIFORM_BATCH
 
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int | None:
+        # The plan is made on the device, from the lengths there.
+        return max_decode_query_len(vllm_config)
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
@@ -183,15 +193,17 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedTreeMetadata:
         common = common_attn_metadata
-        if common.causal is not True:
-            raise NotImplementedError("pagedtree's backend: expected causal attention, got bidirectional attention")
-        tree = self.tree
-        if tree is not None:
-            rows, requests = common.num_actual_tokens, common.seq_lens.shape[0]
-            tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[:requests])
+        tree, rows, starts = self.tree, common.num_actual_tokens, common.query_start_loc
+        if common.causal is not True:  # vLLM's block drafters: all queries of a request see each other
+            if getattr(self.kv_cache_spec, "sliding_window", None):
+                raise NotImplementedError("pagedtree's backend: bidirectional attention with a window is not supported")
+            everything = starts.new_full((rows, -(-common.max_query_len // 32)), -1)
+            tree = TreeMask(everything, starts[1:] - starts[:-1])
+        elif tree is not None:
+            tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[: common.seq_lens.shape[0]])
         return self.metadata_class(
             num_actual_tokens=common.num_actual_tokens,
-            query_start_loc=common.query_start_loc,
+            query_start_loc=starts,
             seq_lens=common.seq_lens,
             block_table=common.block_table_tensor,
             max_query_len=common.max_query_len,

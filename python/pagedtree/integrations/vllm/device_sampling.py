@@ -140,6 +140,6 @@ class DeviceSampling:
             scores,
             dims[0],
             tokens,
-            batch.cu_num_logits_np.tolist() if is_tree else None,
+            offsets.clone() if is_tree else None,
             logits_mode=mode in ("raw_logits", "processed_logits"),
         )

@@ -169,6 +169,7 @@ class MedusaTreeDrafter(TreeDrafter):
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
     needs_hidden = True
     on_every_rank = True
+    is_best_first = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -205,7 +206,8 @@ class MedusaTreeDrafter(TreeDrafter):
         return host_proposals(draft, log_probs.cpu().numpy())
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
-        return self._best_trees(hidden)[0]
+        draft, self.log_probs = self._best_trees(hidden)
+        return draft
 
     def _best_trees(self, hidden: Tensor | None) -> tuple[Draft, Tensor]:
         return best_trees(self.heads(hidden)[:, : self._depth], self.max_nodes)

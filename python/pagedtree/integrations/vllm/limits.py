@@ -70,13 +70,16 @@ def check_config(vllm_config: Any) -> None:
             ("enable_trace_replay", bool(model.enable_trace_replay), False),
         ]
     speculation = vllm_config.speculative_config
+    has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
     if speculation is not None:
+        method = "dflash" if has_own_drafter else METHODS[runner]
         wrong += [
-            (f"speculative_config.method on model runner {runner}", speculation.method, METHODS[runner]),
+            (f"speculative_config.method on model runner {runner}", speculation.method, method),
             ("speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"),
-            ("speculative_config.enable_adaptive_verification", speculation.enable_adaptive_verification, False),
         ]
         if runner == "V1":
+            adaptive = speculation.enable_adaptive_verification
+            wrong.append(("speculative_config.enable_adaptive_verification", adaptive, False))
             by_size = speculation.num_speculative_tokens_per_batch_size
             wrong.append(("speculative_config.num_speculative_tokens_per_batch_size", by_size, None))
     for name, value, expected in wrong:
@@ -99,7 +102,7 @@ def check_config(vllm_config: Any) -> None:
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
             f" {speculation.num_speculative_tokens}"
         )
-    if speculation is not None:
+    if speculation is not None and not has_own_drafter:
         check_drafter(speculation.model).check(vllm_config)
 
 

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.utils import torch_utils
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 from vllm.v1.worker.gpu.structured_outputs import grammar_invalid_drafts
 
 from pagedtree import TreeBatch, build_trees
 from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.device_sampling import DeviceSampling
+from pagedtree.integrations.vllm.dflash import DFlashTreeSpeculator
 from pagedtree.integrations.vllm.features import Accepted, check_features
 from pagedtree.integrations.vllm.limits import check_config, check_drafter, check_request, min_p_of
 from pagedtree.integrations.vllm.scheduler import DraftTrees
-from pagedtree.integrations.vllm.speculator import TreeSpeculator
-from pagedtree.integrations.vllm.verification import Compactions, check_backends, choose_tokens, grammar_rows
+from pagedtree.integrations.vllm.speculator import KeptTrees, TreeSpeculator
+from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
+from pagedtree.integrations.vllm.verification import (
+    Compactions,
+    check_backends,
+    choose_tokens,
+    grammar_rows,
+    of_the_target,
+)
 
 __all__ = ["TreeRunnerV2"]
 
@@ -48,8 +58,9 @@ class TreeRunnerV2:
         take_draft_token_ids  tells the scheduler of the trees, where there are grammars
 
     The speculative configuration is that of vLLM's own n-grams (`limits.METHODS`), so that vLLM schedules
-    asynchronously, as with these. Nothing here waits for the device; the drafter may (`TreeSpeculator`). Without a
-    drafter it works, too: the same seeded sampling, one token per step.
+    asynchronously, as with these; or that of vLLM's own DFlash (`DFlashTreeSpeculator`). Nothing here waits for the
+    device; the drafter may (`TreeSpeculator`). Without a drafter it works, too: the same seeded sampling, one token per
+    step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -57,9 +68,16 @@ class TreeRunnerV2:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         self._step: StepTrees | None = None
         self._compactions: Compactions | None = None
-        self.speculator: TreeSpeculator | None = None
-        if self.speculative_config is not None:
+        self.drafter: TreeDrafter | None = None
+        theirs, self.speculator = self.speculator, None
+        if self.speculative_config is None:
+            return
+        if self.speculative_config.method != "dflash":
             self.drafter = check_drafter(self.speculative_config.model)(vllm_config)
+        elif type(theirs) is DFlashSpeculator:
+            self.speculator = DFlashTreeSpeculator(vllm_config, self.req_states, device)
+        else:
+            raise ValueError(f"draft trees: expected a model for vLLM's DFlashSpeculator, got {type(theirs).__name__}")
 
     # Attributes and methods of vLLM's runner.
     vllm_config: Any
@@ -77,27 +95,29 @@ class TreeRunnerV2:
     vocab_size: int
     use_aux_hidden_state_outputs: bool
     draft_tokens_handler: Any
+    speculator: KeptTrees | None
     _masks: TreeMask
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._sampling = DeviceSampling(self.sampler, self.device)
-        if self.speculative_config is None:
-            return
-        self.drafter.load_model(self.model)
-        layers = self.drafter.feature_layers
-        check_features(self.vllm_config, self.model, layers)
-        if layers:
-            # vLLM counts the residual streams, from the one in front of the first layer on.
-            self.model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
-            self.use_aux_hidden_state_outputs = True
-        self.speculator = TreeSpeculator(self.drafter, self.req_states, self.device)
-        self.draft_tokens_handler = _DraftTreesHandler(self.speculator.parents, self.device)
+        if self.drafter is not None:
+            self.drafter.load_model(self.model)
+            layers = self.drafter.feature_layers
+            check_features(self.vllm_config, self.model, layers)
+            if layers:
+                # vLLM counts the residual streams, from the one in front of the first layer on.
+                self.model.set_aux_hidden_state_layers(tuple(layer + 1 for layer in layers))
+                self.use_aux_hidden_state_outputs = True
+            self.speculator = TreeSpeculator(self.drafter, self.req_states, self.device)
+        if self.speculator is not None:
+            self.draft_tokens_handler = _DraftTreesHandler(self.speculator.parents, self.device)
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
-        check_backends(self.attn_groups, self.vllm_config)
         layers = self.compilation_config.static_forward_context
+        groups = of_the_target(self.attn_groups, layers)
+        check_backends(groups, self.vllm_config)
         self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
         if self.speculator is None:
             return
@@ -106,14 +126,13 @@ class TreeRunnerV2:
         mask = torch.zeros((self.max_num_tokens, words), dtype=torch.int32, device=self.device)
         lens = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=self.device)
         self._masks = TreeMask(mask, lens)
-        for groups in self.attn_groups:
-            for group in groups:
-                for builder in group.metadata_builders:
-                    builder.tree = self._masks
+        for group in groups:
+            for builder in group.metadata_builders:
+                builder.tree = self._masks
 
     def finish_requests(self, scheduler_output: Any) -> None:
         super().finish_requests(scheduler_output)  # type: ignore[misc]
-        if self.speculator is not None:
+        if self.drafter is not None:
             for request_id in scheduler_output.finished_req_ids:
                 self.drafter.forget(request_id)
 
@@ -177,9 +196,14 @@ class TreeRunnerV2:
         offsets = batch.cu_num_logits
         draft_tokens, grammar_mask = step.draft_tokens if step is not None else None, None
         if grammar_output is not None and grammar_output.structured_output_request_ids:
-            sizes = batch.cu_num_logits_np[1:] - batch.cu_num_logits_np[:-1]
+            drafts = batch.num_draft_tokens_per_req
+            sizes = np.ones(batch.num_reqs, dtype=np.int32) if drafts is None else drafts + 1
             rows = grammar_rows(grammar_output, batch.req_ids, sizes)
             grammar_mask = torch_utils.async_tensor_h2d(rows, device=self.device)
+            if len(rows) != len(logits):  # vLLM's adaptive verification took the last nodes of some trees away
+                begin = torch_utils.async_tensor_h2d(np.cumsum(sizes) - sizes, device=self.device)
+                begin = begin.repeat_interleave(offsets[1:] - offsets[:-1], output_size=len(logits))
+                grammar_mask = grammar_mask[begin + batch.expanded_local_pos]
             # Where the scheduler did not know the drafts, the mask holds for the root alone.
             unknown = grammar_invalid_drafts(
                 batch, grammar_output.structured_output_request_ids, grammar_output.num_acceptable_drafts

@@ -15,31 +15,69 @@ from pagedtree import Draft
 from pagedtree.integrations.vllm.features import Accepted, kept_features, kept_rows
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
 
-__all__ = ["TreeSpeculator"]
+__all__ = ["KeptTrees", "TreeSpeculator"]
 
 
-class TreeSpeculator(BaseSpeculator):
+class KeptTrees:
     """Keeps the tree of each request where vLLM keeps its draft tokens: on the device, by the request's slot.
 
     Every tree has `num_speculative_tokens` draft tokens. Those that nobody drafted are children of the root without a
-    token (-1), which no verification accepts. A drafter that is not `on_device` gets the texts on the host: one copy
-    from the device in each step, for which the host waits.
+    token (-1), which no verification accepts.
 
     Attributes:
         parents: int32 [max_num_reqs, num_speculative_tokens + 1], the root's included; of a chain at first.
+        max_nodes, max_depth: of each tree.
         accepted: of the last pass, set by the runner.
+        draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, where vLLM's
+            adaptive verification is on: each node's probability over that of the node before it. vLLM multiplies them
+            along the nodes, keeps the most probable ones of the whole batch, and takes each request's to be its first
+            ones; which they are, as nodes are in descending order of probability (`pagedtree.select_nodes`).
+    """
+
+    def __init__(self, req_states: Any, device: torch.device, max_depth: int | None = None) -> None:
+        count, num_drafts = req_states.draft_tokens.shape
+        self.parents = torch.arange(-1, num_drafts, dtype=torch.int32, device=device).repeat(count, 1)
+        self.max_nodes, self.max_depth = num_drafts + 1, max_depth or num_drafts
+        self.accepted: Accepted | None = None
+        self.draft_token_confidence_probs = torch.zeros((count, num_drafts), device=device)
+        self._nodes = torch.arange(self.max_nodes, device=device)
+
+    def padded(self, draft: Draft) -> tuple[Tensor, Tensor]:
+        """The draft tokens and the parents of trees that all have the same number of nodes."""
+        begin, end = draft.trees.cu_nodes[:-1, None], draft.trees.cu_nodes[1:, None]
+        index = begin + self._nodes
+        is_node = index < end
+        index = index.clamp(max=draft.draft_tokens.shape[0] - 1)
+        tokens = draft.draft_tokens[index].masked_fill(~is_node, -1)
+        parents = draft.trees.parents[index].masked_fill(~is_node, 0)
+        parents[:, 0] = -1
+        return tokens[:, 1:], parents
+
+    def keep_confidence(self, log_probs: Tensor) -> None:
+        """log_probs: fp32 [R * max_nodes], the nodes' joint ones, in descending order within each tree."""
+        joint = log_probs.view(-1, self.max_nodes)
+        self.draft_token_confidence_probs[: joint.shape[0]] = (joint[:, 1:] - joint[:, :-1]).exp().nan_to_num(0.0)
+
+
+class TreeSpeculator(KeptTrees, BaseSpeculator):
+    """Asks a drafter for the trees.
+
+    One that is not `on_device` gets the texts on the host: one copy from the device in each step, for which the host
+    waits.
     """
 
     supports_mm_inputs = False
     draft_logits = None
 
     def __init__(self, drafter: TreeDrafter, req_states: Any, device: torch.device) -> None:
+        super().__init__(req_states, device, drafter.max_depth)
         self.drafter, self.req_states, self.device = drafter, req_states, device
-        count, num_drafts = req_states.draft_tokens.shape
-        self.parents = torch.arange(-1, num_drafts, dtype=torch.int32, device=device).repeat(count, 1)
-        self.max_nodes, self.max_depth = drafter.max_nodes, drafter.max_depth
-        self.accepted: Accepted | None = None
-        self._nodes = torch.arange(self.max_nodes, device=device)
+        self.enable_adaptive_verification = drafter.vllm_config.speculative_config.enable_adaptive_verification
+        if self.enable_adaptive_verification and not (drafter.is_best_first and drafter.on_device):
+            raise ValueError(
+                "speculative_config.enable_adaptive_verification: expected a drafter whose nodes are in the order of"
+                f" their probabilities, such as MedusaTreeDrafter, got {type(drafter).__name__}"
+            )
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         pass
@@ -86,18 +124,11 @@ class TreeSpeculator(BaseSpeculator):
         states, slots = self.req_states, batch.idx_mapping
         texts = states.all_token_ids.gpu[:, : _longest(batch)].index_select(0, slots).long()
         lengths = states.total_len.gpu.index_select(0, slots)
-        return self._padded(self.drafter.draft_on_device(texts, lengths, hidden))
-
-    def _padded(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """The draft tokens and the parents of trees that all have the same number of nodes."""
-        begin, end = draft.trees.cu_nodes[:-1, None], draft.trees.cu_nodes[1:, None]
-        index = begin + self._nodes
-        is_node = index < end
-        index = index.clamp(max=draft.draft_tokens.shape[0] - 1)
-        tokens = draft.draft_tokens[index].masked_fill(~is_node, -1)
-        parents = draft.trees.parents[index].masked_fill(~is_node, 0)
-        parents[:, 0] = -1
-        return tokens[:, 1:], parents
+        draft = self.drafter.draft_on_device(texts, lengths, hidden)
+        if self.enable_adaptive_verification:
+            assert self.drafter.log_probs is not None
+            self.keep_confidence(self.drafter.log_probs)
+        return self.padded(draft)
 
     def _draft_on_host(
         self, batch: Any, hidden: Tensor | None, streams: list[Tensor] | None, num_sampled: Tensor

@@ -32,6 +32,9 @@ class TreeDrafter:
                         one alone; for drafters that compute over the ranks, as the target's `compute_logits` does. The
                         first one's proposals count.
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
+        is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
+                        log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes]; vLLM's adaptive
+                        verification (runner V2) needs that
 
     Attributes:
         options: `defaults`, with what additional_config gives instead.
@@ -50,6 +53,8 @@ class TreeDrafter:
     feature_layers: Sequence[int] = ()
     on_every_rank: bool = False
     grows_by_level: bool = False
+    is_best_first: bool = False
+    log_probs: Tensor | None = None
 
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)

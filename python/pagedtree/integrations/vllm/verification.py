@@ -14,7 +14,7 @@ from pagedtree import PreparedCompaction, TreeBatch, Verdict, sample, verify_gre
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.options import BatchSampling
 
-__all__ = ["Compactions", "check_backends", "choose_tokens", "grammar_rows"]
+__all__ = ["Compactions", "check_backends", "choose_tokens", "grammar_rows", "of_the_target"]
 
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
@@ -66,13 +66,14 @@ def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndar
 
 
 class Compactions:
-    """Moves accepted rows together, in all layers of a group of caches at once.
+    """Moves accepted rows together, in all layers of the target that share a group of caches at once.
 
     layers: vLLM's attention layers by name. groups: its KVCacheGroupSpec.
     """
 
     def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
-        self._layers, self._groups = layers, groups
+        found = ([layers[name] for name in group.layer_names if not _drafts(layers[name])] for group in groups)
+        self._groups = {index: members for index, members in enumerate(found) if members}
         # By a group of layers: their caches, and the moves in these.
         self._prepared: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
 
@@ -80,8 +81,8 @@ class Compactions:
         self, table_of: Callable[[int], Tensor], start: Tensor, accept_index: Tensor, num_accepted: Tensor
     ) -> None:
         """table_of: the block table of a group, [R, max_blocks]. start: int32 [R], of the roots."""
-        for index, group in enumerate(self._groups):
-            caches = [self._layers[name].kv_cache for name in group.layer_names]
+        for index, members in self._groups.items():
+            caches = [layer.kv_cache for layer in members]
             known, compaction = self._prepared.get(index, ([], None))
             if compaction is None or any(cache is not before for cache, before in zip(caches, known, strict=True)):
                 # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576]; layers may share one.
@@ -91,12 +92,21 @@ class Compactions:
             compaction(table_of(index), start, accept_index, num_accepted)
 
 
-def check_backends(attn_groups: Sequence[Sequence[Any]], vllm_config: Any) -> None:
+def _drafts(layer: Any) -> bool:
+    """Whether it is a layer of a draft model that vLLM runs; these have backends of their own choice."""
+    return getattr(layer, "is_draft_layer", False)
+
+
+def of_the_target(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any]) -> list[Any]:
+    """The groups of attention layers that are the target's; layers: vLLM's attention layers by name."""
+    return [group for groups in attn_groups for group in groups if not _drafts(layers[group.layer_names[0]])]
+
+
+def check_backends(attn_groups: Sequence[Any], vllm_config: Any) -> None:
     """Raises ValueError where layers have another backend than ours, and says in the log what is in use."""
-    for groups in attn_groups:
-        for group in groups:
-            if not issubclass(group.backend, PagedTreeBackend):
-                raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
+    for group in attn_groups:
+        if not issubclass(group.backend, PagedTreeBackend):
+            raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
     speculation = vllm_config.speculative_config
     logger.info(
         "pagedtree: model runner %s, worker %s, attention backend CUSTOM (%s), drafter %s",

@@ -1,0 +1,77 @@
+"""vLLM's own DFlash speculator, whose guesses become the likeliest tree in the place of a chain."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from pagedtree.generation.drafters.base import best_trees
+from pagedtree.integrations.vllm.speculator import KeptTrees
+
+__all__ = ["DFlashTreeSpeculator"]
+
+
+class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
+    """Makes trees of vLLM's guesses for `num_speculative_tokens` levels, all of one pass of its block drafter.
+
+    Of all trees over them with as many draft tokens, the likeliest one is proposed (`pagedtree.best_first_tree`).
+
+    vLLM computes keys and values of the text from what the target's layers returned for it, a chain of rows for each
+    request. An accepted path lies scattered among the rows of its tree and is handed over as that chain.
+    """
+
+    def __init__(self, vllm_config: Any, req_states: Any, device: torch.device) -> None:
+        KeptTrees.__init__(self, req_states, device)
+        confidence = self.draft_token_confidence_probs
+        DFlashSpeculator.__init__(self, vllm_config, device)
+        # vLLM would estimate them for a chain.
+        self.draft_token_confidence_probs, self.use_acceptance_estimator = confidence, False
+        self._batch_parents = torch.empty_like(self.parents)
+
+    def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The draft tokens of the trees, int64 [R * num_speculative_tokens]; a captured graph may hold this."""
+        logits = self.compute_draft_logits(hidden_states, 0)
+        draft, log_probs = best_trees(logits.view(-1, self.num_speculative_steps, logits.shape[-1]), self.max_nodes)
+        self.keep_confidence(log_probs)
+        tokens, parents = self.padded(draft)
+        self._batch_parents[: parents.shape[0]] = parents
+        return tokens.flatten()
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        batch, is_dummy = input_batch, kwargs.get("dummy_run", False)
+        if not is_dummy:
+            rows = self._chains(batch)
+            batch = replace(batch, positions=batch.positions[rows])
+            last_hidden_states = last_hidden_states[rows[: last_hidden_states.shape[0]]]
+            aux_hidden_states = [stream[rows[: stream.shape[0]]] for stream in aux_hidden_states or ()]
+        tokens: Tensor = super().propose(
+            batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, *args, **kwargs
+        )
+        if not is_dummy:
+            self.parents.index_copy_(0, batch.idx_mapping, self._batch_parents[: batch.num_reqs])
+        return tokens
+
+    def _chains(self, batch: Any) -> Tensor:
+        """The row that each row of the pass is taken from, so that accepted paths stand together behind their roots."""
+        rows = torch.arange(batch.positions.shape[0] + 1, device=self.parents.device)
+        assert self.accepted is not None
+        path = self.accepted.accept_index
+        if path is not None:
+            roots = batch.logits_indices[batch.cu_num_logits[:-1].long()][:, None]
+            places = roots + torch.arange(path.shape[1], device=rows.device)
+            # What is no node goes behind the end.
+            rows[places.masked_fill(path < 0, rows.shape[0] - 1).flatten()] = (roots + path).flatten()
+        return rows[:-1]

@@ -1,0 +1,203 @@
+"""vLLM's captured graphs of model runner V2, on a stand-in that records ops with their tensors and runs them again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from vllm_case import (
+    LLM,
+    RUNNER,
+    SamplingParams,
+    StructuredOutputsParams,
+    accepted,
+    engine,
+    generate,
+    runner_of,
+    token_prompts,
+    tree_options,
+)
+
+if RUNNER == "V1":
+    pytest.skip("this is of model runner V2: make test-engines ENGINE=vllm_v2", allow_module_level=True)
+
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+from vllm.v1.worker.gpu.spec_decode import adaptive_verification
+
+from pagedtree import build_trees, select_nodes
+from pagedtree.integrations.vllm.attention import PagedTreeMetadataBuilder
+
+PROMPTS = token_prompts(3)
+CAPTURED = CUDAGraphMode.FULL_DECODE_ONLY  # what vLLM makes of its default where it cannot split a model into pieces
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: nothing of Python runs at a replay, and all tensors stay where they were."""
+
+    replays = 0
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
+
+    def replay(self) -> None:
+        Graph.replays += 1
+        for op, args, kwargs, results in self.calls:
+            for place, found in zip(results, tree_leaves(op(*args, **kwargs)), strict=True):
+                if isinstance(place, torch.Tensor) and place.data_ptr() != found.data_ptr():
+                    place.copy_(found)
+
+
+class Recording(TorchDispatchMode):
+    """Stands in for torch.cuda.graph, which raises where the host reads what the device has computed."""
+
+    def __init__(self, graph: Graph, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert op is not torch.ops.aten._local_scalar_dense.default
+        result = op(*args, **(kwargs or {}))
+        self.graph.calls.append((op, args, kwargs or {}, tree_leaves(result)))
+        return result
+
+
+@pytest.fixture
+def stand_in(monkeypatch) -> None:
+    monkeypatch.setattr(Graph, "replays", 0)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext())
+    monkeypatch.setattr(cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(model_runner, "lock_workspace", lambda: None)  # a CPU's worker makes none
+    monkeypatch.setattr(type(current_platform), "get_global_graph_pool", lambda self: None, raising=False)
+
+
+def capture(llm: Any, varlen: bool = False) -> None:
+    """What vLLM does on a GPU once the caches are there; on a CPU it has no graphs."""
+    runner = runner_of(llm)
+    config = runner.compilation_config
+    support = PagedTreeMetadataBuilder.get_cudagraph_support(runner.vllm_config, None)
+    config.cudagraph_mode, config.max_cudagraph_capture_size = CAPTURED, 64
+    config.cudagraph_capture_sizes = [16, 32, 64]
+    config.resolve_cudagraph_mode_and_sizes(
+        support, "CUSTOM", runner.decode_query_len, use_v2_model_runner=True, kv_cache_config=runner.kv_cache_config,
+        max_num_reqs=runner.max_num_reqs, is_profiling=False, piecewise_capture_available=False,
+    )  # fmt: skip
+    assert config.cudagraph_mode == CAPTURED
+    for layer in config.static_forward_context.values():
+        layer.use_direct_call = True  # a graph holds what the op of an attention layer calls
+    runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
+        runner.vllm_config, runner.device, CAPTURED, decode_query_len=runner.decode_query_len, varlen_decode=varlen
+    )
+    runner.capture_model()
+    assert len(runner.cudagraph_manager.graphs) == 3
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "medusa"])
+def test_replayed_graphs_see_each_steps_trees(stand_in, drafter):
+    """Three requests in a graph for four, whose last tree is dead; then two, and one. Prompts are read without one."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (24, 16, 9)]
+    with engine() as llm:
+        expected = generate(llm, PROMPTS, params)
+    with engine(**tree_options(drafter)) as llm:
+        capture(llm)
+        assert generate(llm, PROMPTS, params) == expected
+        assert Graph.replays > 5
+        if drafter == "medusa":  # a graph sees no other buffers than those it was captured with
+            masks = runner_of(llm)._masks
+            runner_of(llm)._masks = replace(masks, tree_mask=masks.tree_mask.clone(), tree_lens=masks.tree_lens.clone())
+            assert generate(llm, PROMPTS, params) != expected
+
+
+@pytest.fixture
+def adaptive(stand_in, monkeypatch) -> dict[str, Any]:
+    """Options of an engine with vLLM's adaptive verification, which refuses to run without graphs, and compiles its
+    choice of nodes, which Triton's interpreter excludes."""
+    monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda config: None)
+    monkeypatch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **available: mode)
+    choose = adaptive_verification._assign_draft_token_budget
+    monkeypatch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", choose)
+    options = tree_options("medusa")
+    options["speculative_config"]["enable_adaptive_verification"] = True
+    return options
+
+
+@contextlib.contextmanager
+def priced_engine(**options: Any) -> Iterator[LLM]:
+    """Rows cost more from the 20th on; on a GPU vLLM measures that on its graphs."""
+    with engine(**options) as llm, pytest.MonkeyPatch.context() as patch:
+        manager = runner_of(llm).adaptive_verification
+        patch.setattr(manager, "batches_to_profile", lambda sizes: [])
+        patch.setattr(manager, "set_initial_cost_curves", lambda timings: None)
+        manager.set_cost_curves([(1, 0.0), (4, 0.0)], [(1, 1.0), (20, 1.1), (21, 2.0), (64, 40.0)])
+        capture(llm, varlen=True)
+        yield llm
+        assert Graph.replays > 5
+
+
+def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
+    """vLLM chooses how many by its costs; which, as `select_nodes` does."""
+    reallocate, seen = adaptive_verification.AdaptiveVerificationManager.reallocate_drafts, []
+
+    def spy(manager, req_ids, idx_mapping):
+        drafts = [manager._batch_budget[0][request_id] for request_id in req_ids]
+        survival = manager._confidence_probs[idx_mapping].cumprod(dim=1)
+        offsets, starts, budget = reallocate(manager, req_ids, idx_mapping)
+        parents = runner_of(llm).speculator.parents[idx_mapping]
+        sizes = torch.tensor([n + 1 for n in drafts])
+        rows = torch.cat([parents[row, :size] for row, size in enumerate(sizes)])
+        trees = build_trees(rows, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(), max_nodes=16, max_depth=15)
+        known = [torch.cat([torch.ones(1), survival[row, : size - 1]]) for row, size in enumerate(sizes)]
+        kept, _ = select_nodes(trees, torch.cat(known), len(drafts) + budget)
+        # Nodes of no probability are kept where all others are; whose they are does not matter.
+        if (torch.cat(known) > 0).sum() >= len(drafts) + budget:
+            assert kept.cu_nodes.tolist() == offsets.tolist()
+        seen.append((offsets.diff().tolist(), budget, sum(drafts)))
+        return offsets, starts, budget
+
+    monkeypatch.setattr(adaptive_verification.AdaptiveVerificationManager, "reallocate_drafts", spy)
+    with engine() as llm:
+        expected = generate(llm, PROMPTS)
+    with priced_engine(**adaptive) as llm:
+        assert generate(llm, PROMPTS) == expected
+        assert accepted(llm) > len(PROMPTS)
+    assert any(0 < budget < scheduled for _, budget, scheduled in seen)
+    assert any(len(set(sizes)) > 1 for sizes, _, _ in seen)
+
+
+def test_options_of_trees_that_were_trimmed(adaptive):
+    """Grammar masks and log-probabilities follow the rows that are left."""
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9} = .*")
+        ),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, presence_penalty=0.8, logprobs=1),
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, bad_words=["the name", "#"]),
+    ]
+    found = []
+    for settings in ({}, adaptive):
+        with (priced_engine if settings else engine)(**settings) as llm:
+            outputs = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+        found.append([(list(out.token_ids), out.logprobs) for (out,) in (output.outputs for output in outputs)])
+    for (tokens, logprobs), (stock_tokens, stock_logprobs) in zip(*reversed(found), strict=True):
+        assert tokens == stock_tokens
+        for position, theirs in enumerate(stock_logprobs or ()):
+            ours = logprobs[position]
+            assert {token: each.rank for token, each in ours.items()} == {t: e.rank for t, e in theirs.items()}
+            assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-3 for token in theirs)
+
+
+def test_a_drafter_without_probabilities_is_refused(adaptive):
+    adaptive["speculative_config"]["model"] = "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"
+    adaptive["additional_config"] = {}
+    with pytest.raises(Exception, match="enable_adaptive_verification: expected a drafter"), engine(**adaptive):
+        pass

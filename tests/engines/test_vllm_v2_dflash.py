@@ -1,0 +1,76 @@
+"""vLLM's own DFlash speculator on model runner V2, whose guesses become trees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from vllm_case import (
+    BLOCK,
+    NO_TREES,
+    RUNNER,
+    accepted,
+    engine,
+    generate,
+    metrics_of,
+    token_prompts,
+)
+
+if RUNNER == "V1":
+    pytest.skip("this is of model runner V2: make test-engines ENGINE=vllm_v2", allow_module_level=True)
+
+from pagedtree.integrations.vllm.dflash import DFlashTreeSpeculator
+
+PROMPTS = token_prompts(4)
+
+
+@pytest.fixture(scope="module")
+def stock() -> list[list[int]]:
+    """Greedy output of vLLM without us."""
+    with engine() as llm:
+        return generate(llm, PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def block(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The toy's block drafter, whose config.json has what vLLM wants besides."""
+    folder = tmp_path_factory.mktemp("dflash")
+    shutil.copytree(BLOCK, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": 2048, "max_position_embeddings": 1024, "num_target_layers": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"speculative_config": {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}}
+
+
+def test_trees_get_more_accepted_than_chains(stock, block, monkeypatch):
+    """The chain is vLLM's own, on our attention backend. A path that is not handed over as a chain is guessed worse."""
+    guessed = {}
+    with engine(**block, attention_backend="CUSTOM") as llm:
+        assert generate(llm, PROMPTS) == stock
+        guessed["chain"] = accepted(llm)
+    with engine(**block, **NO_TREES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        guessed["tree"] = accepted(llm)
+    monkeypatch.setattr(DFlashTreeSpeculator, "_chains", lambda self, batch: torch.arange(batch.positions.shape[0]))
+    with engine(**block, **NO_TREES) as llm:
+        assert generate(llm, PROMPTS) == stock
+        guessed["as they lie"] = accepted(llm)
+    assert guessed["tree"] > max(guessed["chain"], guessed["as they lie"]), guessed
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        dict(max_num_batched_tokens=40, block_size=16, enable_prefix_caching=True),
+        dict(block_size=16, num_gpu_blocks_override=20, max_model_len=160, enable_prefix_caching=False),
+    ],
+)
+def test_schedules(stock, block, schedule):
+    with engine(**block, **NO_TREES, **schedule) as llm:
+        assert generate(llm, PROMPTS) == stock
+        assert generate(llm, PROMPTS) == stock
+        name = "prefix_cache_hits" if schedule["enable_prefix_caching"] else "num_preemptions"
+        assert metrics_of(llm)[f"vllm:{name}"] > 0
