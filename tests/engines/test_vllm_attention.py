@@ -13,6 +13,7 @@ from vllm_case import (
     engine,
     generate,
     metrics_of,
+    of_runner,
     prompt_logprobs,
     runner_of,
     token_prompts,
@@ -32,7 +33,7 @@ def stock() -> list[list[int]]:
         return generate(llm, PROMPTS)
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 48, 128])
+@pytest.mark.parametrize("block_size", of_runner([8, 16, 48, 128], [8, 48]))
 def test_block_sizes(stock, block_size):
     with engine(attention_backend="CUSTOM", block_size=block_size) as llm:
         runner = runner_of(llm)
@@ -41,7 +42,7 @@ def test_block_sizes(stock, block_size):
         assert generate(llm, PROMPTS) == stock
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", of_runner(LAYOUTS, LAYOUTS[::5]))
 def test_layouts_are_used_in_place(stock, layout):
     with engine(attention_backend="CUSTOM", block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
         cache = runner_of(llm).kv_caches[0]
@@ -95,7 +96,7 @@ def test_compiled_model(stock, tmp_path):
 
 
 def test_many_requests_at_once():
-    prompts = token_prompts(32)
+    prompts = token_prompts(of_runner(32, 20))
     with engine(max_num_seqs=32) as llm:
         expected = generate(llm, prompts)
     with engine(attention_backend="CUSTOM", max_num_seqs=32, block_size=16) as llm:

@@ -15,12 +15,14 @@ from vllm_case import (
     NGRAM,
     NO_TREES,
     TARGET,
+    V1_ONLY,
     SamplingParams,
     TreeRunner,
     accepted,
     engine,
     generate,
     metrics_of,
+    of_runner,
     prompt_logprobs,
     runner_of,
     token_prompts,
@@ -74,7 +76,7 @@ def write_model(name: str, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=of_runner(MODELS, ["DeepseekV3"]))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -129,6 +131,7 @@ def test_drafters(deepseek, drafter):
         assert metrics_of(llm)["vllm:spec_decode_num_draft_tokens"] > 0
 
 
+@V1_ONLY
 def test_vllms_chains(deepseek):
     path, expected = deepseek
     with engine(model=path, **CUSTOM, speculative_config=NGRAM) as llm:
@@ -136,6 +139,7 @@ def test_vllms_chains(deepseek):
         assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
 
 
+@V1_ONLY
 def test_half_precision_is_as_exact_as_stock(deepseek):
     """In bf16 errors are compared, as for ordinary heads."""
     path, _ = deepseek
@@ -145,6 +149,7 @@ def test_half_precision_is_as_exact_as_stock(deepseek):
     assert 0 < error < 1.25 * stock_error
 
 
+@V1_ONLY
 def test_vllms_rotary_op_depends_on_the_batch(deepseek):
     """Why `limits.avoid_rotary_op` is there; once this fails, vLLM is mended and that function can go."""
     path, expected = deepseek
@@ -152,6 +157,7 @@ def test_vllms_rotary_op_depends_on_the_batch(deepseek):
         assert generate(llm, PROMPTS) != expected
 
 
+@V1_ONLY
 @pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
 def test_each_part_is_needed(deepseek, monkeypatch, left_out):
     """Negative controls, as for ordinary heads."""
@@ -162,6 +168,7 @@ def test_each_part_is_needed(deepseek, monkeypatch, left_out):
     assert sum(a != b for a, b in zip(got, expected, strict=True)) >= len(PROMPTS) // 2
 
 
+@V1_ONLY
 def test_seeded_output_does_not_depend_on_trees(deepseek):
     path, _ = deepseek
     params = [SamplingParams(temperature=0.8, seed=100 + n, max_tokens=24, ignore_eos=True) for n in range(6)]
@@ -181,6 +188,7 @@ def test_two_tensor_parallel_ranks(deepseek):
         assert accepted(llm) > 12 * len(PROMPTS)
 
 
+@V1_ONLY
 def test_preempted_requests_and_freed_blocks(deepseek):
     path, expected = deepseek
     with engine(model=path, **oracle(expected), num_gpu_blocks_override=14, max_model_len=160) as llm:
@@ -203,6 +211,7 @@ def test_chunked_prefill_prefix_cache_and_block_size(deepseek, monkeypatch):
             assert metrics_of(llm)["vllm:prefix_cache_hits"] > 0
 
 
+@V1_ONLY
 @pytest.mark.slow
 def test_compiled_model(deepseek, tmp_path):
     path, expected = deepseek
@@ -211,6 +220,7 @@ def test_compiled_model(deepseek, tmp_path):
         assert generate(llm, PROMPTS) == expected
 
 
+@V1_ONLY
 def test_trees_of_latent_models_are_refused_on_a_gpu(deepseek):
     path, expected = deepseek
     with engine(model=path, **oracle(expected)) as llm:
@@ -222,6 +232,7 @@ def test_trees_of_latent_models_are_refused_on_a_gpu(deepseek):
     assert PagedTreeBackend.is_mla() is False  # by which vLLM itself refuses the backend alone
 
 
+@V1_ONLY
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -236,6 +247,7 @@ def test_unsupported_configurations_are_refused(deepseek, message, options):
         pass
 
 
+@V1_ONLY
 def test_sparse_attention_is_refused():
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_case import TARGET, accepted, engine, generate, runner_of, token_prompts, tree_options
+from vllm_case import TARGET, accepted, engine, generate, of_runner, runner_of, token_prompts, tree_options
 
 PROMPTS = token_prompts()
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
@@ -59,7 +59,10 @@ def test_two_groups_of_caches_and_softcap(gemma):
                 assert accepted(llm) > 12 * len(PROMPTS)
 
 
-@pytest.mark.parametrize(("drafter", "draft_ranks"), [("ngram", None), ("model", None), ("model", 1), ("model", 2)])
+@pytest.mark.parametrize(
+    ("drafter", "draft_ranks"),
+    [("ngram", None), ("model", 2), *of_runner([("model", None), ("model", 1)], [])],
+)
 def test_two_tensor_parallel_ranks(drafter, draft_ranks):
     """Each rank has its heads and its cache; the first one drafts for both, or both share the draft model, too."""
     with engine() as llm:

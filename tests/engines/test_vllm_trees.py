@@ -19,6 +19,7 @@ from vllm_case import (
     engine,
     generate,
     metrics_of,
+    of_runner,
     runner_of,
     token_prompts,
     tree_options,
@@ -89,7 +90,7 @@ def test_chosen_trees_verify_repetitions(steps):
         assert accepted(llm) > 50
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", of_runner(LAYOUTS, LAYOUTS[::5]))
 def test_layouts(stock, layout):
     with engine(**tree_options("model"), block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
         assert generate(llm, PROMPTS) == stock
@@ -129,7 +130,7 @@ def test_compiled_model(stock, tmp_path):
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
 def test_many_requests_at_once(drafter):
-    prompts = token_prompts(32)
+    prompts = token_prompts(of_runner(32, 20))
     with engine(max_num_seqs=32) as llm:
         expected = generate(llm, prompts)
     with engine(**tree_options(drafter), max_num_seqs=32, block_size=16) as llm:

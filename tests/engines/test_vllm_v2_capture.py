@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm_case import (
     LLM,
+    NO_TREES,
     RUNNER,
     SamplingParams,
     StructuredOutputsParams,
     accepted,
+    block_options,
     engine,
     generate,
     runner_of,
@@ -98,8 +100,10 @@ def capture(llm: Any, varlen: bool = False) -> None:
     runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
         runner.vllm_config, runner.device, CAPTURED, decode_query_len=runner.decode_query_len, varlen_decode=varlen
     )
+    if runner.speculator is not None:
+        runner.speculator.init_cudagraph_manager(CAPTURED)
     runner.capture_model()
-    assert len(runner.cudagraph_manager.graphs) == 3
+    assert runner.cudagraph_manager.graphs
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "medusa"])
@@ -118,14 +122,24 @@ def test_replayed_graphs_see_each_steps_trees(stand_in, drafter):
             assert generate(llm, PROMPTS, params) != expected
 
 
+def test_a_captured_block_drafter(stand_in, tmp_path):
+    """vLLM captures its pass with what makes trees of its guesses."""
+    with engine() as llm:
+        expected = generate(llm, PROMPTS)
+    with engine(**block_options(tmp_path), **NO_TREES) as llm:
+        eager = generate(llm, PROMPTS)
+        guessed = accepted(llm)
+        capture(llm)
+        assert eager == generate(llm, PROMPTS) == expected
+        assert accepted(llm) == 2 * guessed
+        assert runner_of(llm).speculator.query_cudagraph_manager.graphs
+
+
 @pytest.fixture
 def adaptive(stand_in, monkeypatch) -> dict[str, Any]:
-    """Options of an engine with vLLM's adaptive verification, which refuses to run without graphs, and compiles its
-    choice of nodes, which Triton's interpreter excludes."""
+    """Options of an engine with vLLM's adaptive verification, which refuses to run without graphs."""
     monkeypatch.setattr(VllmConfig, "_validate_adaptive_verification", lambda config: None)
     monkeypatch.setattr(model_runner, "resolve_adaptive_cudagraph_mode", lambda mode, **available: mode)
-    choose = adaptive_verification._assign_draft_token_budget
-    monkeypatch.setattr(adaptive_verification, "_assign_draft_token_budget_compiled", choose)
     options = tree_options("medusa")
     options["speculative_config"]["enable_adaptive_verification"] = True
     return options

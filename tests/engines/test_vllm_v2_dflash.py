@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from typing import Any
 
 import pytest
 import torch
 from vllm_case import (
-    BLOCK,
     NO_TREES,
     RUNNER,
     accepted,
+    block_options,
     engine,
     generate,
     metrics_of,
@@ -36,13 +34,7 @@ def stock() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def block(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The toy's block drafter, whose config.json has what vLLM wants besides."""
-    folder = tmp_path_factory.mktemp("dflash")
-    shutil.copytree(BLOCK, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"vocab_size": 2048, "max_position_embeddings": 1024, "num_target_layers": 4}
-    (folder / "config.json").write_text(json.dumps(config))
-    return {"speculative_config": {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}}
+    return block_options(tmp_path_factory.mktemp("dflash"))
 
 
 def test_trees_get_more_accepted_than_chains(stock, block, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,6 @@ from vllm.triton_utils import HAS_TRITON
 from pagedtree.integrations.vllm.limits import METHODS
 
 __all__ = [
-    "BLOCK",
     "DRAFT",
     "EAGLE",
     "LAYOUTS",
@@ -51,9 +51,11 @@ __all__ = [
     "TreeRunner",
     "VLLMValidationError",
     "accepted",
+    "block_options",
     "engine",
     "generate",
     "metrics_of",
+    "of_runner",
     "prompt_logprobs",
     "runner_of",
     "token_prompts",
@@ -68,6 +70,13 @@ else:
 
 RUNNER = "V2" if HAS_TRITON else "V1"
 METHOD = METHODS[RUNNER]  # of a drafter of ours
+
+
+def of_runner(v1: Any, v2: Any) -> Any:
+    """What to test how often: under Triton's interpreter all takes ten times as long."""
+    return v1 if RUNNER == "V1" else v2
+
+
 V1_ONLY = pytest.mark.skipif(RUNNER == "V2", reason="this is of model runner V1")
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
@@ -171,6 +180,15 @@ def write_eagle_head(folder: Path) -> str:
     weights["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
     save_file(weights, folder / "model.safetensors")
     return str(folder)
+
+
+def block_options(folder: Path) -> dict[str, Any]:
+    """Options of an engine with vLLM's own DFlash and the toy's block drafter, in whose config.json vLLM wants more."""
+    shutil.copytree(BLOCK, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"vocab_size": 2048, "max_position_embeddings": 1024}
+    (folder / "config.json").write_text(json.dumps(config))
+    return {"speculative_config": {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}}
 
 
 def tree_options(drafter: str = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
