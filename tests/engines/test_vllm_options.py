@@ -216,7 +216,7 @@ def test_seeded_text_does_not_depend_on_trees():
     for drafter in ("ngram", "model"):
         with engine(**tree_options(drafter), max_num_batched_tokens=96) as llm:
             assert tokens_of(outputs_of(llm, prompts, params)) == expected
-            assert accepted(llm) > 10
+            assert accepted(llm) > of_runner(10, 2)
 
 
 def test_documents_at_high_temperature_are_valid():

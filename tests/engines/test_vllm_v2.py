@@ -42,17 +42,17 @@ OPTIONS = dict(presence_penalty=0.5, logit_bias={5: 2.0}, bad_words=["the name"]
 def test_a_short_look():
     """What CI runs of V2: requests of several lengths and with options, all at once, in as few engines as can be."""
     greedy = {"temperature": 0, "ignore_eos": True}
-    params = [SamplingParams(max_tokens=n, **greedy) for n in (14, 9, 5)]
-    params.append(SamplingParams(max_tokens=9, **greedy, **OPTIONS))
+    params = [SamplingParams(max_tokens=n, **greedy) for n in (11, 7, 4)]
+    params.append(SamplingParams(max_tokens=6, **greedy, **OPTIONS))
     grammar = StructuredOutputsParams(regex=r"(def|class) [a-z_]{3,9}\((self|x|y)\):")
-    params.append(SamplingParams(max_tokens=9, temperature=0, structured_outputs=grammar))
-    prompts = token_prompts(5)
+    params.append(SamplingParams(max_tokens=6, temperature=0, structured_outputs=grammar))
+    prompts = token_prompts(6)[1:]
     with engine(max_num_seqs=5) as llm:
         expected = generate(llm, prompts, params)
     for drafter in ("ngram", "eagle"):
-        with engine(**tree_options(drafter), max_num_seqs=5, enable_prefix_caching=False) as llm:
+        with engine(**tree_options(drafter, num_nodes=12), max_num_seqs=5, enable_prefix_caching=False) as llm:
             assert generate(llm, prompts, params) == expected
-            assert accepted(llm) > len(prompts)
+            assert accepted(llm) > 3
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -11,6 +12,7 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"
 
 import numpy as np
 import torch
+import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from triton.backends import Backend, backends
 from triton.backends.compiler import GPUTarget
@@ -56,5 +58,20 @@ def with_bool_masks(name: str, index: int) -> None:
     setattr(interpreter.InterpreterBuilder, name, wrapped)
 
 
+def with_known_builtins(*packages: Any) -> None:
+    """Looks for builtins once, instead of at each launch and at each call of a function in a kernel."""
+    known = {
+        package: [pair for pair in inspect.getmembers(package) if tl.core.is_builtin(pair[1])] for package in packages
+    }
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name, member in known[package]:
+            if getattr(package, name) is member:
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+with_known_builtins(tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
 with_bool_masks("create_masked_load", 1)
 with_bool_masks("create_masked_store", 2)

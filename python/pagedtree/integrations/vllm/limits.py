@@ -11,6 +11,7 @@ __all__ = [
     "check_config",
     "check_drafter",
     "check_request",
+    "check_worker",
     "lift_refusals",
     "min_p_of",
     "scheduler_of",
@@ -94,6 +95,7 @@ def check_config(vllm_config: Any) -> None:
             f"draft trees: expected max_logprobs in 0..{MAX_TOP_N} where logprobs_mode is processed_logprobs, got"
             f" {model.max_logprobs}"
         )
+    check_worker(vllm_config)
     scheduler, expected = vllm_config.scheduler_config.scheduler_cls, scheduler_of(vllm_config)
     if scheduler != expected:
         raise ValueError(f"draft trees: expected scheduler_cls = {expected}, got {scheduler}")
@@ -104,6 +106,16 @@ def check_config(vllm_config: Any) -> None:
         )
     if speculation is not None and not has_own_drafter:
         check_drafter(speculation.model).check(vllm_config)
+
+
+def check_worker(vllm_config: Any) -> None:
+    """Raises ValueError where the worker is vLLM's own: on runner V2 it would draft with vLLM's n-grams in silence."""
+    worker = vllm_config.parallel_config.worker_cls
+    if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
+        raise ValueError(
+            "draft trees: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker (on CPUs"
+            f" TreeCPUWorker), got {worker}"
+        )
 
 
 def avoid_rotary_op(vllm_config: Any) -> None:

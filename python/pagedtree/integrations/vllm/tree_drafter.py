@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 
 from pagedtree import Draft
+from pagedtree.integrations.vllm.limits import check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 
@@ -58,12 +59,7 @@ class TreeDrafter:
 
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)
-        worker = vllm_config.parallel_config.worker_cls
-        if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
-            raise ValueError(
-                f"{type(self).__name__}: expected worker_cls = pagedtree.integrations.vllm.worker.TreeGPUWorker"
-                f" (on CPUs TreeCPUWorker), got {worker}"
-            )
+        check_worker(vllm_config)
         given = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
         # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
         ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
