@@ -21,7 +21,7 @@ from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, gene
 KEPT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 VOCAB = 128
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 WINDOW = 9
 LENGTHS = (12, 17, 33)  # all past the window
 # Two logits nearer than this are tied: attention that sums in another order may swap them.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from attention_case import TARGETS, Target, target_id
 from device_case import made_on, only_on
+from each_value import pytest_collection_modifyitems  # noqa: F401
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
 from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401

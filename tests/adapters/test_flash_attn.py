@@ -145,6 +145,7 @@ def test_windows_caps_and_scale(backend, dtype, window_size) -> None:
 WINDOWS = [(3, 2), (0, 4), (5, -1), (-1, 3), (90, 90)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window_size", WINDOWS)
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (5, 2), (12, 0)])
@@ -251,6 +252,7 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
 # flash_attn_varlen_func -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("is_causal", "window_size"), [(False, (-1, -1)), (True, (-1, -1)), *((False, w) for w in WINDOWS)]
 )

@@ -26,6 +26,7 @@ def test_documented_example(device, seed) -> None:
     assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[2, 0, -1]], [1], [1])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("batch", [0, 1, 99])
 @pytest.mark.parametrize("vocab", [7, 1100])
 @pytest.mark.parametrize("count", [1, 3, 7])

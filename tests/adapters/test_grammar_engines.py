@@ -126,6 +126,7 @@ def ids(text: str) -> list[int]:
     return [VOCAB.index(bytes([byte])) for byte in text.encode()]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("grammar", ["json", "letters"])
 @pytest.mark.parametrize("vocab", [len(VOCAB), 32, 100])
 def test_masks(engine, grammar, vocab) -> None:

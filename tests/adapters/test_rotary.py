@@ -64,6 +64,7 @@ MODELS = {"longrope": longrope, "phimoe": phimoe, "dynamic": dynamic}
 NAMES = [name for name in MODELS if IS_5 or name != "phimoe"]  # 4.57's has no attention interface
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "lengths"), [(name, SHORT) for name in NAMES] + [(name, LONG) for name in NAMES[:-1]])
 def test_text_is_that_of_each_sequence_alone(name, lengths):
     """The text is the model's own, also with chunks of long prompts and with nodes drafted past the limit."""

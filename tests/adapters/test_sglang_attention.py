@@ -140,6 +140,7 @@ def test_windows_caps_and_sinks(backend, device, dtype) -> None:
     server.check(out, sees, softcap=2.5, sinks=sinks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("layout", ["full", "full, in a larger buffer", "qlen", "none"])
 @pytest.mark.parametrize("n", [1, 7, 33])

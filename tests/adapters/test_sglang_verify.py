@@ -228,6 +228,7 @@ def test_greedy_on_random_trees(on_device, bs, n, width, dtype) -> None:
     check_paths(outs, rows, paths, tokens, width)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
 @pytest.mark.parametrize("thresholds", [(1.0, 1.0), (0.3, 1.0), (1.0, 0.4), (0.35, 0.7)])
 def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:

@@ -96,6 +96,7 @@ def test_half_precision_is_as_exact_as_the_models_own(name, dtype):
 SAMPLING = {"do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "options",
     [

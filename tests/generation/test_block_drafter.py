@@ -183,6 +183,7 @@ def test_with_a_tuner(model, texts):
         torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("limit", [1 << 28, 3000])
 @pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
 def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkeypatch, options, limit):

@@ -126,6 +126,7 @@ def both(model, drafter, prompts, **options):
     return lists(plain), plain_stats, lists(fixed), stats
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule):
     options = {"max_new_tokens": NEW_TOKENS, "params": params, "rule": rule, "page_size": 7}
@@ -210,6 +211,7 @@ def no_values():
         yield
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_the_step_stays_on_the_device(no_values, name, params, rule):
     model, draft_model = tiny(0).to(torch.bfloat16), tiny(1, num_hidden_layers=1).to(torch.bfloat16)

@@ -56,6 +56,7 @@ def texts():
     return SUBJECTS["full"].texts
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("kind", "name", "page_size"), cases(NAMES, {"full": [1, 16], "hybrid": [1], "latent": [7]})
 )  # pages of 7: also with seeds and with evictions, below

@@ -145,6 +145,7 @@ def paths_of(draft_tokens, parents):
     return set(paths[1:])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", RUNS)
 @pytest.mark.parametrize("tree", [{"num_nodes": 8, "depth": 3, "width": 2}, {"num_nodes": 4, "depth": 3, "width": 1}])
 def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):

@@ -378,6 +378,7 @@ def dense(logits, prompt, outputs, each, params, least):
         return np.log(probs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["raw", "processed"])
 @pytest.mark.parametrize("is_fixed", [False, True])
 def test_logprobs(model, monkeypatch, mode, is_fixed):

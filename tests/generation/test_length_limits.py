@@ -94,6 +94,7 @@ def model():
     return tiny(0)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tree", [None, "auto"])
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_node_is_deeper_than_its_sequence_may_grow(model, name, tree):
@@ -252,6 +253,7 @@ def test_which_models_have_a_table(name):
             model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count + 3]]), use_cache=False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_fixed", [False, True], ids=["ordinary", "fixed"])
 @pytest.mark.parametrize("law", ["topk", "coupled"])
 def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):

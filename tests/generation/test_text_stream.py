@@ -64,6 +64,7 @@ def random_tokens(tokenizer, rng, count):
     return rng.choices([token for token, name in enumerate(names) if not name.startswith("<0x")], k=count)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("most", [1, 7, 300])
 def test_text_is_the_whole_one(tokenizer, most):
     """Real text and random tokens, in steps of one token, of a few, of very many."""
@@ -98,6 +99,7 @@ def test_text_comes_early(make):
         assert len(certain) - held <= len("".join(given[:count])) <= len(text)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first", [2, 3, 4])
 @pytest.mark.parametrize(("text", "step"), [(KHMER, 3), (HIEROGLYPHS, 4), (HIEROGLYPHS, 3), (KHMER, 90)])
 def test_steps_that_end_within_a_character(text, step, first):

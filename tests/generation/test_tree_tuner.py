@@ -244,6 +244,7 @@ def scheduled(monkeypatch):
     return steps
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", ["n-gram", "Medusa", "Medusa, best first", "EAGLE", "draft model", "combined"])
 def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):

@@ -19,7 +19,7 @@ from pagedtree.tools.cubin import cuda_library, extract_cubins, find_cuobjdump
 RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "ops_predicted_h200.json"
 GROWTH = 1.10
 LIBRARY = cuda_library()
-CORE = ("expand_tree, 8 nodes x 1", "ngram_propose, 8k tokens x 1", "rerank_tree", "tree_delta_rule, 16 nodes x 32")
+CORE = ("expand_tree, 8 nodes x 1", "ngram_propose, 8k tokens x 1", "rerank_tree", "tree_delta_rule, 16 nodes x 1")
 
 
 def toy(*lines: tuple[str, int] | str) -> Kernel:

@@ -105,6 +105,7 @@ def check_against_simt(
         assert (lse - expected_lse).abs().max() < 1e-4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("dtype", "fp8", "sizes", "rows"), instances(TILES))
 def test_attention_from_ptx(
     dtype: torch.dtype, fp8: bool, sizes: Sizes, rows: int, monkeypatch: pytest.MonkeyPatch

@@ -148,12 +148,13 @@ def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
         assert count(opcodes, "LDL|STL") == 0, name
 
 
+@pytest.mark.parametrize("which", ["__nv_bfloat16", pytest.param("", marks=pytest.mark.slow)], ids=["bfloat16", "all"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str) -> None:
+def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str, which: str) -> None:
     """16 channels of 16 or 32 tokens, and of half as many, with 32 columns of the state in two parts. With decays of
     channels rows have two parts, too, and so have the keys that 8 or 16 tokens are multiplied with."""
-    found = instructions(architecture, "^tree_delta_rule_kernel")
-    assert len(found) == 16
+    found = instructions(architecture, f"^tree_delta_rule_kernel<{which}")
+    assert len(found) == (8 if which else 16)
     for name, opcodes in found.items():
         ((tiles, by_channel),) = re.findall(r", (\d+), (\w+)>", name)
         tokens, parts = int(tiles) * 3 // 2, 3 if by_channel == "true" else 2

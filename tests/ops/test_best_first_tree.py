@@ -71,6 +71,7 @@ def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
     expect_tree(log_probs, numbered(shape), torch.arange(batch) + 7, data.draw(st.integers(1, 70)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_nodes", [64, 65, 256, 257, 700])
 @pytest.mark.parametrize("values", [STEPS[:4], [-0.5], 64, 1024], ids=["few values", "one value", "64ths", "1024ths"])
 def test_large_trees(backend: str, num_nodes: int, values: list[float] | int) -> None:

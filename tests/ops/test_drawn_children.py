@@ -67,6 +67,7 @@ def expected_children(
     return [min(int(x), int(np.flatnonzero(q)[-1])) for x in tokens], float(np.abs(cdf[:, None] - u).min())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("law", ["iid", "swor"])
 @pytest.mark.parametrize("params", SAMPLINGS, ids=str)
 def test_draws(backend: str, law: str, params: dict) -> None:

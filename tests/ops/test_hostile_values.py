@@ -204,6 +204,7 @@ def hostile_words(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.where(choice < 8, extremes[choice.clamp(max=7)], words)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("draft_law", ["iid", "swor", "onehot"])
 def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law: str, seed: int) -> None:

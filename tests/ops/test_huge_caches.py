@@ -52,6 +52,7 @@ def same_pages(far: str, huge: Tensor, small: Tensor) -> bool:
     return torch.equal(raw(huge[page_ids(far, small.shape[0])]), raw(small))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stored", [None, FP8], ids=str)
 def test_tree_attention(target: Target, far: str, stored: torch.dtype | None) -> None:
     if target.device.type != "cpu":

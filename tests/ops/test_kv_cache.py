@@ -157,6 +157,7 @@ def latent_rows(kind: str, tokens: int, dim: int, dtype, device) -> Tensor:
     return rows.to(device=device, dtype=dtype)[:, first : first + dim].unsqueeze(1)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @every_dtype
 def test_append_kv_latent(backend, device, dtype, cache_dtype, page_size) -> None:
@@ -175,6 +176,7 @@ def test_append_kv_latent(backend, device, dtype, cache_dtype, page_size) -> Non
             check_append([storage], new, None, cache, None, slots, scale)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dims", [(192, 128), (64, 512), (48, 5), (7, 32), (3, 1), (0, 24), (16, 0)], ids=str)
 @every_dtype
 def test_append_kv_of_two_widths(backend, device, dtype, cache_dtype, dims) -> None:
@@ -200,6 +202,7 @@ def test_append_kv_of_two_widths(backend, device, dtype, cache_dtype, dims) -> N
         check_append(storages, *rows, *caches, hostile_slots(rng, tokens, pages * page_size), k_scale, v_scale)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_append_rounds_to_fp8_as_torch(row_isa, device, dtype) -> None:
     if dtype == torch.float32:  # for every exponent the bits that decide; then the neighbours of every tie

@@ -34,6 +34,7 @@ def decayed(rows: object, strength: float, **options: object) -> Layer:
     return of
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("with_beta", [True, False], ids=["delta", "no delta"])
 def test_equals_loops(strength: float, with_beta: bool) -> None:

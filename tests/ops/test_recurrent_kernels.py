@@ -39,6 +39,7 @@ def of_larger_trees(of: Layer) -> Layer:
     return replace(of, trees=build_trees(trees.parents, trees.cu_nodes, max_nodes=256, max_depth=255))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dims", [(128, 128), (72, 40), (24, 8), (128, 160)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_sizes_and_strides_do_not_matter(dims: tuple[int, int], transposed: bool) -> None:

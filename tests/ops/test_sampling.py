@@ -332,6 +332,7 @@ def test_rows_past_two_gigabytes():
     assert sample(logits, SamplingParams(temperature=0), **streams).tolist() == [3] * 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_instruction_sets_agree(row_isa, monkeypatch, dtype):
     """Instruction sets look for a cut above different logits, by their number of lanes."""

@@ -72,6 +72,7 @@ def random_rows(count: int, vocab: int, dtype: torch.dtype, seed: int = 0) -> Te
     return ((torch.randn(count, vocab, generator=generator) * 8).round() / 4).to(dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 @pytest.mark.parametrize(
     "vocab", [1, 31, 1000, *(pytest.param(size, marks=pytest.mark.slow) for size in (2, 4099, 70_001))]

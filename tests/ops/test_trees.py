@@ -204,6 +204,7 @@ def test_build_trees(backend, device, trees, max_nodes, max_depth, padding) -> N
     check_batch(batch, trees)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reach", [2, 40, 1024])
 @pytest.mark.parametrize("max_depth", [1023, 200, 5])
 def test_large_trees(backend, device, reach: int, max_depth: int) -> None:

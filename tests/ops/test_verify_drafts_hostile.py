@@ -68,6 +68,7 @@ class Distributions:
         return reference.distribution(reference.clean_logits(self.rows[row]), 0.9, self.top_k).tolist()
 
 
+@pytest.mark.each_value
 @each_op
 @pytest.mark.parametrize("vocab", [1, 2, 15, 63, 1023, 1024, 1025, 5003, 262144])
 def test_vocabularies(device, op, vocab):

@@ -213,6 +213,7 @@ PEERS = [
 ]  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "change",
     [{}, {"lengths": "ragged"}, {"page_size": 256}, {"page_size": 1, "tree": "chain 1"}, {"tree": "prefill 128"}],
@@ -277,6 +278,7 @@ def latent_problem(benchmarks, **change):
     return peers, peers.problem_of(shape | change, torch.device("cpu"))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "change", [{}, {"lengths": "ragged"}, {"tree": "chain 1", "dtype": "bfloat16"}, {"tree": "prefill 70"}], ids=str
 )
