@@ -196,29 +196,38 @@ __device__ __forceinline__ uint64_t find_threshold(const Reader& row, const Samp
   const ValueCounts values = scratch.values(shared, row);
   const bool by_value =
       counts_values(row, sampling) && values.settle(shared.block, seen, uint64_t{8} * row.num_words());
-  if (by_value) {
-    tabulate_values(shared, values, items, weight);
-  } else {
-    tabulate(shared, masses, shared.first, items, weight, 0, 0);
-  }
-  const auto tabulate_next = [&](int digit, uint32_t prefix) {
-    if (by_value) {
-      tabulate_next_of_values(shared, values, items, weight, prefix);
-    } else {
-      tabulate(shared, masses, shared.next, items, weight, digit, prefix);
-    }
-  };
-  Totals left = sum_of_bins(shared, shared.first);
-  uint64_t ties = 0;
-  // First by count, then by mass.
+  const int digits = by_value ? 2 : items.digits();
+  Totals left{};
+  Cut cut{};
+  uint64_t needed = 0, ties = 0;
+  // First by count, then by mass. One loop over the digits of both, as nvcc takes long for loops that contain others.
+  bool mass_pass = !by_count, has_first = false;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    const bool mass_pass = pass == 1;
-    if (mass_pass ? !by_mass : !(by_count && static_cast<uint64_t>(sampling.top_k) < left.count)) continue;
-    const uint64_t needed = mass_pass ? top_p_mass(sampling.top_p, left.mass) : static_cast<uint64_t>(sampling.top_k);
-    const Cut cut = find_cut(shared, by_value ? 2 : items.digits(), mass_pass, needed, tabulate_next);
+  for (int digit = 0;;) {
+    Totals* const totals = digit == 0 ? shared.first : shared.next;
+    if (digit > 0 || !has_first) {
+      if (!by_value) {
+        tabulate(shared, masses, totals, items, weight, digit, cut.key);
+      } else if (digit == 0) {
+        tabulate_values(shared, values, items, weight);
+      } else {
+        tabulate_next_of_values(shared, values, items, weight, cut.key);
+      }
+    }
+    if (digit == 0) {
+      if (!has_first) left = sum_of_bins(shared, shared.first);
+      has_first = true;
+      if (!mass_pass && static_cast<uint64_t>(sampling.top_k) >= left.count) {
+        if (!by_mass) return 0;
+        mass_pass = true;
+      }
+      needed = mass_pass ? top_p_mass(sampling.top_p, left.mass) : static_cast<uint64_t>(sampling.top_k);
+      cut = {};
+    }
+    cut.key = cut.key << kDigitBits | find_bin(shared, totals, mass_pass, needed, cut);
+    if (++digit < digits) continue;
     const float logit =
-        by_value ? row.value(ValueCounts::bits_of_key(cut.key >> 16)) : logit_of_key<ScalarMath>(cut.key);
+        by_value ? row.value(ValueCounts::bits_of_key(cut.key)) : logit_of_key<ScalarMath>(whole_key(cut.key, digits));
     if (!mass_pass) {
       filter.min_logit = logit;
       if (!sampling.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
@@ -227,8 +236,10 @@ __device__ __forceinline__ uint64_t find_threshold(const Reader& row, const Samp
       ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
       if (ties == cut.at.count) ties = 0;
     }
+    if (mass_pass || !by_mass) return ties;
+    mass_pass = true;
+    digit = 0;
   }
-  return ties;
 }
 
 template <typename Reader>

@@ -51,7 +51,7 @@ ATTENTION = {
     "all wide": "^attention_kernel<Instance<.*, 576, ",
     "all": "^attention_kernel<",
 }
-READS_ROWS = {"sample": "^sample_kernel<", "all": r"(sample|draw_rows|step)_kernel<|^walk_kernel<.*(DType|Rows)"}
+READS_ROWS = {"sample": "^sample_kernel<", "all": r"(sample|draw_rows|step)_kernel<|^(walk|traversal)_kernel"}
 LONG_FORM = pytest.param("all", marks=pytest.mark.slow)
 
 

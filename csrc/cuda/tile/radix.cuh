@@ -162,22 +162,27 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
   return shared.bin;
 }
 
-// The cut at which count or mass reaches `target`. shared.first holds the sums by the first digit; tabulate_next(digit,
-// prefix) writes those by a later digit to shared.next. Keys differ only in their first `digits`; the other bits follow
-// from the sign of the float that the key stands for.
+// The key that begins with these digits. Keys differ only in them: the other bits follow from the sign of the float
+// that the key stands for.
+__device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
+  const int rest = 32 - kDigitBits * digits;
+  if (rest == 0) return key;
+  const bool negative = key >> (kDigitBits * digits - 1) == 0;
+  return key << rest | (negative ? (1u << rest) - 1 : 0u);
+}
+
+// The cut at which the count reaches `target`. shared.first holds the sums by the first digit; tabulate_next(digit,
+// prefix) writes those by a later digit to shared.next.
 template <typename TabulateNext>
-__device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, bool by_mass, uint64_t target,
-                                        TabulateNext tabulate_next) {
+__device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, uint64_t target, TabulateNext tabulate_next) {
   Cut cut{};
-  cut.key = find_bin(shared, shared.first, by_mass, target, cut);
-  const bool negative = cut.key < kBins / 2;
+  cut.key = find_bin(shared, shared.first, false, target, cut);
 #pragma unroll 1
   for (int digit = 1; digit < digits; ++digit) {
     tabulate_next(digit, cut.key);
-    cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, by_mass, target, cut);
+    cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, false, target, cut);
   }
-  const int rest = 32 - kDigitBits * digits;
-  if (rest > 0) cut.key = cut.key << rest | (negative ? (1u << rest) - 1 : 0u);
+  cut.key = whole_key(cut.key, digits);
   return cut;
 }
 
@@ -196,7 +201,7 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   tabulate(shared, nullptr, shared.first, items, no_weight, 0, 0);
   if (sum_of_bins(shared, shared.first).count <= count) return {0, 0};
   if (count == 0) return {~0u, 0};
-  const Cut cut = find_cut(shared, digits, false, count, [&](int digit, uint32_t prefix) {
+  const Cut cut = find_cut(shared, digits, count, [&](int digit, uint32_t prefix) {
     tabulate(shared, nullptr, shared.next, items, no_weight, digit, prefix);
   });
   const uint64_t ties = count - cut.above.count;

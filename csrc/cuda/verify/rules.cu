@@ -10,36 +10,53 @@
 namespace pagedtree::cuda {
 namespace {
 
-using Walk = void (*)(const RatioParams&, int64_t b, Rows&);
+enum class Rule : int32_t { kRejection, kBlock, kTypical };
 
-template <Walk kWalk>
-__global__ void __launch_bounds__(kRulesThreads, 1) walk_kernel(const __grid_constant__ RatioParams p, int64_t first) {
+// One kernel for these, because most of its code is that of Rows, which they share.
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    walk_kernel(const __grid_constant__ RatioParams p, int64_t first, Rule rule) {
   ptx::cluster_sync();
   Rows rows(p, ptx::shared<RulesShared>());
-  kWalk(p, first + ptx::cluster_index(), rows);
+  const int64_t b = first + ptx::cluster_index();
+  switch (rule) {
+    case Rule::kRejection:
+      return walk_rejection(p, b, rows);
+    case Rule::kBlock:
+      return walk_block(p, b, rows);
+    case Rule::kTypical:
+      return walk_typical(p, b, rows);
+  }
 }
 
-template <Walk kWalk>
-void walk_trees(const RatioParams& p, const ExecContext& ctx) {
+// The traversal's own state leaves no registers for the other rules.
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    traversal_kernel(const __grid_constant__ RatioParams p, int64_t first) {
+  ptx::cluster_sync();
+  Rows rows(p, ptx::shared<RulesShared>());
+  walk_traversal(p, first + ptx::cluster_index(), rows);
+}
+
+template <typename Kernel, typename... Arguments>
+void walk_trees(Kernel kernel, const RatioParams& p, const ExecContext& ctx, Arguments... arguments) {
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {
-    launch_rows(walk_kernel<kWalk>, count, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p,
-                first);
+    launch_rows(kernel, count, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p, first,
+                arguments...);
   });
 }
 
 }  // namespace
 
 void CudaBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<walk_rejection<Rows>>(p, ctx);
+  walk_trees(walk_kernel, p, ctx, Rule::kRejection);
 }
 void CudaBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<walk_block<Rows>>(p, ctx);
+  walk_trees(walk_kernel, p, ctx, Rule::kBlock);
 }
 void CudaBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<walk_typical<Rows>>(p, ctx);
+  walk_trees(walk_kernel, p, ctx, Rule::kTypical);
 }
 void CudaBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees<walk_traversal<Rows>>(p, ctx);
+  walk_trees(traversal_kernel, p, ctx);
 }
 
 }  // namespace pagedtree::cuda

@@ -132,9 +132,9 @@ class Rows {
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
-                       NodeDistributions& distributions) {
+                       NodeDistributions& /*distributions()*/) {
     clear_tried();
-    find_distributions(p, shared_, b, row, with_draft, distributions);
+    find_distributions(p, b, row, with_draft);
   }
 
   __device__ void open_again(const RatioParams& p, int64_t b, int64_t row) {
@@ -154,64 +154,86 @@ class Rows {
         residual_mass<ScalarMath>(mass, draft_factor(distributions, c), DraftMasses(distributions).at(token)));
   }
 
-  __device__ __forceinline__ MassSums sums(const NodeDistributions& distributions, double c) {
-    const ResidualMasses masses(distributions, c, tried_, counts_drafts_);
-    sum_blocks(masses, shared_.residuals, shared_.drafts);
+  __device__ MassSums sums(const NodeDistributions& /*distributions()*/, double c) {
+    return sums_left(c, tried_.size, counts_drafts_);
+  }
+  __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
+    return draw_left(c, u, tried_.size, counts_drafts_);
+  }
+
+  __device__ double entropy(const NodeDistributions& /*distributions()*/) { return entropy_of_target(); }
+
+  __device__ void clear_tried() { tried_.size = 0; }
+  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
+  __device__ void mark_tried(int64_t token) { tried_.size = try_token(token, tried_.size); }
+
+ private:
+  // What rules do with rows in several places is not inlined there: it is most of a kernel's code.
+
+  // Returns how many tokens are tried then.
+  static __device__ __attribute__((noinline)) int32_t try_token(int64_t token, int32_t num_tried) {
+    const TriedTokens tried{ptx::shared<RulesShared>().tried, num_tried};
+    if (tried.contains(token) || num_tried == kMaxTreeNodes) return num_tried;
+    const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
+    __syncthreads();
+    // Later tokens move up by one place, the last of them first.
+    for (int32_t end = num_tried; end > at; end -= threads) {
+      const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
+      const int32_t id = from >= at ? tried.ids[from] : 0;
+      __syncthreads();
+      if (from >= at) tried.ids[from + 1] = id;
+      __syncthreads();
+    }
+    if (leads_cta()) tried.ids[at] = static_cast<int32_t>(token);
+    __syncthreads();
+    return num_tried + 1;
+  }
+
+  static __device__ __attribute__((noinline)) MassSums sums_left(double c, int32_t num_tried, bool counts_drafts) {
+    auto& shared = ptx::shared<RulesShared>();
+    const NodeDistributions& distributions = shared.distributions;
+    const ResidualMasses masses(distributions, c, {shared.tried, num_tried}, counts_drafts);
+    sum_blocks(masses, shared.residuals, shared.drafts);
     const int64_t vocab = distributions.target.row.vocab;
-    MassSums all{shared_.residuals.total(vocab)};
-    if (masses.with_draft) all.draft = shared_.drafts.total(vocab) * distributions.draft_unit;
+    MassSums all{shared.residuals.total(vocab)};
+    if (masses.with_draft) all.draft = shared.drafts.total(vocab) * distributions.draft_unit;
     return all;
   }
 
-  __device__ __forceinline__ int64_t draw(const NodeDistributions& distributions, double c, double u) {
+  static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
+                                                                bool counts_drafts) {
+    auto& shared = ptx::shared<RulesShared>();
+    const NodeDistributions& distributions = shared.distributions;
     const int64_t vocab = distributions.target.row.vocab;
-    MassSearch search{u * shared_.residuals.total(vocab)};
-    const int64_t begin = shared_.residuals.pick_block(vocab, search) * kMassBlock;
-    const ResidualMasses masses(distributions, c, tried_, counts_drafts_);
+    MassSearch search{u * shared.residuals.total(vocab)};
+    const int64_t begin = shared.residuals.pick_block(vocab, search) * kMassBlock;
+    const ResidualMasses masses(distributions, c, {shared.tried, num_tried}, counts_drafts);
     for (int i = 4 * static_cast<int>(threadIdx.x); i < kMassBlock; i += 4 * static_cast<int>(blockDim.x)) {
       float sums[2][4];
       masses.values(begin + i, masses.load(begin + i), sums);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) shared_.block[i / kMassRadix][i % kMassRadix + j] = sums[0][j];
+      for (int j = 0; j < 4; ++j) shared.block[i / kMassRadix][i % kMassRadix + j] = sums[0][j];
     }
     __syncthreads();
     if (threadIdx.x < kMassBlock / kMassRadix) {
-      shared_.runs[threadIdx.x] = sum_in_order(shared_.block[threadIdx.x], kMassRadix);
+      shared.runs[threadIdx.x] = sum_in_order(shared.block[threadIdx.x], kMassRadix);
     }
     __syncthreads();
-    const int run = search.pick(shared_.runs, kMassBlock / kMassRadix);
-    return begin + run * kMassRadix + search.pick(shared_.block[run], kMassRadix);
+    const int run = search.pick(shared.runs, kMassBlock / kMassRadix);
+    return begin + run * kMassRadix + search.pick(shared.block[run], kMassRadix);
   }
 
-  __device__ __forceinline__ double entropy(const NodeDistributions& distributions) {
-    sum_blocks(EntropyTerms(distributions.target), shared_.residuals);
-    return entropy_of(distributions.total, shared_.residuals.total(distributions.target.row.vocab));
+  static __device__ __attribute__((noinline)) double entropy_of_target() {
+    auto& shared = ptx::shared<RulesShared>();
+    const NodeDistributions& distributions = shared.distributions;
+    sum_blocks(EntropyTerms(distributions.target), shared.residuals);
+    return entropy_of(distributions.total, shared.residuals.total(distributions.target.row.vocab));
   }
 
-  __device__ void clear_tried() { tried_.size = 0; }
-  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
-  __device__ __forceinline__ void mark_tried(int64_t token) {
-    if (tried_.contains(token) || tried_.size == kMaxTreeNodes) return;
-    const int32_t at = tried_.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
-    __syncthreads();
-    // Later tokens move up by one place, the last of them first.
-    for (int32_t end = tried_.size; end > at; end -= threads) {
-      const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
-      const int32_t id = from >= at ? tried_.ids[from] : 0;
-      __syncthreads();
-      if (from >= at) tried_.ids[from + 1] = id;
-      __syncthreads();
-    }
-    if (leads_cta()) tried_.ids[at] = static_cast<int32_t>(token);
-    ++tried_.size;
-    __syncthreads();
-  }
-
- private:
-  // Most of a kernel's code. Rules open rows in several places: inlined there, it takes nvcc half a minute.
-  static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, RulesShared& shared,
-                                                                      int64_t b, int64_t row, bool with_draft,
-                                                                      NodeDistributions& distributions) {
+  static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, int64_t b, int64_t row,
+                                                                      bool with_draft) {
+    auto& shared = ptx::shared<RulesShared>();
+    NodeDistributions& distributions = shared.distributions;
     prepare_row(p.verify.options, p.verify.logits, b, row, shared.radix.block);
     const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
     const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
@@ -229,9 +251,8 @@ class Rows {
     for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
       const bool of_draft = left_to_find == 2;
       RowDistribution& into = of_draft ? distributions.draft : distributions.target;
-      const LogitRow logits = into.row;
       const RowDistribution distribution = find_distribution(
-          shared.radix, shared.filter, logits, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+          shared.radix, shared.filter, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
       if (leads_cta()) into = distribution;  // read from there on: no registers are left to keep it in
       __syncthreads();
       sum_blocks(RowMasses(into), shared.residuals);
