@@ -5,38 +5,35 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, SAMPLING, greedy, lists, prompts_of, tiny, tiny_heads
-from statistics_case import LIMIT, excess
+from generate_case import SAMPLING, tiny
+from statistics_case import LIMIT
+from toy_text_case import (
+    CASES,
+    CORE,
+    COUNT,
+    PROMPT,
+    TOY,
+    VOCAB,
+    InTurn,
+    distribution_of_texts,
+    excess,
+    texts_seen,
+    toy_excess,
+)
 
-from pagedtree import Draft, DraftTree, SamplingParams, TreeBatch, reference, select_nodes
+from pagedtree import Draft, DraftTree, SamplingParams, TreeBatch, select_nodes
 from pagedtree.check_draft import rows_of
 from pagedtree.generation.drafters import Drafter
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
-from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-# A model whose texts can all be listed --------------------------------------------------------------------------------
-
-VOCAB = 4
-PROMPT = [1, 3, 0, 1, 3, 2, 1]
-COUNT = 4  # tokens: the first is read off the prompt, the others take at least one tree of drafts and often two
-TOY = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-}
-TOY_PARAMS = {"temperature": 1.3, "top_p": 0.98}
 
 
 @pytest.fixture(scope="module")
@@ -52,82 +49,6 @@ def toy_draft():
 @pytest.fixture(scope="module")
 def toy_distribution(toy):
     return distribution_of_texts(toy)
-
-
-def distribution_of_texts(model):
-    """The probability of each of the VOCAB ** COUNT continuations."""
-    distribution = np.ones(1)
-    for length in range(COUNT):
-        prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
-        with torch.no_grad():
-            rows = model(prefixes).logits[:, -1]
-        distribution = np.stack(
-            [p * reference.distribution(row, **TOY_PARAMS) for p, row in zip(distribution, rows.numpy(), strict=True)]
-        ).ravel()
-    return distribution
-
-
-class InTurn(CombinedDrafter):
-    """Has trees of both drafters in each step."""
-
-    def _choose(self):
-        return [sequence.index % 2 for sequence in self._selected]
-
-
-def two_drawn(draft):
-    """Of another model each, so that one's probabilities are wrong for the other's drafts."""
-    return (
-        ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
-        ModelDrafter(tiny(6, **TOY), law="iid", num_nodes=5, branching=[2, 1]),
-    )
-
-
-DRAFTERS = {
-    "none": lambda toy, draft: None,
-    "n-gram": lambda toy, draft: NgramDrafter(4, max_branches=1),
-    "Medusa": lambda toy, draft: MedusaDrafter(tiny_heads(toy, 2, 0.1), DraftTree.full([2, 1])),
-    "top-k chain": lambda toy, draft: ModelDrafter(draft, num_nodes=3, depth=2, width=1),
-    "top-k tree": lambda toy, draft: ModelDrafter(draft, num_nodes=6, depth=2, width=2),
-    "iid chain": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
-    "iid tree": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
-    "swor tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
-    "coupled tree": lambda toy, draft: ModelDrafter(draft, law="coupled", num_nodes=7, depth=3, width=2),
-    "iid chains": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=13, depth=3, width=4),
-    "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
-    "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
-    "two iid trees": lambda toy, draft: InTurn(*two_drawn(draft)),
-}
-CASES = [
-    *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
-    *[("rejection", name) for name in DRAFTERS if name != "coupled tree"],
-    *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
-    *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree", "two iid trees")],
-]
-CORE = [  # each drafter, and each rule with drafts that are drawn and with others
-    ("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree"),
-    *[("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")],
-]  # fmt: skip
-
-
-def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
-    """Tells how far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
-    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_distribution)
-
-
-def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
-    """Counts how often each of the VOCAB ** COUNT texts came up."""
-    seen, evicted = np.zeros(VOCAB**COUNT), 0
-    drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
-    for first in range(0, outcomes, 500):
-        sequences, stats = generate(
-            toy, [PROMPT], drafter=drafter, max_new_tokens=COUNT, params=SamplingParams(**TOY_PARAMS), rule=rule,
-            n=500, seeds=range(first, first + 500), **pages,
-        )  # fmt: skip
-        texts = torch.stack(sequences)[:, len(PROMPT) :]
-        seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
-        evicted += stats.evictions
-    assert evicted >= evictions
-    return seen
 
 
 @pytest.mark.parametrize(
@@ -406,113 +327,6 @@ def test_joint_rules_need_fresh_noise_each_step(monkeypatch, toy, toy_draft, toy
 def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
     assert toy_excess(toy, toy_draft, toy_distribution, "typical", "top-k tree", 500) > LIMIT
     assert "not lossless" in generate.__doc__
-
-
-# Rules and the engine -------------------------------------------------------------------------------------------------
-
-IN_ANY_BATCH = [("sampled", "coupled tree"), ("rejection", "swor tree"), ("traversal", "iid tree")]
-FITTING = [("sampled", "coupled tree"), ("rejection", "n-gram"), ("rejection", "swor tree"), ("block", "top-k chain"),
-           ("block", "iid chain"), ("traversal", "iid tree"), ("traversal", "swor tree")]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
-@pytest.fixture(scope="module")
-def draft_model():
-    return tiny(1, num_hidden_layers=1)
-
-
-@pytest.fixture(scope="module")
-def greedy_texts(model):
-    return [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
-
-
-@pytest.mark.parametrize(("rule", "drafter"), FITTING)
-def test_temperature_0_is_greedy(model, draft_model, greedy_texts, rule, drafter):
-    prompts = prompts_of(LENGTHS)
-    for draft in (draft_model, model):
-        sequences, stats = generate(
-            model, prompts, drafter=DRAFTERS[drafter](model, draft), max_new_tokens=NEW_TOKENS, rule=rule,
-            params=SamplingParams(temperature=0.0),
-        )  # fmt: skip
-        assert lists(sequences) == greedy_texts
-    assert stats.mean_accepted > 1.0 or drafter == "n-gram"
-
-
-@pytest.mark.parametrize(
-    ("rule", "drafter"),
-    [  # in the core suite each law once; the other rules differ within the verify ops alone
-        pytest.param(*case, marks=[] if case in IN_ANY_BATCH else pytest.mark.slow)
-        for case in [*FITTING, ("typical", "top-k tree")]
-    ],
-)
-def test_rules_in_any_batch(model, draft_model, rule, drafter):
-    """The same seeds give the same text, in any batch; with few pages too, where evictions may change it."""
-    prompts = prompts_of(LENGTHS)
-
-    def texts(prompts, seeds, **options):
-        sequences, stats = generate(
-            model, prompts, drafter=DRAFTERS[drafter](model, draft_model), max_new_tokens=14, params=SAMPLING,
-            rule=rule, n=2, seeds=seeds, page_size=7, **options,
-        )  # fmt: skip
-        return lists(sequences), stats
-
-    whole, _ = texts(prompts, range(8))
-    alone = [texts([prompt], range(2 * b, 2 * b + 2))[0] for b, prompt in enumerate(prompts)]
-    assert whole == [text for pair in alone for text in pair]
-    few = {"num_pages": 14, "max_batch_tokens": 16}
-    (evicted, stats), (again, _) = texts(prompts, range(8), **few), texts(prompts, range(8), **few)
-    assert evicted == again and stats.evictions > 0
-    assert [len(text) for text in evicted] == [len(text) for text in whole]
-    eos = whole[0][len(prompts[0]) + 9]
-    ended, stats = texts(prompts, range(8), eos_token_id=eos)
-    for text, full, prompt in zip(ended, whole, [prompt for prompt in prompts for _ in range(2)], strict=True):
-        end = full.index(eos, len(prompt)) + 1 if eos in full[len(prompt) :] else len(full)
-        assert text == full[:end]
-    assert stats.sequences[0].finish_reason == "eos"
-
-
-@pytest.mark.parametrize(
-    ("rule", "drafter", "params", "message"),
-    [
-        ("lucky", "none", SAMPLING, "rule: expected one of auto, greedy, sampled, .* got 'lucky'"),
-        ("rejection", "none", None, "rule: expected params for every rule but \"greedy\" .* got 'rejection' with None"),
-        ("greedy", "none", SAMPLING, "rule: expected params .* none for .* got 'greedy'"),
-        ("block", "top-k tree", SAMPLING, 'rule: "block" verifies chains, got a drafter whose trees branch'),
-        ("block", "iid tree", SAMPLING, 'rule: "block" verifies chains'),
-        ("block", "Medusa", SAMPLING, 'rule: "block" verifies chains'),
-        (
-            "traversal",
-            "top-k tree",
-            SAMPLING,
-            "rule: \"traversal\" weighs drafts that were drawn .* draft_law 'onehot'",
-        ),
-        ("traversal", "none", SAMPLING, 'rule: "traversal" weighs drafts that were drawn'),
-        ("rejection", "coupled tree", SAMPLING, "rule: drafts coupled to the noise .* alone, got 'rejection'"),
-        ("auto", "coupled tree", None, "rule: drafts coupled to the noise .* alone, got 'greedy'"),
-        ("auto", "iid tree", None, 'drafter: law "iid" draws by the params of `generate`, got None'),
-    ],
-)
-def test_what_does_not_fit_is_refused(toy, rule, drafter, params, message):
-    with pytest.raises(ValueError, match=message):
-        generate(toy, [PROMPT], drafter=DRAFTERS[drafter](toy, toy), max_new_tokens=2, params=params, rule=rule)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
-        ({"branching": [2]}, 'branching: expected None under law "topk"'),
-        ({"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
-        ({"law": "iid", "branching": [2, 0]}, r"branching: expected levels of at least 1 child each, got \[2, 0\]"),
-    ],
-)
-def test_bad_draft_laws(toy, options, message):
-    with pytest.raises(ValueError, match=message):
-        ModelDrafter(toy, **options)
 
 
 def test_a_drafter_of_ones_own(toy, toy_distribution):

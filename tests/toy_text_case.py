@@ -1,0 +1,102 @@
+"""A model whose texts can all be listed, drafters for it, and how far its texts are off their distribution."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from generate_case import tiny, tiny_heads
+from statistics_case import excess
+
+from pagedtree import DraftTree, SamplingParams, reference
+from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter, generate
+
+VOCAB = 4
+PROMPT = [1, 3, 0, 1, 3, 2, 1]
+COUNT = 4  # tokens: the first is read off the prompt, the others take at least one tree of drafts and often two
+TOY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+TOY_PARAMS = {"temperature": 1.3, "top_p": 0.98}
+
+
+def distribution_of_texts(model):
+    """The probability of each of the VOCAB ** COUNT continuations."""
+    distribution = np.ones(1)
+    for length in range(COUNT):
+        prefixes = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(VOCAB), repeat=length)])
+        with torch.no_grad():
+            rows = model(prefixes).logits[:, -1]
+        distribution = np.stack(
+            [p * reference.distribution(row, **TOY_PARAMS) for p, row in zip(distribution, rows.numpy(), strict=True)]
+        ).ravel()
+    return distribution
+
+
+class InTurn(CombinedDrafter):
+    """Has trees of both drafters in each step."""
+
+    def _choose(self):
+        return [sequence.index % 2 for sequence in self._selected]
+
+
+def two_drawn(draft):
+    """Of another model each, so that one's probabilities are wrong for the other's drafts."""
+    return (
+        ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
+        ModelDrafter(tiny(6, **TOY), law="iid", num_nodes=5, branching=[2, 1]),
+    )
+
+
+DRAFTERS = {
+    "none": lambda toy, draft: None,
+    "n-gram": lambda toy, draft: NgramDrafter(4, max_branches=1),
+    "Medusa": lambda toy, draft: MedusaDrafter(tiny_heads(toy, 2, 0.1), DraftTree.full([2, 1])),
+    "top-k chain": lambda toy, draft: ModelDrafter(draft, num_nodes=3, depth=2, width=1),
+    "top-k tree": lambda toy, draft: ModelDrafter(draft, num_nodes=6, depth=2, width=2),
+    "iid chain": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
+    "iid tree": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=7, branching=[3, 2]),
+    "swor tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
+    "coupled tree": lambda toy, draft: ModelDrafter(draft, law="coupled", num_nodes=7, depth=3, width=2),
+    "iid chains": lambda toy, draft: ModelDrafter(draft, law="iid", num_nodes=13, depth=3, width=4),
+    "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
+    "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
+    "two iid trees": lambda toy, draft: InTurn(*two_drawn(draft)),
+}
+CASES = [
+    *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
+    *[("rejection", name) for name in DRAFTERS if name != "coupled tree"],
+    *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
+    *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree", "two iid trees")],
+]
+CORE = [  # each drafter, and each rule with drafts that are drawn and with others
+    ("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree"),
+    *[("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")],
+]  # fmt: skip
+
+
+def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
+    """Tells how far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
+    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_distribution)
+
+
+def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
+    """Counts how often each of the VOCAB ** COUNT texts came up."""
+    seen, evicted = np.zeros(VOCAB**COUNT), 0
+    drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
+    for first in range(0, outcomes, 500):
+        sequences, stats = generate(
+            toy, [PROMPT], drafter=drafter, max_new_tokens=COUNT, params=SamplingParams(**TOY_PARAMS), rule=rule,
+            n=500, seeds=range(first, first + 500), **pages,
+        )  # fmt: skip
+        texts = torch.stack(sequences)[:, len(PROMPT) :]
+        seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
+        evicted += stats.evictions
+    assert evicted >= evictions
+    return seen
