@@ -51,7 +51,7 @@ class Facts:
 
 @lru_cache
 def library(backend: str) -> ctypes.CDLL:
-    """The library of "cuda" or "simt". Raises FileNotFoundError where this installation lacks it."""
+    """Returns the library of "cuda" or "simt". Raises FileNotFoundError where this installation lacks it."""
     for folder in map(Path, pagedtree.__path__):
         path = folder / "lib" / f"libpagedtree_{backend}.so"
         if path.exists():
@@ -60,7 +60,7 @@ def library(backend: str) -> ctypes.CDLL:
 
 
 def facts(backend: str, device: torch.device) -> Facts:
-    """What "cuda" or "simt" says of a device. Raises RuntimeError where the driver gives an error."""
+    """Returns what "cuda" or "simt" says of a device. Raises RuntimeError where the driver gives an error."""
     function = library(backend).pagedtree_engine_facts
     function.restype = ctypes.POINTER(_Facts)
     with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -72,7 +72,7 @@ def facts(backend: str, device: torch.device) -> Facts:
 
 
 def verdict(of: Facts) -> str | None:
-    """PASSED, or "failed: " and why; None where the test was not made with this GPU, driver and build."""
+    """Returns PASSED, or "failed: " and why; None where the test was not made with this GPU, driver and build."""
     try:
         text = of.path.read_text() if of.path is not None else ""
     except (OSError, ValueError):
@@ -102,7 +102,8 @@ def store_verdict(of: Facts, said: str) -> None:
 
 
 def chosen_engine() -> tuple[str, str]:
-    """The engine of calls on the current GPU, "mma.sync" or "wgmma", and why; without a GPU that of a GPU's default.
+    """Returns the engine of calls on the current GPU, "mma.sync" or "wgmma", and why; without a GPU that of a GPU's
+    default.
 
     Raises RuntimeError for a wrong PAGEDTREE_ENGINE.
     """

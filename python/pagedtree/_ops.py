@@ -33,7 +33,7 @@ ops = _load()
 
 
 def _overload(name: str) -> Any:
-    """The overload named "op" or "op.overload"."""
+    """Returns the overload named "op" or "op.overload"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(ops, packet), overload or "default")
 
@@ -73,12 +73,13 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 def makes_fakes() -> bool:
-    """Whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
+    """Tells whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Whether this tensor, or what is made of it now, is fake or part of a trace: then nothing can be prepared."""
+    """Tells whether this tensor, or what is made of it now, is fake or part of a trace: then nothing can be
+    prepared."""
     return torch.compiler.is_compiling() or tensor.is_meta or makes_fakes()
 
 
@@ -102,7 +103,7 @@ def _wrong_type(name: str, argument: str, expected: str, found: str, value: str)
 
 
 def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
-    """The refusal of a call without any tensor: PyTorch looks for the device before it looks at types."""
+    """Returns the refusal of a call without any tensor: PyTorch looks for the device before it looks at types."""
     arguments = getattr(op, "default", op)._schema.arguments
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")

@@ -36,7 +36,8 @@ def tree_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of a ragged batch of queries over a paged KV cache, each query seeing the keys its mask row names.
+    """Computes attention of a ragged batch of queries over a paged KV cache, each query seeing the keys its mask row
+    names.
 
     Trees, chains, prefill chunks and plain decode may be mixed in one batch. The keys of the queries themselves must be
     in the cache already (`append_kv`).

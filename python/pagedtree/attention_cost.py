@@ -113,7 +113,7 @@ def explain(
     flops_per_second: float = 989e12,
     engine: str | None = None,
 ) -> AttentionCost:
-    """Launches, tiles, cuts, balance, bytes, flops and floor time of a call of `tree_attention` on CUDA.
+    """Tells launches, tiles, cuts, balance, bytes, flops and floor time of a call of `tree_attention` on CUDA.
 
     Needs no GPU: the CTAs' ways through the plan are replayed. They are in step, one KV tile of 64 keys each at a time;
     what L2 holds is what was read last. A tile counts if a row sees one of its keys where queries are causal: the

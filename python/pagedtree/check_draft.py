@@ -15,7 +15,7 @@ __all__ = ["as_draft", "check_values", "rows_of"]
 
 
 def as_draft(proposal: Any, batch_size: int, device: torch.device) -> Draft:
-    """The `Draft` in a drafter's proposal for `batch_size` sequences on `device`; no tensor is read.
+    """Returns the `Draft` in a drafter's proposal for `batch_size` sequences on `device`; no tensor is read.
 
     Raises TypeError or ValueError, naming the drafter, for another object, number of trees, shape, dtype or device.
     """
@@ -61,7 +61,7 @@ def check_values(draft: Draft) -> None:
 
 
 def rows_of(draft: Draft, trees: TreeBatch, rows: Tensor) -> Draft:
-    """The part of a draft that `select_nodes` kept: its trees, and their rows in `draft`, -1 for padding."""
+    """Returns the part of a draft that `select_nodes` kept: its trees, and their rows in `draft`, -1 for padding."""
     at = rows.clamp(min=0).long()
     draft_rows, node_map = (None if each is None else each[at] for each in (draft.draft_rows, draft.node_map))
     tokens = torch.where(rows < 0, -1, draft.draft_tokens[at])

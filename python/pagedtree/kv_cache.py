@@ -20,7 +20,7 @@ __all__ = ["PreparedCompaction", "append_kv", "compact_kv", "rope_append", "slot
 def slot_mapping(
     page_table: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, page_size: int, *, total_q: int | None = None
 ) -> Tensor:
-    """The slots of each sequence's last q_len positions, where `append_kv` puts its new rows.
+    """Returns the slots of each sequence's last q_len positions, where `append_kv` puts its new rows.
 
     Args:
         page_table: int32 [B, max_pages], rows may be strided; page_table[b, i] holds positions i * page_size onwards.
@@ -53,7 +53,7 @@ def slot_mapping(
 
 
 def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> int:
-    """The rows of the batch, at most as many as the table has room for; 0 for what the op refuses anyway."""
+    """Returns the rows of the batch, at most as many as the table has room for; 0 for what the op refuses anyway."""
     is_batch = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() > 0
     if not is_batch or not isinstance(page_size, int) or page_size < 1:
         return 0

@@ -89,7 +89,7 @@ class RequestOptions:
                 raise TypeError(f"{name}: expected a Tensor or None, got {type(value).__name__}")
 
     def tensors(self) -> dict[str, Tensor | None]:
-        """The fields by name, as the raw ops take them."""
+        """Returns the fields by name, as the raw ops take them."""
         return {name: getattr(self, name) for name in _NAMES}
 
     @classmethod
@@ -199,7 +199,7 @@ def option_arguments(params: SamplingParams, options: RequestOptions | None, dev
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
-    """The number of sequences, which all lists have."""
+    """Returns the number of sequences, which all lists have."""
     sizes: dict[str, int] = {}
     for name, value in given.items():
         if value is None:
@@ -240,7 +240,7 @@ def _expect_integer(name: str, value: object) -> None:
 
 
 def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
-    """A sequence's list, empty for None."""
+    """Returns a sequence's list, empty for None."""
     if entry is None:
         return []
     if isinstance(entry, (str, bytes)) or not isinstance(entry, Sequence):
@@ -249,7 +249,7 @@ def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]:
-    """A sequence's biases, none for None."""
+    """Returns a sequence's biases, none for None."""
     if entry is None:
         return {}
     if not isinstance(entry, Mapping):

@@ -30,7 +30,7 @@ def tree_delta_rule(
     scale: float | None = None,
     l2norm: bool = False,
 ) -> Tensor:
-    """The gated delta rule at each node of draft trees, each node going on from its parent's state.
+    """Applies the gated delta rule at each node of draft trees, each node going on from its parent's state.
 
     Gated DeltaNet has one decay for each head, Kimi Delta Attention one for each key channel, Mamba-2 no delta (beta
     None; q = C, k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` stays as it was: once a path is
@@ -126,7 +126,7 @@ def tree_conv1d(
     cu_seqlens: Tensor | None = None,
     activation: Literal["silu"] | None = None,
 ) -> Tensor:
-    """The short depthwise convolution before such a layer, along each node's path.
+    """Applies the short depthwise convolution before such a layer, along each node's path.
 
     Args:
         x: fp16, bf16, on the CPU also fp32 [T, C], last dimension contiguous.

@@ -85,7 +85,8 @@ class SamplingParams:
             raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
-        """(temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or [B].
+        """Returns (temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or
+        [B].
 
         Tensors come back as they are, except an int64 top_k; a host scalar becomes one small tensor per device, which
         is made once and kept.
@@ -100,7 +101,7 @@ class SamplingParams:
         )
 
     def penalties_on(self, device: torch.device) -> dict[str, Tensor | None]:
-        """The penalties as the raw ops take them, by name: tensors of shape [1] or [B]; None is off."""
+        """Returns the penalties as the raw ops take them, by name: tensors of shape [1] or [B]; None is off."""
         found: dict[str, Tensor | None] = {}
         keep: bool | None = None
         for name, neutral in _NO_PENALTY.items():
@@ -143,7 +144,7 @@ def _on_device(value: float | Tensor, name: str, device: torch.device, keep: boo
 
 
 def _float32(value: float) -> float:
-    """A number that fp32 can hold; larger ones are infinite."""
+    """Returns a number that fp32 can hold; larger ones are infinite."""
     return float(value) if value <= _LARGEST_FLOAT32 else math.inf
 
 

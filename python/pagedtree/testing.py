@@ -15,12 +15,12 @@ __all__ = ["backends", "use_backend"]
 
 @cache
 def _known() -> tuple[str, ...]:
-    """The backends of this build; the op calls them by their places here."""
+    """Returns the backends of this build; the op calls them by their places here."""
     return tuple(ops._backends().split(","))
 
 
 def backends() -> list[str]:
-    """The backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
+    """Returns the backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
     return [name for name in _known() if name != "cuda" or torch.cuda.is_available()]
 
 

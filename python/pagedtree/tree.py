@@ -67,13 +67,14 @@ class DraftTree:
 
     @classmethod
     def from_parents(cls, parents: Sequence[int] | np.ndarray) -> DraftTree:
-        """The tree with these parents: parents[0] == -1 and 0 <= parents[i] < i, else ValueError."""
+        """Returns the tree with these parents: parents[0] == -1 and 0 <= parents[i] < i, else ValueError."""
         return cls(parents)
 
     @classmethod
     @checked()
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """The tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's second child.
+        """Returns the tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's
+        second child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
         twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` holds those of the paths.
@@ -102,7 +103,7 @@ class DraftTree:
     @classmethod
     @checked()
     def chain(cls, num_draft_tokens: int) -> DraftTree:
-        """A chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
+        """Returns a chain: the root and `num_draft_tokens` nodes, each the child of the one before."""
         if not 0 <= num_draft_tokens < MAX_NODES:
             raise ValueError(f"num_draft_tokens: expected 0 to {MAX_NODES - 1}, got {num_draft_tokens}")
         return cls(np.arange(-1, num_draft_tokens))
@@ -110,7 +111,7 @@ class DraftTree:
     @classmethod
     @checked()
     def full(cls, branching: Sequence[int]) -> DraftTree:
-        """The tree in which every node of level d has branching[d] children, level by level."""
+        """Returns the tree in which every node of level d has branching[d] children, level by level."""
         if any(width < 0 for width in branching):
             raise ValueError(f"branching: expected widths >= 0, got {list(branching)}")
         parents, level = [-1], [0]
@@ -223,7 +224,7 @@ class TreeBatch:
         capacity: int | None = None,
         device: torch.device | str | None = None,
     ) -> TreeBatch:
-        """The batch of host trees, on `device` (default cpu).
+        """Returns the batch of host trees, on `device` (default cpu).
 
         max_nodes, max_depth: bounds to keep when other trees are to be copied in (`copy_`); default the trees' own.
         capacity: rows N, at least the sum of the trees' nodes (default); rows past the last tree are padding.
@@ -254,7 +255,8 @@ class TreeBatch:
     @classmethod
     @checked()
     def concatenate(cls, batches: Sequence[TreeBatch]) -> TreeBatch:
-        """The trees of all `batches`, at least one, in their order: a batch of B_1 + B_2 + ... trees in new tensors.
+        """Returns the trees of all `batches`, at least one, in their order: a batch of B_1 + B_2 + ... trees in new
+        tensors.
 
         Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Rows of padding can only
         stay behind the last tree: every batch but the last must be without (`narrow` drops them), which is looked at
@@ -316,7 +318,7 @@ class TreeBatch:
         return replace(self, cu_nodes=cu_nodes, valid=self.valid[start : start + length], **part)
 
     def to(self, device: torch.device | str) -> TreeBatch:
-        """The same batch on `device`."""
+        """Returns the same batch on `device`."""
         return replace(self, **{name: getattr(self, name).to(device) for name in _TENSOR_FIELDS})
 
     def copy_(self, other: TreeBatch) -> TreeBatch:
@@ -350,7 +352,7 @@ class TreeBatch:
 
     @checked()
     def tree(self, b: int) -> DraftTree:
-        """Tree b on the host (synchronises). Raises ValueError if it is malformed."""
+        """Returns tree b on the host (synchronises). Raises ValueError if it is malformed."""
         self._check()
         if not 0 <= b < self.batch_size:
             raise ValueError(f"b: expected 0 to {self.batch_size - 1}, got {b}")

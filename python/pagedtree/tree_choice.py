@@ -22,7 +22,7 @@ def choose_tree(
     max_depth: int = 16,
     level_cost: float = 0.0,
 ) -> DraftTree:
-    """The tree with the most expected tokens per second; the root alone where no drafts pay.
+    """Returns the tree with the most expected tokens per second; the root alone where no drafts pay.
 
     Source: Sequoia (Chen et al., NeurIPS 2024), whose dynamic programme finds the best tree of each size; the size is
     then that of the highest rate on the machine at hand. Here acceptance may also depend on the depth, and a level of
@@ -87,7 +87,7 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
 
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:
-    """[D, R], at most max_depth rows."""
+    """Returns [D, R], at most max_depth rows."""
     if max_depth < 1:
         raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
     try:

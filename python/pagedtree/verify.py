@@ -161,7 +161,7 @@ def verify_rejection(
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Rejection sampling along a tree: the drafts' own probabilities raise the number that is accepted.
+    """Verifies trees by rejection sampling: the drafts' own probabilities raise the number that is accepted.
 
     Lossless where the drafts came about as `draft_law` says: the tokens then follow the target's distribution exactly.
     With another `draft_law`, or if drafts were dropped or reordered after they had been drawn, they do not; "onehot" is
@@ -240,7 +240,7 @@ def verify_block(
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Block verification of chains: judges prefixes by their joint probability. Lossless for the named `draft_law`.
+    """Verifies chains as blocks: judges prefixes by their joint probability. Lossless for the named `draft_law`.
 
     Accepts at least as many drafts on average as `verify_rejection`, exactly as many under "onehot". All rows of a
     chain whose prefix may still be accepted are read. What is accepted depends on the drafts behind it, too, so every
@@ -291,7 +291,7 @@ def verify_traversal(
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Traversal verification of trees: leaves first, judged by the joint probability of their paths.
+    """Verifies trees by traversal: leaves first, judged by the joint probability of their paths.
 
     Lossless where the drafts were drawn as `draft_law`, "iid" or "swor", says, independently from node to node: where
     all nodes of a level draw with the same random numbers, cousins are alike too often, and the output is biased. On
@@ -337,7 +337,8 @@ def verify_typical(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Verdict:
-    """Typical acceptance: takes the longest path of drafts that the target finds likely enough. Not lossless.
+    """Verifies by typical acceptance: takes the longest path of drafts that the target finds likely enough. Not
+    lossless.
 
     The tokens do not follow the target's distribution: drafts are favoured, the bonus is an argmax, nothing is random.
 
@@ -380,7 +381,7 @@ def verify_typical(
 
 
 def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> tuple[Any, ...]:
-    """The leading arguments that the raw verify ops share."""
+    """Returns the leading arguments that the raw verify ops share."""
     expect_type("logits", logits, Tensor)
     expect_type("trees", trees, TreeBatch)
     return (

@@ -44,7 +44,7 @@ class Place:
             yield
 
     def put(self, value: Any) -> Any:
-        """The value with its tensors on the device, also those in lists, dicts and dataclasses."""
+        """Returns the value with its tensors on the device, also those in lists, dicts and dataclasses."""
         if isinstance(value, Tensor):
             return _copy(value, self.device)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -66,7 +66,7 @@ CPU = Place(torch.device("cpu"), "cpu")
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy with the same strides and with all of the storage that they span; `.to()` would pack it."""
+    """Returns a copy with the same strides and with all of the storage that they span; `.to()` would pack it."""
     if tensor.numel() == 0:
         return tensor.to(device, copy=True)
     first = tensor.storage_offset()
@@ -170,7 +170,7 @@ def _first(wrong: Tensor, found: Tensor, expected: Tensor, limit: str) -> str:
 
 
 def equal(found: Tensor, expected: Tensor) -> str:
-    """The same numbers; NaN equals NaN."""
+    """Tells where numbers differ, "" if nowhere; NaN equals NaN."""
     x, y = _wide(found), _wide(expected)
     return _shapes(found, expected) or _first((x != y) & ~((x != x) & (y != y)), x, y, "")
 

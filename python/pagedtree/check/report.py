@@ -25,7 +25,7 @@ COLUMNS = (OK, FAILED, NOT_APPLICABLE, MEASURED)
 
 
 def machine(place: Place) -> dict[str, Any]:
-    """The facts that a report needs."""
+    """Returns the facts that a report needs."""
     facts: dict[str, Any] = {
         "pagedtree": pagedtree.__version__,
         "python": platform.python_version(),
@@ -90,7 +90,7 @@ def group_line(rows: Sequence[Row]) -> str:
 
 
 def rows_text(place: Place, rows: Iterable[Row]) -> str:
-    """The rows that a person must see: what was measured, what failed, what was not run."""
+    """Returns the rows that a person must see: what was measured, what failed, what was not run."""
     lines = []
     for row in rows:
         if row.status == MEASURED:

@@ -37,7 +37,7 @@ class Row:
 
 
 def run(cases: Sequence[Case | Measurement], place: Place, started: Callable[[str], None]) -> Iterator[Row]:
-    """One row per case. A case that left the device unusable is the last one, and its row is still given."""
+    """Returns one row per case. A case that left the device unusable is the last one, and its row is still given."""
     for case in cases:
         started(case.name)
         row = run_row(case, place)

@@ -137,7 +137,7 @@ class DraftGroup:
             self._drafting = self._thread.submit(self._draft, tokens, lengths)
 
     def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
-        """The drafter's proposal; draft_probs are this rank's columns. Its node_map stays with the drafter."""
+        """Returns the drafter's proposal; draft_probs are this rank's columns. Its node_map stays with the drafter."""
         self.start(tokens, lengths)
         begin = time.perf_counter()
         draft, seconds, failure = None, 0.0, None
@@ -209,7 +209,7 @@ class DraftGroup:
         return draft, time.perf_counter() - begin
 
     def _checked(self, proposal: Any, batch_size: int) -> Draft:
-        """The proposal as one that can be sent, or an error."""
+        """Returns the proposal as one that can be sent, or an error."""
         draft = as_draft(proposal, batch_size, self.device)
         check_values(draft)
         probs = draft.draft_probs
@@ -279,7 +279,7 @@ class DraftGroup:
         return Draft(tokens, trees, self._columns(probs, num_probs, PROBS_DTYPES[facts["dtype"]]), draft_rows)
 
     def _columns(self, probs: Tensor | None, num_probs: int, dtype: torch.dtype) -> Tensor:
-        """Each rank's columns of the distributions, from the first rank."""
+        """Returns each rank's columns of the distributions, from the first rank."""
         group, sizes = self._group, self.shards.sizes
         own = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
         with group._answered("DraftGroup: the drafts' probabilities"):

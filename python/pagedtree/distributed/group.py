@@ -57,15 +57,15 @@ class Group:
         self.traffic = Traffic()
 
     def maximum(self, words: Tensor, what: str) -> Tensor:
-        """The largest of each word, in place."""
+        """Returns the largest of each word, in place."""
         return self._reduce(words, dist.ReduceOp.MAX, what)
 
     def total(self, words: Tensor, what: str) -> Tensor:
-        """The sum of each word, in place."""
+        """Returns the sum of each word, in place."""
         return self._reduce(words, dist.ReduceOp.SUM, what)
 
     def every(self, words: Tensor, what: str) -> Tensor:
-        """[P, ...]: the words of each rank."""
+        """Returns [P, ...]: the words of each rank."""
         words = words.contiguous()
         gathered = words.new_empty((self.size, *words.shape))
         if words.numel():

@@ -59,7 +59,7 @@ class VocabShards:
         self._group.traffic = traffic
 
     def own(self, columns: Tensor) -> Tensor:
-        """This rank's columns of a tensor [..., vocab]; a view."""
+        """Returns this rank's columns of a tensor [..., vocab]; a view."""
         return columns.narrow(-1, self.first_token, self.num_tokens)
 
     def gather_bytes(self, num_rows: int, dtype: torch.dtype) -> int:

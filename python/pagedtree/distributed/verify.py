@@ -32,7 +32,8 @@ def sample(
     grammar_mask: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Tensor:
-    """`pagedtree.sample` where each rank has its columns of the logits: the same tokens, int64 [R], on every rank.
+    """Samples as `pagedtree.sample` where each rank has its columns of the logits: the same tokens, int64 [R], on every
+    rank.
 
     Args:
         logits: [R, shards.num_tokens], this rank's columns; see `pagedtree.sample`.
@@ -60,7 +61,8 @@ def verify_greedy(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Verdict:
-    """`pagedtree.verify_greedy` where each rank has its columns of the logits: the same `Verdict` on every rank.
+    """Verifies as `pagedtree.verify_greedy` where each rank has its columns of the logits: the same `Verdict` on every
+    rank.
 
     Args:
         logits: [N, shards.num_tokens], this rank's columns.
@@ -94,7 +96,8 @@ def verify_sampled(
     draft_to_target: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """`pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every rank.
+    """Verifies as `pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every
+    rank.
 
     The verdict equals that of `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token
     alone, masses in filters are integers, and whatever else decides is a maximum.
@@ -145,7 +148,8 @@ def verify_rejection(
     max_children: int | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """`pagedtree.verify_rejection` where each rank has its columns of the logits: the same `Verdict` on every rank.
+    """Verifies as `pagedtree.verify_rejection` where each rank has its columns of the logits: the same `Verdict` on
+    every rank.
 
     The rule and its coins are those of `pagedtree.verify_rejection`. Sums over the vocabulary are integers here (units
     of 2^-42 of the likeliest token's mass), so that the result does not depend on the number of ranks or on the split;
@@ -288,7 +292,7 @@ class _Rows:
             self._exchange(Round.TIES)
 
     def find_winners(self, seeds: Tensor | None = None) -> Tensor:
-        """The words whose first one names each row's token."""
+        """Returns the words whose first one names each row's token."""
         self.find_distributions()
         if not self.is_greedy:
             self._exchange(Round.RACE, seeds=seeds)
@@ -386,7 +390,7 @@ class _Weighed:
 
 
 def _max_children(trees: TreeBatch) -> int:
-    """The most children of any node; reads the trees."""
+    """Returns the most children of any node; reads the trees."""
     node = (trees.depths > 0).nonzero()[:, 0]
     if node.numel() == 0:
         return 0

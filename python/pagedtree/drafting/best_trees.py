@@ -30,7 +30,7 @@ def best_first_tree(
 def best_first_tree(
     log_probs: Tensor, tokens: Tensor, root_tokens: Tensor, num_nodes: int, *, return_log_probs: bool = False
 ) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
-    """The tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
+    """Returns the tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
 
     For drafters whose levels do not depend on each other: Medusa heads, block drafters. A child of a node at depth d is
     one of the K candidates of level d, whatever the node. The joint log-probability of a node is the sum along its
@@ -129,7 +129,7 @@ def _as_trees(fields: Sequence[Tensor], max_nodes: int, max_depth: int) -> TreeB
 
 
 def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple[Tensor, ...]:
-    """The tensors of a TreeBatch."""
+    """Returns the tensors of a TreeBatch."""
     shapes: tuple[tuple[int, ...], ...] = ((batch + 1,), *[(rows,)] * 4, (rows, (max_nodes + 31) // 32))
     ints = (anchor.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return (*ints, anchor.new_empty((batch,), dtype=torch.bool))

@@ -96,7 +96,8 @@ class DraftState:
         return (self.scores.gather(1, self.frontier.long()) > -torch.inf).flatten()
 
     def level_positions(self, start: Tensor) -> Tensor:
-        """int64 [B * F]: the frontier's positions, start + depth. start: int32 or int64 [B], the roots' positions."""
+        """Returns int64 [B * F]: the frontier's positions, start + depth. start: int32 or int64 [B], the roots'
+        positions."""
         return (start.long() + self.level)[:, None].expand(-1, self.num_frontier).flatten()
 
     @property
@@ -116,7 +117,7 @@ class DraftState:
 
 
 def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None = None) -> DraftState:
-    """The trees of one node each, the root; it is the frontier.
+    """Returns the trees of one node each, the root; it is the frontier.
 
     Args:
         root_tokens: int64 [B], the last committed tokens.

@@ -170,7 +170,7 @@ class DecodeStep:
 
 
 def _with_roots(draft: Draft, roots: Tensor, is_active: Tensor | None) -> Draft:
-    """`draft` with the roots' own tokens, which a drafter need not give."""
+    """Returns `draft` with the roots' own tokens, which a drafter need not give."""
     tokens, rows = draft.draft_tokens.long(), draft.trees.cu_nodes[:-1].long()
     num_nodes = tokens.shape[0]
     if is_active is None:  # a tree without a root has no row of its own; the engine refuses it when it is verified
@@ -204,7 +204,7 @@ def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:
-    """`draft` after a tree of one node for each token of `roots`."""
+    """Returns `draft` after a tree of one node for each token of `roots`."""
     num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft

@@ -100,7 +100,7 @@ class FixedStep:
         return self._result, report, self._found
 
     def run(self) -> None:
-        """The step, on the device alone."""
+        """Runs the step, on the device alone."""
         rows, start = self.rows.tensor, self.start.tensor.clone()
         is_active = start >= 0
         history, lengths = self.history.index_select(0, rows), start + 1

@@ -41,7 +41,7 @@ class GrammarSteps:
             self._fill = self._masks.fill(draft.draft_tokens, draft.trees)
 
     def mask(self) -> Tensor | None:
-        """The masks, packed; None where no sequence of the step has a grammar."""
+        """Returns the masks, packed; None where no sequence of the step has a grammar."""
         if self._fill is None:
             return None
         mask = self._fill.result()

@@ -61,7 +61,7 @@ class LogprobReader:
         options: RequestOptions | None,
         grammar_mask: Tensor | None,
     ) -> Found:
-        """[B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones mean nothing.
+        """Returns [B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones mean nothing.
 
         options: as they were before the commit, but its history has the new tokens. Where they have counts these are
         advanced, in place of `commit`.
@@ -106,7 +106,7 @@ def _options_at(
     options: RequestOptions | None,
     grammar_mask: Tensor | None,
 ) -> RequestOptions | None:
-    """The options at the paths' nodes of this depth; what is in front of them is part of the text there."""
+    """Returns the options at the paths' nodes of this depth; what is in front of them is part of the text there."""
     changed: dict[str, Tensor] = {}
     allowed = None if grammar_mask is None else grammar_mask[row.clamp(min=0)]
     if options is not None:
@@ -125,7 +125,7 @@ def _options_at(
 
 
 def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor, vocab: int) -> Tensor:
-    """The packed mask without the stop tokens of early rows.
+    """Returns the packed mask without the stop tokens of early rows.
 
     A stop token that came early was all that was left; there the stop tokens stay allowed.
     """

@@ -86,9 +86,9 @@ class PackedModel(Protocol):
         needs_hidden: bool = False,
         feature_layers: Sequence[int] = (),
     ) -> PassOutput:
-        """One pass over packed tokens, int64 [T]: logits at `rows` (int64 [R], None = all), what the output layer read
-        there if `needs_hidden`, and at all tokens what these decoder layers gave (see `Drafter.feature_layers`). Raises
-        ValueError for a model that cannot be run so, or lacks such layers.
+        """Runs one pass over packed tokens, int64 [T]: logits at `rows` (int64 [R], None = all), what the output
+        layer read there if `needs_hidden`, and at all tokens what these decoder layers gave (see
+        `Drafter.feature_layers`). Raises ValueError for a model that cannot be run so, or lacks such layers.
         """
 
     def new_hidden(self, num_rows: int) -> Tensor:

@@ -51,7 +51,7 @@ class PagedCache:
         return -(-num_tokens // self.page_size)
 
     def layer(self, index: int, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; made at first use.
+        """Returns the layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; made at first use.
 
         A latent layer, whose v is None, has one cache, and None in place of the other.
         """
@@ -61,7 +61,7 @@ class PagedCache:
         return self._layers[index]
 
     def tensors(self) -> list[Tensor]:
-        """The caches of all layers that ran."""
+        """Returns the caches of all layers that ran."""
         return [tensor for pair in self._layers.values() for tensor in pair if tensor is not None]
 
     def compact(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
@@ -71,7 +71,7 @@ class PagedCache:
         self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
-        """The sequence's pages in order; none for a sequence that holds none."""
+        """Returns the sequence's pages in order; none for a sequence that holds none."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:
@@ -131,13 +131,13 @@ class PagedCache:
             self.states.fork(source, sequence)
 
     def page_table(self, sequences: Sequence[int], first_page: Sequence[int] | None = None) -> Tensor:
-        """int32 [B, max_pages] on the cache's device; row b starts at page `first_page[b]` of its sequence."""
+        """Returns int32 [B, max_pages] on the cache's device; row b starts at page `first_page[b]` of its sequence."""
         first = first_page if first_page is not None else [0] * len(sequences)
         rows = [self._tables.get(sequence, [])[begin:] for sequence, begin in zip(sequences, first, strict=True)]
         return self.table_of(rows)
 
     def table_of(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """int32 [B, longest row] on the cache's device: these page ids, padded with 0."""
+        """Returns int32 [B, longest row] on the cache's device: these page ids, padded with 0."""
         width = max((len(row) for row in rows), default=0)
         padded = [[*row, *[0] * (width - len(row))] for row in rows]
         return torch.tensor(padded, dtype=torch.int32).view(len(rows), width).to(self.device, non_blocking=True)

@@ -80,7 +80,8 @@ class PagedStep:
         head_dim_v: int | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T, Hq, Dv].
+        """Computes attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T,
+        Hq, Dv].
 
         q and k are rotated here by `rotation`, if it is given. A latent layer has v None: its values are the first
         head_dim_v columns of k [T, 1, D], which alone is cached.
@@ -154,7 +155,7 @@ class PagedStep:
         v_cache: Tensor,
         window: int = 0,
     ) -> Tensor:
-        """One plan serves all layers of the same heads and window."""
+        """Makes one plan, which serves all layers of the same heads and window."""
         shape = _shape(q, k_cache, v_cache)
         kind = part, shape, window
         if kind not in self._plans:

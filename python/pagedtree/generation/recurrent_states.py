@@ -31,11 +31,11 @@ class RecurrentStates:
         self._holders: dict[int, int] = {}
 
     def __getitem__(self, name: tuple[int, str]) -> Tensor:
-        """The states of this name as they are now: a new tensor whenever there are more."""
+        """Returns the states of this name as they are now: a new tensor whenever there are more."""
         return self._tensors[name]
 
     def tensor(self, name: tuple[int, str], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The states [num_states, *shape] of a layer, named by its layer_idx and a word; zeros at first use."""
+        """Returns the states [num_states, *shape] of a layer, named by its layer_idx and a word; zeros at first use."""
         if name not in self._tensors:
             self._tensors[name] = torch.zeros((self.num_states, *shape), dtype=dtype, device=self.device)
         return self._tensors[name]

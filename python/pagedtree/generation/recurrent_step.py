@@ -52,7 +52,7 @@ class RecurrentStep:
         positions: Tensor,
         num_read: int = 0,
     ) -> RecurrentStep:
-        """The step of R sequences that read num_read tokens, and of B that have these trees.
+        """Returns the step of R sequences that read num_read tokens, and of B that have these trees.
 
         state_index: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each
         sequence. positions: int64 [T].
@@ -74,7 +74,7 @@ class RecurrentStep:
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["silu"] | None
     ) -> Tensor:
-        """The short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
+        """Applies the short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
 
         Raises ValueError for a layer that comes twice: it has one state.
         """
@@ -101,7 +101,7 @@ class RecurrentStep:
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, l2norm: bool, scale: float
     ) -> Tensor:
-        """The recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`."""
+        """Applies the recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`."""
         name = (layer, "state")
         state = self.states.tensor(name, (v.shape[1], k.shape[2], v.shape[2]), torch.float32)
         out, n = [], self.num_read
@@ -129,5 +129,6 @@ class RecurrentStep:
         self._advances.clear()
 
     def _tree_rows(self, rows: Tensor) -> Tensor:
-        """The trees' part; not as a view, which would hold the rows of the prompts until the paths are known."""
+        """Returns the trees' part; not as a view, which would hold the rows of the prompts until the paths are
+        known."""
         return rows[self.num_read :].clone() if self.num_read else rows

@@ -49,7 +49,7 @@ _SHARDED = ("greedy", "sampled", "rejection")
 def check_rule(
     rule: str, params: SamplingParams | None, draft_law: str, is_chain: bool, is_sharded: bool = False
 ) -> str:
-    """The rule that "auto" stands for, else `rule`; ValueError for what it cannot be combined with."""
+    """Returns the rule that "auto" stands for, else `rule`; ValueError for what it cannot be combined with."""
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     if draft_law not in DRAFT_LAWS:
@@ -75,8 +75,8 @@ def check_rule(
 
 
 def check_options(rule: str, params: SamplingParams | None, origin: str = "") -> tuple[str, SamplingParams | None]:
-    """Rule and params under which request options are served; ValueError, which ends with `origin`, where they cannot
-    be.
+    """Returns the rule and params under which request options are served; ValueError, which ends with `origin`, where
+    they cannot be.
     """
     if rule == "typical":
         raise ValueError(f'rule: "typical" takes no options, penalties or min_new_tokens; the other rules do{origin}')
@@ -99,7 +99,7 @@ class Sampling:
     vocab_size: int | None = None
 
     def of(self, sequences: Sequence[GeneratedSequence]) -> Sampling:
-        """The same rule with the parameters and seeds of these sequences alone."""
+        """Returns the same rule with the parameters and seeds of these sequences alone."""
         if self.params is None:  # there is nothing that differs between sequences
             return self
         return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
@@ -125,7 +125,8 @@ class Sampling:
         return self.seeds + _STEP_KEY * (start.long() + 1)
 
     def for_drafts(self) -> Sampling:
-        """The same without penalties: a draft model draws by the other parameters, which `expand_tree` takes."""
+        """Returns the same without penalties: a draft model draws by the other parameters, which `expand_tree`
+        takes."""
         if self.params is None:
             return self
         return replace(
@@ -190,6 +191,6 @@ class Sampling:
 
 
 def unpacked(mask: Tensor, vocab: int) -> Tensor:
-    """bool [N, V] of a packed mask, int32 [N, ceil(V / 32)]."""
+    """Returns bool [N, V] of a packed mask, int32 [N, ceil(V / 32)]."""
     bits = torch.arange(32, device=mask.device)
     return ((mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab].bool()

@@ -96,7 +96,7 @@ class Scheduler:
                 )
 
     def schedule(self, max_nodes: int) -> Batch:
-        """The next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
+        """Returns the next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
         batch = Batch(evicted=self._make_room(max_nodes))
         self._admit(max_nodes)
         running = self.running

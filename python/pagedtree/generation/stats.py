@@ -127,7 +127,7 @@ class GenerationStats:
         return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
 
     def summary(self) -> str:
-        """A few lines for people."""
+        """Returns a few lines for people."""
         rate = self.decode_tokens_per_second
         lines = [
             f"{self.num_tokens} tokens in {self.wall_time:.2f} s: first token after"

@@ -103,7 +103,7 @@ class RequestRows:
         self._selected = RequestOptions()
 
     def of(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions | None:
-        """The options of the sequences with these numbers; None where no sequence has any.
+        """Returns the options of the sequences with these numbers; None where no sequence has any.
 
         history: int64 [B, capacity], the text of each. lengths: int32 [B], how much of it there is.
         """
@@ -114,7 +114,7 @@ class RequestRows:
         return self.with_text(self._selected, history, lengths)
 
     def with_text(self, options: RequestOptions, history: Tensor, lengths: Tensor) -> RequestOptions:
-        """`options` with the text that bad words are looked for in."""
+        """Returns `options` with the text that bad words are looked for in."""
         return options if self._bad_words is None else replace(options, history=history, history_lens=lengths)
 
     def buffers(self, batch_size: int) -> RequestOptions | None:
@@ -162,7 +162,7 @@ class RequestRows:
         return RequestOptions(**made)
 
     def _count(self, begins: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
-        """int32 [B, V]: how often each token was generated."""
+        """Returns int32 [B, V]: how often each token was generated."""
         places = torch.arange(history.shape[1], device=self.device)
         counted = (places >= begins[:, None]) & (places < lengths[:, None]) & (history < self.vocab)
         counts = torch.zeros((history.shape[0], self.vocab), dtype=torch.int32, device=self.device)
@@ -180,14 +180,14 @@ _BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
 
 
 def _penalties_of(params: SamplingParams | None) -> set[str]:
-    """The names of the penalties that are on."""
+    """Returns the names of the penalties that are on."""
     if params is None:
         return set()
     return {name for name, value in params.penalties_on(torch.device("cpu")).items() if value is not None}
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:
-    """The tokens that a text may not have among its first ones, and how many those are."""
+    """Returns the tokens that a text may not have among its first ones, and how many those are."""
     first = list(options.begin_suppress_tokens or ())
     if not stop_ids:
         least = 0

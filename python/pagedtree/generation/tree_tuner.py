@@ -224,7 +224,7 @@ class TreeTuner:
         self.begin()
 
     def begin(self) -> None:
-        """A call of `generate` starts to decode."""
+        """Begins with a call of `generate` that starts to decode."""
         # Seconds of all steps and of looks; plain steps that drafts have saved the sequences on average, and the batch.
         self.elapsed = self.looking = self.found = self.saved = 0.0
 

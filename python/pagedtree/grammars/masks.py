@@ -47,7 +47,7 @@ class GrammarFill:
         return self._tasks.exception() is not None or all(task.done() for task in self._tasks.result())
 
     def result(self, out: Tensor | None = None) -> Tensor:
-        """The masks, int32 [N, ceil(V / 32)] on the device: grammar_mask of the verify ops and of `sample`.
+        """Returns the masks, int32 [N, ceil(V / 32)] on the device: grammar_mask of the verify ops and of `sample`.
 
         out: a tensor of that shape on the device to copy them into, as captured graphs need it; it is returned.
 
@@ -174,7 +174,8 @@ class GrammarMasks:
         return self._start(draft_tokens, trees.parents, trees.cu_nodes, (trees.max_nodes, trees.max_depth), device)
 
     def fill_next(self, *, device: torch.device | str | None = None) -> GrammarFill:
-        """As `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has them."""
+        """Does as `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has
+        them."""
         batch = len(self._matchers)
         roots = torch.full((batch,), -1, dtype=torch.int32, device="cpu")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
@@ -268,7 +269,7 @@ class GrammarMasks:
         return allowed
 
     def is_terminated(self) -> list[bool]:
-        """For each sequence whether its grammar has ended; False without grammar."""
+        """Tells for each sequence whether its grammar has ended; False without grammar."""
         self._settle()
         return [matcher is not None and matcher.is_terminated() for matcher in self._matchers]
 

@@ -119,7 +119,8 @@ class DepthFirstMatcher(ABC):
 
 
 def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: int) -> TokenTree:
-    """The tree, linked as `build_trees` does it. A node that drafts no token of the vocabulary cannot be reached.
+    """Returns the tree, linked as `build_trees` does it. A node that drafts no token of the vocabulary cannot be
+    reached.
 
     Not by the op: links that do not belong together lead nobody astray, and this is one tree on the host, whichever
     backend the ops use.

@@ -11,12 +11,12 @@ INT32_MAX = 2**31 - 1
 
 
 def as_int32(values: Tensor) -> Tensor:
-    """int32; larger values become the largest, and negative ones stay negative, instead of wrapping around."""
+    """Returns int32; larger values become the largest, and negative ones stay negative, instead of wrapping around."""
     return values.clamp(-1, INT32_MAX).int() if values.dtype == torch.int64 else values.int()
 
 
 def rows_of(table: Tensor, rows: Tensor) -> Tensor:
-    """table[rows], [n, width]; -1 where the table has no such row."""
+    """Returns table[rows], [n, width]; -1 where the table has no such row."""
     if table.shape[0] == 0:
         return table.new_full((rows.shape[0], *table.shape[1:]), -1)
     known = (rows >= 0) & (rows < table.shape[0])

@@ -8,7 +8,8 @@ from torch import Tensor
 
 
 def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
-    """bool [n, seq_len]: which keys each of a sequence's n queries sees; words int32 [n, W], causal if tree_len < 0."""
+    """Returns bool [n, seq_len]: which keys each of a sequence's n queries sees; words int32 [n, W], causal if tree_len
+    < 0."""
     seen = np.zeros((n, seq_len), dtype=bool)
     tree_start = seq_len - tree_len
     for i in range(n):
@@ -50,7 +51,7 @@ def tree_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
+    """Returns (out, lse) of `pagedtree.tree_attention` in float64, clamping of bad values included."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, num_kv_heads, head_dim_v = v_cache.shape
     group = num_heads // num_kv_heads
@@ -94,7 +95,7 @@ def tree_attention(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of `pagedtree.merge_states` in float64."""
+    """Returns (out, lse) of `pagedtree.merge_states` in float64."""
     lse = torch.logaddexp(lse_a.double(), lse_b.double())
     base = lse.masked_fill(lse == -torch.inf, 0)
     sides = ((out_a, lse_a), (out_b, lse_b))

@@ -59,7 +59,7 @@ def ngram_tree(
 
 
 def best_tokens(logits: Sequence[float], count: int) -> list[int]:
-    """The tokens above -inf by falling logit, then id."""
+    """Returns the tokens above -inf by falling logit, then id."""
     values = np.array(logits, dtype=np.float64)
     order = np.argsort(-values, kind="stable")  # NaN last
     return [int(x) for x in order if values[x] > -np.inf][:count]

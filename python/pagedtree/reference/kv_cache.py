@@ -43,7 +43,7 @@ def append_rows(rows: Tensor, cache: Tensor, slots: Sequence[int], scale: Tensor
 
 
 def rotated(rows: Tensor, positions: Sequence[int], cos_sin: Tensor, interleaved: bool, rotary_start: int) -> Tensor:
-    """The rows [T, H, D] rotated, as rope_append does it: every product and every sum is rounded to fp32."""
+    """Returns the rows [T, H, D] rotated, as rope_append does it: every product and every sum is rounded to fp32."""
     half = cos_sin.shape[1] // 2
     result = rows.clone()
     for t, position in enumerate(positions):

@@ -59,7 +59,7 @@ def apply_options(
 
 
 def paths_of(num_rows: int, drafts: list[int], trees: TreeBatch | None) -> Iterator[tuple[int, int, list[int]]]:
-    """(row, sequence, the tokens of its path below the root) of each row that a walk can visit."""
+    """Returns (row, sequence, the tokens of its path below the root) of each row that a walk can visit."""
     if trees is None:
         yield from ((row, row, []) for row in range(num_rows))
         return
@@ -76,7 +76,7 @@ def paths_of(num_rows: int, drafts: list[int], trees: TreeBatch | None) -> Itera
 
 
 def ends_of_bad_words(given: dict[str, Tensor], b: int, path: list[int]) -> list[int]:
-    """The last tokens of the words whose other tokens end the text."""
+    """Returns the last tokens of the words whose other tokens end the text."""
     if not {"bad_tokens", "cu_bad_words", "cu_bad_seqs"} <= given.keys():
         return []
     text = path
@@ -93,7 +93,7 @@ def ends_of_bad_words(given: dict[str, Tensor], b: int, path: list[int]) -> list
 def with_bias_and_penalties(
     row: np.ndarray, forbidden: np.ndarray, given: dict[str, Tensor], params: SamplingParams, b: int, path: list[int]
 ) -> np.ndarray:
-    """One row, in float32: what is forbidden is -inf and stays so."""
+    """Returns one row, in float32: what is forbidden is -inf and stays so."""
     vocab = row.size
     repetition, presence, frequency = penalties_of(params, b)
     counts = np.zeros(vocab, np.int64)
@@ -135,5 +135,5 @@ def penalties_of(params: SamplingParams, b: int) -> tuple[np.float32, np.float32
 
 
 def unpacked(words: Tensor, vocab: int) -> np.ndarray:
-    """bool [vocab] of packed int32 words."""
+    """Returns bool [vocab] of packed int32 words."""
     return np.unpackbits(words.contiguous().numpy().view(np.uint8), bitorder="little")[:vocab].astype(bool)

@@ -30,7 +30,7 @@ def delta_rule_states(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, slot: int,
     rows: Sequence[tuple[int, int]], l2norm: bool,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """The state [H, Dk, Dv] behind each row of one sequence."""
+    """Returns the state [H, Dk, Dv] behind each row of one sequence."""
     slots, heads, key_dim, value_dim = state.shape
     empty = torch.zeros(heads, key_dim, value_dim, dtype=torch.float64)
     states = {-1: state[slot].double() if 0 <= slot < slots else empty}
@@ -57,7 +57,7 @@ def tree_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, state_index: Tensor,
     trees: TreeBatch | None, *, cu_seqlens: Tensor | None = None, scale: float | None = None, l2norm: bool = False,
 ) -> Tensor:  # fmt: skip
-    """float64 [T, H, Dv]."""
+    """Returns float64 [T, H, Dv]."""
     out = torch.zeros(v.shape, dtype=torch.float64)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     for slot, rows in zip(state_index.tolist(), _sequences(trees, cu_seqlens), strict=True):
@@ -88,7 +88,7 @@ def advance_state(
     accept_index: Tensor | None = None, num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
     l2norm: bool = False,
 ) -> Tensor:  # fmt: skip
-    """The states afterwards, float64."""
+    """Returns the states afterwards, float64."""
     out = state.double()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
     for slot, rows in zip(state_index.tolist(), paths, strict=True):
@@ -101,7 +101,7 @@ def tree_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, conv_state: Tensor, state_index: Tensor, trees: TreeBatch | None,
     *, cu_seqlens: Tensor | None = None, activation: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """float64 [T, C]."""
+    """Returns float64 [T, C]."""
     out, width = torch.zeros(x.shape, dtype=torch.float64), weight.shape[1]
     for slot, rows in zip(state_index.tolist(), _sequences(trees, cu_seqlens), strict=True):
         known = 0 <= slot < len(conv_state)
@@ -118,7 +118,7 @@ def advance_conv(
     conv_state: Tensor, state_index: Tensor, x: Tensor, trees: TreeBatch | None, accept_index: Tensor | None = None,
     num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The states afterwards, of their dtype."""
+    """Returns the states afterwards, of their dtype."""
     out = conv_state.clone()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
     for slot, rows in zip(state_index.tolist(), paths, strict=True):

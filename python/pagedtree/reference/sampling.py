@@ -26,7 +26,7 @@ def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
 
 
 def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
-    """The words of blocks 0..blocks-1: uint32 [blocks, 4]."""
+    """Returns the words of blocks 0..blocks-1: uint32 [blocks, 4]."""
     counter = np.empty((blocks, 4), dtype=np.uint32)
     counter[:, 0] = position & 0xFFFFFFFF
     counter[:, 1] = (position >> 32) & 0xFFFFFFFF
@@ -37,12 +37,12 @@ def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
 
 
 def draft_use(place: int) -> int:
-    """The use of the draws of a draft model at the frontier node of that index."""
+    """Returns the use of the draws of a draft model at the frontier node of that index."""
     return DRAFT | place << 8
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.ndarray:
-    """The noise of tokens 0..vocab-1: float64 [vocab]."""
+    """Returns the noise of tokens 0..vocab-1: float64 [vocab]."""
     words = random_words(seed, position, (vocab + 3) // 4, use).reshape(-1)[:vocab]
     return -np.log(-np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32))
 
@@ -57,7 +57,7 @@ def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:
 def kept_tokens(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, filter_order: str
 ) -> np.ndarray:
-    """bool [V]: what the filters keep, by sorting. `logits` are clean, with a finite one; temperature > 0."""
+    """Returns bool [V]: what the filters keep, by sorting. `logits` are clean, with a finite one; temperature > 0."""
     with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-logits, kind="stable")
@@ -85,7 +85,7 @@ def distribution(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
     filter_order: str = "top_k_first",
 ) -> np.ndarray:  # fmt: skip
-    """The distribution of one row of clean logits under sampling parameters: float64 [V]."""
+    """Returns the distribution of one row of clean logits under sampling parameters: float64 [V]."""
     if logits.max() == -np.inf:
         return np.full(logits.size, 1 / logits.size) if temperature > 0 else np.eye(1, logits.size)[0]
     if temperature == 0:
@@ -97,7 +97,7 @@ def distribution(
 
 
 def sample_row(p: np.ndarray, seed: int, position: int) -> tuple[int, float]:
-    """The token that distribution `p` gives at (seed, position), and by how much it won."""
+    """Returns the token that distribution `p` gives at (seed, position), and by how much it won."""
     with np.errstate(divide="ignore"):
         scores = np.log(p) + gumbel_noise(seed, position, p.size)
     token = int(np.argmax(scores))

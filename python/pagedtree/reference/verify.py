@@ -10,7 +10,7 @@ import numpy as np
 
 
 def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[int, int], int]) -> tuple[list, list]:
-    """The path and tokens of sampled or greedy verification; next_token(node, depth) is what follows `node`."""
+    """Returns the path and tokens of sampled or greedy verification; next_token(node, depth) is what follows `node`."""
     path, tokens = [0], [next_token(0, 0)]
     while True:
         children = [i for i, parent in enumerate(parents) if parent == path[-1] and drafts[i] == tokens[-1]]
@@ -49,7 +49,7 @@ def children_of(parents: Sequence[int], drafts: Sequence[int], node: int) -> lis
 def judge_in_turn(
     node: int, children: list[int], drafts: Sequence[int], p: Row, q: Row, draft_law: str, below: Below
 ) -> tuple[int | None, Row]:
-    """The accepted child or None, and what is left of p."""
+    """Returns the accepted child or None, and what is left of p."""
     for child in children:
         x = drafts[child]
         if q[x] > 0 and p[x] > 0 and below(child, p[x] / q[x]):
@@ -139,7 +139,7 @@ def traversal(
 
 
 def branches(walk: Callable[[Below], Any]) -> Iterator[tuple[Any, dict[int, tuple], Any]]:
-    """Every way that walk(below) can go: its probability, the interval of each coin in it, the result."""
+    """Returns every way that walk(below) can go: its probability, the interval of each coin in it, the result."""
     pending: list[list[bool]] = [[]]
     while pending:
         script = pending.pop()
@@ -164,7 +164,7 @@ def branches(walk: Callable[[Below], Any]) -> Iterator[tuple[Any, dict[int, tupl
 
 
 def typical(parents: Sequence[int], drafts: Sequence[int], p: np.ndarray, epsilon: float, delta: float) -> list[int]:
-    """The path of `pagedtree.verify_typical`."""
+    """Returns the path of `pagedtree.verify_typical`."""
     paths = {0: [0]}
     for node, parent in enumerate(parents):
         if node == 0 or parent not in paths or drafts[node] < 0:

@@ -16,7 +16,7 @@ OF_CHECKOUT = ("distributed", "real", "rules")
 
 
 def scripts() -> dict[str, Path]:
-    """Name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
+    """Returns name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
     for folder in map(Path, pagedtree.__path__):
         checkout = folder.parents[1]
         for places in ([folder / "benchmarks"], [checkout / "benchmarks", checkout / "tools" / "gpu_model"]):
@@ -27,7 +27,8 @@ def scripts() -> dict[str, Path]:
 
 
 def missing(script: Path) -> Path | None:
-    """The folder that the script needs and that is not there: an installed package has no examples/checkpoints."""
+    """Returns the folder that the script needs and that is not there: an installed package has no
+    examples/checkpoints."""
     checkpoints = script.resolve().parents[1] / "examples" / "checkpoints"
     needed = script.stem.removeprefix("bench_") in OF_CHECKOUT
     return checkpoints if needed and not any(checkpoints.glob("*/*.safetensors")) else None

@@ -40,7 +40,7 @@ class Kernel:
 
 
 def cuda_library() -> Path | None:
-    """The library of the CUDA backend, if this build has it."""
+    """Returns the library of the CUDA backend, if this build has it."""
     for folder in map(Path, pagedtree.__path__):
         path = folder / "lib" / "libpagedtree_cuda.so"
         if path.exists():
@@ -49,7 +49,7 @@ def cuda_library() -> Path | None:
 
 
 def find_cuobjdump() -> str | None:
-    """cuobjdump on the PATH, in /usr/local/cuda, or from the package nvidia-cuda-cuobjdump."""
+    """Returns cuobjdump on the PATH, in /usr/local/cuda, or from the package nvidia-cuda-cuobjdump."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec and not found else []:
@@ -89,7 +89,8 @@ def _demangle(names: list[str]) -> list[str]:
 
 
 def read_kernels(library: Path) -> list[Kernel]:
-    """Every kernel for every architecture, in the library's order. Raises FileNotFoundError without cuobjdump."""
+    """Returns every kernel for every architecture, in the library's order. Raises FileNotFoundError without
+    cuobjdump."""
     rows: list[tuple[str, str, int, int, int]] = []
     architecture = name = ""
     for line in _cuobjdump("-res-usage", library).splitlines():
@@ -104,7 +105,7 @@ def read_kernels(library: Path) -> list[Kernel]:
 
 
 def read_launch_bounds(cubin: Path) -> dict[str, int]:
-    """The most threads of a CTA by the symbols of a cubin's kernels, as `__launch_bounds__` gave them."""
+    """Returns the most threads of a CTA by the symbols of a cubin's kernels, as `__launch_bounds__` gave them."""
     data = cubin.read_bytes()
     (headers,), (size, count, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
     sections = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
@@ -121,7 +122,7 @@ _MAX_THREADS = 5  # EIATTR_MAX_THREADS, as cuobjdump -elf calls it
 
 
 def _attribute(info: bytes, wanted: int) -> int:
-    """The first word of an attribute in a section .nv.info, 0 without it."""
+    """Returns the first word of an attribute in a section .nv.info, 0 without it."""
     at = 0
     while at < len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)

@@ -23,7 +23,7 @@ __all__ = ["collect", "main", "symbol_versions"]
 
 
 def symbol_versions(library: Path) -> dict[str, str]:
-    """The newest GLIBC, GLIBCXX, CXXABI and GCC version that a shared library asks of the system, if any."""
+    """Returns the newest GLIBC, GLIBCXX, CXXABI and GCC version that a shared library asks of the system, if any."""
     newest: dict[str, tuple[int, ...]] = {}
     # They stand in the dynamic string table, which holds each name once, between zero bytes.
     for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)", library.read_bytes()):
@@ -81,7 +81,7 @@ def _cuda_kernels() -> dict[str, Any]:
 
 
 def collect() -> dict[str, Any]:
-    """Everything `info` prints, as a dict that json can write."""
+    """Returns everything `info` prints, as a dict that json can write."""
     native = _native()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {

@@ -43,7 +43,8 @@ QUICK = (
 
 
 def all_cases(place: Place) -> Iterator[Case | Measurement]:
-    """Every row, also those that do not apply at `place`; captures come last, as a failed one may disturb others."""
+    """Returns every row, also those that do not apply at `place`; captures come last, as a failed one may disturb
+    others."""
     for family in (
         instructions,
         instructions_sm90,

@@ -71,7 +71,7 @@ class Batch:
     seed: int = 0
 
     def build(self, place: Place, *, wide: bool = False) -> dict[str, Any]:
-        """The arguments at a place; wide: in fp32, with the same values."""
+        """Returns the arguments at a place; wide: in fp32, with the same values."""
         rng = np.random.default_rng(self.seed + len(self.kinds))
         queries, tree_lens, rows = [], [], []
         for kind in self.kinds:
@@ -107,7 +107,8 @@ class Batch:
         }
 
     def _cache(self, seq_lens: list[int]) -> tuple[Tensor, Tensor]:
-        """The page table, with entries behind each sequence that nobody may read, and the storage of the cache."""
+        """Returns the page table, with entries behind each sequence that nobody may read, and the storage of the
+        cache."""
         used = [-(-s // self.page_size) for s in seq_lens]
         order = torch.randperm(sum(used) + 3, generator=seeded(self.seed + 2)).int()
         page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
@@ -162,7 +163,8 @@ def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA
 
 
 def _latent() -> Iterator[Case]:
-    """One KV head, whose rows are K and V; NaN where nobody may look. 3 query heads, and 16: small and larger tiles."""
+    """Has one KV head, whose rows are K and V; NaN where nobody may look. 3 query heads, and 16: small and larger
+    tiles."""
 
     def case(name: str, sizes: Sizes, dtype: str, layout: str = "nhd", page_size: int = 7, **more: Any) -> Case:
         batch = Batch(

@@ -113,7 +113,7 @@ def _append(
     name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
     head_dim: int = 64, scale: str = "no", shared: bool = False,
 ) -> Case:  # fmt: skip
-    """K and V in one storage, of which every element is compared."""
+    """Puts K and V into one storage, of which every element is compared."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
     wide = torch.randn(2, tokens, heads + 1, head_dim, generator=seeded(1)) * 3

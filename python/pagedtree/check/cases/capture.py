@@ -76,7 +76,7 @@ class RecurrentLayer:
         self.memory = [self.slots, self.state, self.conv_state]
 
     def run(self, ids: Tensor, trees: TreeBatch) -> Tensor:
-        """[N, HEADS * STATE_DIM]."""
+        """Returns [N, HEADS * STATE_DIM]."""
         mixed = tree_conv1d(self.inputs[ids], self.taps, None, self.conv_state, self.slots, trees, activation="silu")
         q, k, v = (x.unflatten(1, (-1, STATE_DIM)) for x in mixed.split(self.widths, 1))
         self.rows = (k, v, self.decays[ids], self.strengths[ids])
@@ -241,7 +241,7 @@ def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
 
 
 def steps(device: torch.device, *kind: Any, capture: bool) -> Results:
-    """Two sequences of steps, from different prompts, by one captured graph or op by op; kind as for an Engine."""
+    """Runs two sequences of steps, from different prompts, by one captured graph or op by op; kind as for an Engine."""
     engine = Engine(device, 1, *kind)
     replay = captured(engine, device) if capture else engine.step
     results: Results = {}

@@ -72,7 +72,7 @@ def _expansion(
     name: str, logits: Tensor, num_children: int, num_frontier: int, *, law: str = "topk",
     params: dict[str, Any] | None = None, active: bool = False,
 ) -> Case:  # fmt: skip
-    """Two levels: the root of each sequence, then its frontier, with rows of the same kind."""
+    """Grows two levels: the root of each sequence, then its frontier, with rows of the same kind."""
     batch = logits.shape[0]
     seeds, positions = words64(batch, 2), words64(batch, 3) >> 2
     present = (torch.arange(batch) % 3 != 1) if active else None
@@ -181,7 +181,7 @@ def draft_results(draft: Draft) -> Results:
 
 
 def drafts_by_loops(trees: list[tuple[list[int], ...]], rows: int) -> Results:
-    """The results for the tokens and parents (and node map) of each tree."""
+    """Returns the results for the tokens and parents (and node map) of each tree."""
     if not trees:
         return {"draft_tokens": int64([]), "parents": int32([]), "cu_nodes": int32([0]),
                 "valid": torch.zeros(0, dtype=torch.bool)}  # fmt: skip

@@ -48,7 +48,7 @@ def tree_results(trees: TreeBatch) -> Results:
 
 
 def linked(parents: list[list[int]], rows: int, valid: list[bool], max_nodes: int, max_depth: int) -> Results:
-    """The fields of a batch of these trees, whose unreachable nodes have parent -1."""
+    """Returns the fields of a batch of these trees, whose unreachable nodes have parent -1."""
     trees = [link(tree, max_nodes, max_depth) for tree in parents]
     padding = rows - sum(map(len, parents))
     columns = zip(*[row for tree in trees for row in tree.rows], *[PADDING] * padding, strict=True)

@@ -35,12 +35,12 @@ def int64(values: Any) -> Tensor:
 
 
 def offsets(sizes: Sequence[int]) -> Tensor:
-    """int32 [B + 1]."""
+    """Returns int32 [B + 1]."""
     return int32(np.concatenate([[0], np.cumsum(sizes)]).tolist())
 
 
 def random_tree(seed: int, num_nodes: int, reach: int = 5) -> DraftTree:
-    """A tree whose nodes have one of the `reach` nodes before them as parent."""
+    """Returns a tree whose nodes have one of the `reach` nodes before them as parent."""
     rng = np.random.default_rng(seed)
     return DraftTree([-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, num_nodes))])
 
@@ -51,7 +51,7 @@ def words64(count: int, seed: int = 0) -> Tensor:
 
 
 def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
-    """bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
+    """Returns bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
     given = np.asarray(bits, dtype=bool)
     width = -(-given.shape[1] // 32) if words is None else words
     wide = np.zeros((given.shape[0], width * 32), dtype=bool)
@@ -75,13 +75,13 @@ def storage_shape(layout: str, pages: int, page_size: int, heads: int, head_dim:
 def paged_views(
     pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, layout: str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A storage full of numbers, and K and V in it: [pages, page_size, heads, head_dim]."""
+    """Returns a storage full of numbers, and K and V in it: [pages, page_size, heads, head_dim]."""
     storage = torch.randn(storage_shape(layout, pages, page_size, heads, head_dim), generator=seeded(seed)).to(dtype)
     return storage, *views_of(storage, layout)
 
 
 def views_of(storage: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """K and V in the storage of `paged_views`."""
+    """Returns K and V in the storage of `paged_views`."""
     if layout == "hnd":
         k, v = storage.transpose(2, 3).unbind(0)
     elif layout in MARGINS:

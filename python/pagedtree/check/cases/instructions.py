@@ -53,7 +53,7 @@ def _items(backend: str, table: str) -> _Instructions:
 
 
 def run_instruction(name: str, words: Words, place: Place, table: str = TABLE) -> tuple[Words, int]:
-    """uint32 [ctas, threads, words] that come of words [threads, words], and the CTAs of a cluster."""
+    """Returns uint32 [ctas, threads, words] that come of words [threads, words], and the CTAs of a cluster."""
     items = _items(place.backend, table)
     (item,) = (item for item in items.items[: items.count] if item.name == name.encode())
     assert words.shape == (items.threads, items.in_words) and words.dtype == np.uint32
@@ -81,7 +81,7 @@ def any_words(seed: int) -> Words:
 
 
 def numbers(dtype: torch.dtype) -> Callable[[int], Words]:
-    """Two numbers in [-2, 2) per word for an mma's operands, then one fp32 per word for its sums."""
+    """Returns two numbers in [-2, 2) per word for an mma's operands, then one fp32 per word for its sums."""
 
     def words(seed: int) -> Words:
         rng = np.random.default_rng(seed)
@@ -109,7 +109,7 @@ def exponents(seed: int) -> Words:
 
 
 def float8_words(seed: int) -> Words:
-    """Four e4m3 codes per word, all but NaN."""
+    """Returns four e4m3 codes per word, all but NaN."""
     codes = any_words(seed).view(np.uint8)
     return np.where(codes % 128 == 127, codes - np.uint8(1), codes).view(np.uint32)
 
@@ -152,14 +152,14 @@ def _ldmatrix(words: Words) -> Words:
 
 
 def _ldmatrix_trans(words: Words) -> Words:
-    """The same for the transposed matrices."""
+    """Returns the same for the transposed matrices."""
     matrices = np.ascontiguousarray(words[:, :4]).view(np.uint16).reshape(4, 8, 8)
     turned = np.ascontiguousarray(matrices.transpose(0, 2, 1)).view(np.uint32)
     return np.array([[turned[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
 
 
 def fragments(words: Words, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """A [16, 16], B [16, 8] and the sums [16, 8] that the 32 threads of a warp hold, in float64."""
+    """Returns A [16, 16], B [16, 8] and the sums [16, 8] that the 32 threads of a warp hold, in float64."""
     bits = torch.from_numpy(np.ascontiguousarray(words[:, :6]).view(np.int16).copy())
     values = bits.view(dtype).double().numpy()  # [32, 12]
     a, b, sums = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
@@ -222,7 +222,7 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
 
 
 def _halves(codes: Words, scale: float) -> Words:
-    """[64, 8] e4m3 codes times `scale`, two halves per word."""
+    """Returns [64, 8] e4m3 codes times `scale`, two halves per word."""
     values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn).float() * scale
     return values.half().view(torch.int16).numpy().view(np.uint32)
 
@@ -232,7 +232,7 @@ def _half2_from_e4m3(words: Words) -> Words:
 
 
 def _e4m3_from_floats(words: Words) -> Words:
-    """Two numbers of each word: the nearest code, at most 448 in magnitude; NaN is 0x7f."""
+    """Returns two numbers of each word: the nearest code, at most 448 in magnitude; NaN is 0x7f."""
     values = torch.from_numpy(words[:, :8].copy().view(np.float32))
     codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy().astype(np.uint32)
     codes = np.where(values.isnan().numpy(), np.uint32(0x7F), codes)
@@ -244,7 +244,7 @@ def _move_e4m3(words: Words) -> Words:
 
 
 def _increment(words: Words) -> Words:
-    """The counter as it was, and the counter plus one, or 0 where it was at the top or above."""
+    """Returns the counter as it was, and the counter plus one, or 0 where it was at the top or above."""
     old, top = words[:, :2], words[:, 4:6]
     return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
 
@@ -266,7 +266,7 @@ def _barrier_arrive(words: Words) -> Words:
 
 
 def floats_within(limit: float, unit: float) -> Difference:
-    """fp32 words that are off by at most limit * max(|value|, unit); NaN equals NaN."""
+    """Returns what tells whether fp32 words are off by more than limit * max(|value|, unit); NaN equals NaN."""
 
     def difference(found: Tensor, expected: Tensor) -> str:
         x, y = (tensor.to(torch.int32).view(torch.float32).double() for tensor in (found, expected))
@@ -348,7 +348,7 @@ def _addresses() -> Words:
 
 
 def _neighbours(words: Words) -> Words:
-    """The next CTA's words plus its rank in the cluster; then cluster, its size, the CTA's own rank."""
+    """Returns the next CTA's words plus its rank in the cluster; then cluster, its size, the CTA's own rank."""
     rows = []
     for cta in range(8):
         rank = cta % CLUSTER

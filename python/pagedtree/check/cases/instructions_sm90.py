@@ -32,7 +32,7 @@ THREAD = np.arange(THREADS)
 
 
 def given_words(numbers: list[int], own: np.ndarray, image: np.ndarray) -> Words:
-    """[threads, words] of the numbers, uint32 [threads, 4, 4] and the bytes that shared memory is to hold."""
+    """Returns [threads, words] of the numbers, uint32 [threads, 4, 4] and the bytes that shared memory is to hold."""
     told = np.zeros(NUMBERS, np.uint32)
     told[: len(numbers)] = np.array(numbers, np.int64).astype(np.uint32)
     held = np.zeros(IMAGE_BYTES, np.uint8)
@@ -49,7 +49,7 @@ def any_words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def given_back(columns: np.ndarray) -> Words:
-    """[threads, up to 128 words] with zeros after them, which the kernel has not written."""
+    """Returns [threads, up to 128 words] with zeros after them, which the kernel has not written."""
     out = np.zeros((THREADS, OUT), np.uint32)
     out[:, : columns.shape[1]] = columns
     return out
@@ -76,15 +76,15 @@ class Layout:
     accumulates: bool
 
     def k_major(self, rows: int) -> np.ndarray:
-        """Byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, of which the chunk c of 16 is at c xor row % 8; eight
-        rows follow each other, and `stride` leads to the next eight. The leading offset means nothing."""
+        """Returns byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, of which the chunk c of 16 is at c xor row %
+        8; eight rows follow each other, and `stride` leads to the next eight. The leading offset means nothing."""
         row, k = np.arange(rows)[:, None], np.arange(128)
         chunk = k % 64 // 8 ^ row % 8
         return k // 64 * self.panel + row // 8 * self.stride + row % 8 * 128 + chunk * 16 + k % 8 * 2
 
     def n_major(self, columns: int) -> np.ndarray:
-        """Byte offsets [columns, 128 k]. The same with 64 columns of one k in 128 bytes: `stride` leads from eight k to
-        the next eight, `leading` from 64 columns to the next 64."""
+        """Returns byte offsets [columns, 128 k]. The same with 64 columns of one k in 128 bytes: `stride` leads from
+        eight k to the next eight, `leading` from 64 columns to the next 64."""
         n, k = np.arange(columns)[:, None], np.arange(128)
         chunk = n % 64 // 8 ^ k % 8
         return n // 64 * self.leading + k // 8 * self.stride + k % 8 * 128 + chunk * 16 + n % 8 * 2
@@ -108,8 +108,8 @@ def image_of(*matrices: tuple[int, np.ndarray, np.ndarray]) -> np.ndarray:
 
 
 def left_registers(elements: np.ndarray) -> np.ndarray:
-    """A of one step [64, 16], as a thread's four words: two neighbours of row g and of row g + 8, then of the other
-    eight k, where g is the lane's quad in the 16 rows of its warp."""
+    """Returns A of one step [64, 16], as a thread's four words: two neighbours of row g and of row g + 8, then of the
+    other eight k, where g is the lane's quad in the 16 rows of its warp."""
     word = np.arange(4)
     row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + word % 2 * 8
     k = (THREAD % 4 * 2)[:, None] + word // 2 * 8
@@ -117,7 +117,7 @@ def left_registers(elements: np.ndarray) -> np.ndarray:
 
 
 def sums_of_threads(product: np.ndarray, first: int, accumulates: bool) -> Words:
-    """[threads, N / 2] words of D [64, N], to which the words' places from `first` on are added, if at all."""
+    """Returns [threads, N / 2] words of D [64, N], to which the words' places from `first` on are added, if at all."""
     register = np.arange(product.shape[1] // 2)
     row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + register % 4 // 2 * 8
     column = (THREAD % 4 * 2)[:, None] + register // 4 * 8 + register % 2
@@ -130,8 +130,8 @@ def k_slice(step: int) -> slice:
 
 
 def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
-    """`Layout` of instructions_sm90.cu. A step's operand begins 32 bytes behind the one before, in the same rows, or
-    where B is N-major with the next 16 k."""
+    """Returns `Layout` of instructions_sm90.cu. A step's operand begins 32 bytes behind the one before, in the same
+    rows, or where B is N-major with the next 16 k."""
     k_major = [step // 4 * layout.panel + step % 4 * 32 for step in layout.steps]
     n_major = [step * 2 * layout.stride for step in layout.steps]
     starts = [x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)]
@@ -172,7 +172,7 @@ def multiplications(kind: str, dtype: torch.dtype, n: int) -> list[Vector]:
 
 
 def groups() -> list[Vector]:
-    """Two steps in D of the older group, two in that of the newer."""
+    """Runs two steps in D of the older group, two in that of the newer."""
     layout, rng = k_major_layouts(64)[1], np.random.default_rng(2)
     a, b = small_integers(rng, 64), small_integers(rng, 64)
     image = image_of(*((at, layout.k_major(64), bits(x, torch.float16)) for at, x in ((0, a), (B_BEGINS, b))))
@@ -182,7 +182,7 @@ def groups() -> list[Vector]:
 
 
 def written_again() -> list[Vector]:
-    """Two steps of other operands, which come to lie where the first were. Each of the images has 32 KB."""
+    """Runs two steps of other operands, which come to lie where the first were. Each of the images has 32 KB."""
     layout, rng, steps = Layout(16, 1024, PANEL_BYTES, (0, 5, 0, 0), True), np.random.default_rng(3), (0, 5)
     images, sums = [], []
     for i in range(2):
@@ -233,8 +233,8 @@ BOXES = [(64, 0, 1, 1), (0, -1, 0, 2), (32, 3, 2, 3), (96, 1, 0, 0)]
 
 
 def loads() -> list[Vector]:
-    """The rows of 128 bytes of a box, slots first, then heads, then pages. The chunk c of 16 bytes is at c xor row % 8;
-    outside the tensor are zeros."""
+    """Returns the rows of 128 bytes of a box, slots first, then heads, then pages. The chunk c of 16 bytes is at c xor
+    row % 8; outside the tensor are zeros."""
     tensor = np.random.default_rng(7).integers(1, 2**16, (4, 5, 3, 128), dtype=np.uint16)  # pages, slots, heads
     columns = []
     for x, y, z, w in BOXES:

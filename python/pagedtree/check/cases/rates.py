@@ -63,7 +63,7 @@ def scale_of(place: Place) -> Scale:
 
 
 def seconds_of(place: Place, call: Callable[[], Any], calls: int) -> float:
-    """The time of one call: the median of five runs of `calls` calls, after one to warm up."""
+    """Returns the time of one call: the median of five runs of `calls` calls, after one to warm up."""
     call()
     times = []
     for _ in range(5):
@@ -184,7 +184,7 @@ def _append(place: Place, scale: Scale) -> Work:
 
 
 def _compact(place: Place, scale: Scale) -> Work:
-    """Each sequence accepts 8 of 64 nodes, in all layers."""
+    """Lets each sequence accept 8 of 64 nodes, in all layers."""
     batch, nodes, device = scale.batch, 64, place.device
     caches = _caches(place, scale, batch * nodes, scale.layers)
     table = torch.arange(batch * nodes // PAGE_SIZE, dtype=torch.int32, device=device).view(batch, -1)

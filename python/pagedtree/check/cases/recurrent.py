@@ -45,7 +45,7 @@ def cases() -> Iterator[Case]:
 
 
 def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Tensor | None, int, int]:
-    """The trees, with three rows of padding, or cu_seqlens; how many rows and sequences there are."""
+    """Returns the trees, with three rows of padding, or cu_seqlens; how many rows and sequences there are."""
     if sizes is None:
         return None, offsets(LENGTHS), sum(LENGTHS), len(LENGTHS)
     parents = [parent for b, n in enumerate(sizes) if n for parent in random_tree(b, n, reach).parents.tolist()]
@@ -55,7 +55,7 @@ def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Te
 
 
 def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
-    """The path to the middle node of each tree; none for the first one."""
+    """Returns the path to the middle node of each tree; none for the first one."""
     if trees is None:
         return ()
     nodes, accepted = [], []

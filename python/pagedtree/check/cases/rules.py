@@ -99,7 +99,7 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
 
 
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
-    """[N, V]: near the target's distribution, with entries that do not count as probabilities."""
+    """Returns [N, V]: near the target's distribution, with entries that do not count as probabilities."""
     logits = problem.logits.float().nan_to_num(0, 60, -60)
     near = (logits + torch.randn(logits.shape, generator=seeded(seed))).softmax(-1)
     if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
@@ -189,7 +189,7 @@ def _probabilities(row: Tensor) -> list[float]:
 
 
 def first_above(weights: Sequence[float], coin: float) -> int:
-    """The first token with cdf > coin."""
+    """Returns the first token with cdf > coin."""
     cdf = np.cumsum(np.array(weights, dtype=np.float64))
     return int(np.searchsorted(cdf, coin * cdf[-1], side="right"))
 

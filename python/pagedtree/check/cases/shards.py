@@ -46,7 +46,7 @@ class _Meeting:
         self.brought: list[Tensor | None] = [None] * size
 
     def every(self, rank: int, words: Tensor) -> Tensor:
-        """[P, ...]: what each rank brings."""
+        """Returns [P, ...]: what each rank brings."""
         self.brought[rank] = words
         self.barrier.wait()
         gathered = torch.stack([tensor for tensor in self.brought if tensor is not None])
@@ -149,7 +149,7 @@ def cases() -> Iterator[Case]:
 
 
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
-    """The optional arguments of a part: this rank's columns of the mask."""
+    """Returns the optional arguments of a part: this rank's columns of the mask."""
     if "grammar_mask" not in options:
         return options
     return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
@@ -162,7 +162,7 @@ def _streams(place: Place, batch: int) -> dict[str, Any]:
 
 def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Place], Results],
           part: Callable[[Place, VocabShards], Results]) -> Case:  # fmt: skip
-    """The parts' results against the whole's, which the CPU backend finds."""
+    """Compares the parts' results with the whole's, which the CPU backend finds."""
 
     def expected() -> Results:
         return {f"{key} on rank {rank}": x for rank in range(len(sizes)) for key, x in whole(CPU).items()}

@@ -83,7 +83,7 @@ def tensors_of(batch: int) -> Sampling:
 
 
 def sampling_of(sampling: Sampling, b: int) -> Sampling:
-    """The parameters of sequence b, as numbers; NaN turns a parameter off."""
+    """Returns the parameters of sequence b, as numbers; NaN turns a parameter off."""
     off = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     numbers = {name: value[b].item() if isinstance(value, Tensor) else value for name, value in sampling.items()}
     return {name: off[name] if value != value else value for name, value in numbers.items()}
@@ -151,7 +151,7 @@ class Problem:
         return len(self.parents)
 
     def place(self, place: Place) -> tuple[tuple[Tensor, Tensor, TreeBatch], dict[str, Any]]:
-        """(logits, draft_tokens, trees) and the optional tensors, at a place."""
+        """Returns (logits, draft_tokens, trees) and the optional tensors, at a place."""
         rows = self.logits.shape[0]
         flat = [parent for tree in self.parents for parent in tree]
         parents = int32(flat + [-1] * (rows - len(flat)))
@@ -163,7 +163,8 @@ class Problem:
         return (place.put(self.logits), place.put(self.drafts), trees), given
 
     def tree(self, b: int) -> Tree:
-        """One of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the target."""
+        """Returns one of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the
+        target."""
         begin = sum(map(len, self.parents[:b]))
         linked = link(self.parents[b], self.max_nodes, self.max_depth)
         vocab = self.logits.shape[1]
@@ -276,7 +277,7 @@ def problems() -> Iterator[Problem]:
 
 
 def with_draft_vocabulary(problem: Problem) -> Problem:
-    """The same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it."""
+    """Returns the same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it."""
     vocab = problem.logits.shape[1]
     to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     ids = {int(x): i for i, x in enumerate(to_target)}

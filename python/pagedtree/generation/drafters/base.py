@@ -86,13 +86,14 @@ class FeatureRows:
     features: Tensor
 
     def known(self) -> list[tuple[GeneratedSequence, int, Tensor]]:
-        """For each sequence that read known tokens: it, the first one's position, and their features, [count, F]."""
+        """Returns for each sequence that read known tokens: it, the first one's position, and their features, [count,
+        F]."""
         parts = self.features[: sum(self.counts)].split(self.counts)
         return list(zip(self.sequences, self.start, parts, strict=False))
 
     def accepted(self, result: StepResult) -> list[tuple[GeneratedSequence, int, Tensor]]:
-        """For each sequence that decoded: it, its root's position, and the features of the root and of the tokens that
-        it got, but for the newest, which no pass has read yet.
+        """Returns for each sequence that decoded: it, its root's position, and the features of the root and of the
+        tokens that it got, but for the newest, which no pass has read yet.
 
         result: what `observe` is told of the same pass.
         """
@@ -151,18 +152,19 @@ class Drafter:
     tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
 
     def check_target(self, model: PackedModel) -> None:
-        """Called before `begin` with the target; raises ValueError for one that this drafter is not made for: of other
-        sizes, or on another device.
+        """Is called before `begin` with the target; raises ValueError for one that this drafter is not made for: of
+        other sizes, or on another device.
         """
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        """Called before `begin` with the sequences of a call; raises ValueError for what this drafter cannot serve."""
+        """Is called before `begin` with the sequences of a call; raises ValueError for what this drafter cannot
+        serve."""
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        """A call of `generate` starts: nothing is known about any sequence. sampling: how it chooses tokens."""
+        """Begins a call of `generate`: nothing is known about any sequence. sampling: how it chooses tokens."""
 
     def end(self) -> None:
-        """The call of `generate` is over, or has failed."""
+        """Ends the call of `generate`, which is over, or has failed."""
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
         """Names the sequences that the rows of the next `propose` stand for.
@@ -171,7 +173,7 @@ class Drafter:
         """
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Called with what `propose` will get, while the target is still at work."""
+        """Is called with what `propose` will get, while the target is still at work."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
@@ -191,7 +193,7 @@ class Drafter:
         raise NotImplementedError
 
     def confidence(self) -> Tensor | None:
-        """fp32 [N]: the joint log-probability of each node of the last proposal by the drafter, for
+        """Returns fp32 [N]: the joint log-probability of each node of the last proposal by the drafter, for
         `generate(tree="auto")`, which corrects it by what is accepted. None: not known.
         """
         return None

@@ -152,7 +152,8 @@ class BlockDrafter(Drafter):
         return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
-        """One pass of the draft model: states [B, depth, H] of the tokens behind roots [B] at positions start [B]."""
+        """Runs one pass of the draft model: states [B, depth, H] of the tokens behind roots [B] at positions start
+        [B]."""
         sequences, config = self._selected, self.model.config
         size, batch = config.block_size, len(self._selected)
         for sequence in sequences:

@@ -155,7 +155,8 @@ class BlockDraftConfig:
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """The contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read one."""
+        """Returns the contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read
+        one."""
         values = {name: v for name, v in asdict(self).items() if v is not None and v != () and name != "rotary"}
         for name in OWN:  # keys that DFlash does not know
             if not values.get(name):
@@ -181,7 +182,7 @@ class BlockDraftConfig:
         return (self.sliding_window or 0) if self._is_sliding(layer) else 0
 
     def two_sided_window(self, layer: int) -> int:
-        """The window of a sliding layer that is not causal; 0 for other layers."""
+        """Returns the window of a sliding layer that is not causal; 0 for other layers."""
         return 0 if self._is_causal(layer) or not self._is_sliding(layer) else self.sliding_window or 0
 
     def _is_sliding(self, layer: int) -> bool:
@@ -204,7 +205,7 @@ class BlockDraftConfig:
 
 
 def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
-    """The layers that DFlash reads where the file has none: spread over the target's."""
+    """Returns the layers that DFlash reads where the file has none: spread over the target's."""
     if "num_target_layers" not in found:
         return ()
     count = found.integer("num_target_layers", least=5, most=MAX_LAYERS)
@@ -214,7 +215,7 @@ def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
 
 
 def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
-    """The kind of a model that speculators wrote, and its entries by DFlash's names."""
+    """Returns the kind of a model that speculators wrote, and its entries by DFlash's names."""
     kind = top.word("speculators_model_type", tuple(ARCHITECTURES), "dflash")
     top.words("architectures", ARCHITECTURES[kind])
     layer = top.section("transformer_layer_config")

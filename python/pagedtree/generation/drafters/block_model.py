@@ -178,7 +178,7 @@ class BlockDraftModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
-        """A block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
+        """Returns a block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
         Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of a
         checkpoint that is not as the class says, or not for this model, or of entries and tensors that are not known;
@@ -214,7 +214,7 @@ class BlockDraftModel(nn.Module):
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
-    """The tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
+    """Returns the tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
     layer = layer_shapes(bias=config.attention_bias, has_norms=True)
     if config.conv_kernel_size is not None:
         for name in ("attention_conv", "mlp_conv"):

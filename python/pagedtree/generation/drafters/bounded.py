@@ -19,7 +19,7 @@ __all__ = ["bounded", "trees_of", "without_padding"]
 
 
 def bounded(drafter: Drafter) -> Drafter:
-    """`drafter`, whose proposals end where nodes are of no more use to their sequence.
+    """Returns `drafter`, whose proposals end where nodes are of no more use to their sequence.
 
         for s in sequences:
             # A draft model can read the parent of a node at most at its last position.
@@ -130,7 +130,7 @@ class _Bounded:
         self._drafter.capture(model, sequences, batch_size)
 
     def _last_of(self, sequence: GeneratedSequence) -> int:
-        """The last position at which a node of the sequence is of use."""
+        """Returns the last position at which a node of the sequence is of use."""
         last = sequence.max_length - 2
         return last if self._num_positions is None else min(last, self._num_positions)
 
@@ -147,7 +147,8 @@ class _Bounded:
 
 
 def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
-    """The nodes that are at most limits[b] deep, limits int32 [B], and every root; int32 [N]: their rows in `draft`.
+    """Returns the nodes that are at most limits[b] deep, limits int32 [B], and every root; int32 [N]: their rows in
+    `draft`.
 
     Runs on the device alone, with as many rows as before; the last ones are padding.
     """
@@ -160,8 +161,8 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
-    """Some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one behind
-    the other. Synchronises.
+    """Returns some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one
+    behind the other. Synchronises.
     """
     bounds: list[tuple[int, int]] = []
     before = 0

@@ -90,7 +90,7 @@ class ConfigEntries:
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number above 0. Without a default the entry must be there."""
+        """Returns a finite number above 0. Without a default the entry must be there."""
         value = self.value(key, default)
         if not (_is_integer(value) and value < 1 << 63) and not isinstance(value, float):
             self.refuse(key, "a number above 0")
@@ -105,28 +105,28 @@ class ConfigEntries:
         return value
 
     def integers(self, key: str, *, least: int, most: int = MAX_SIZE) -> tuple[int, ...]:
-        """A list of integers from `least` to `most`; () where there is none."""
+        """Returns a list of integers from `least` to `most`; () where there is none."""
         values = self.value(key, [])
         if not isinstance(values, (list, tuple)) or not all(_is_integer(v) and least <= v <= most for v in values):
             self.refuse(key, f"a list of integers from {least} to {most}")
         return tuple(values)
 
     def word(self, key: str, known: Collection[str], default: str) -> str:
-        """One of these words."""
+        """Returns one of these words."""
         value = self.value(key, default)
         if not isinstance(value, str) or value not in known:
             self.refuse(key, f"one of {', '.join(known)}")
         return value
 
     def words(self, key: str, known: Collection[str]) -> tuple[str, ...]:
-        """A list of some of these words; () where there is none."""
+        """Returns a list of some of these words; () where there is none."""
         values = self.value(key, [])
         if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v in known for v in values):
             self.refuse(key, f"a list of {', '.join(known)}")
         return tuple(values)
 
     def section(self, key: str) -> ConfigEntries:
-        """An object in the object, with no entries where there is none."""
+        """Returns an object in the object, with no entries where there is none."""
         return ConfigEntries(self.value(key, {}), f"{self.where}: {key}")
 
     def only(self, **values: Any) -> None:

@@ -179,7 +179,7 @@ class CombinedDrafter(Drafter):
         return given
 
     def _choose(self) -> list[int]:
-        """The drafter of each selected sequence."""
+        """Returns the drafter of each selected sequence."""
         size = len(self._selected)
         if self._levels == 0 and not all(self.is_lookup):  # no model may run
             return [self.is_lookup.index(True)] * size

@@ -101,7 +101,7 @@ class EagleDrafter(TreeGrower):
         return self._of_target(draft)
 
     def _of_target(self, draft: Draft) -> Draft:
-        """The draft in the target's tokens."""
+        """Returns the draft in the target's tokens."""
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
@@ -142,7 +142,7 @@ class EagleDrafter(TreeGrower):
             self.cache.trim(sequence.index, sequence.root)
 
     def _guess_fixed(self, tokens: Tensor, lengths: Tensor, active: Tensor | None, rows: Tensor) -> Draft:
-        """The trees in a captured step, on the device alone, which first reads what the step before gave."""
+        """Grows the trees in a captured step, on the device alone, which first reads what the step before gave."""
         assert self._fixed is not None
         table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
         counts = self._fixed.counts.index_select(0, rows)
@@ -166,12 +166,12 @@ class EagleDrafter(TreeGrower):
         return self._grow_under(states.index_select(0, last), table, (lengths - 2).clamp(min=0), active)
 
     def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
-        """The trees of the selected sequences, in tokens of the draft vocabulary."""
+        """Returns the trees of the selected sequences, in tokens of the draft vocabulary."""
         # The head's row of the root's token stands at the place of the token before it, whose features it has.
         return self._grow_under(self._read_until(self._unread_ends(), table), table, lengths - 2)
 
     def _grow_under(self, states: Tensor, table: Tensor, start: Tensor, active: Tensor | None = None) -> Draft:
-        """The trees under the roots, where the head gave these states."""
+        """Returns the trees under the roots, where the head gave these states."""
         self._states = states
         roots = torch.zeros_like(start).long()
         draft = self._grow(self.head.logits(states), roots, table, start, self._sampling, active)

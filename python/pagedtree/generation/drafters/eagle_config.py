@@ -189,7 +189,7 @@ class EagleConfig:
         )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """The target's layers, of which it has `num_layers`, whose outputs the head reads."""
+        """Returns the target's layers, of which it has `num_layers`, whose outputs the head reads."""
         layers = self.by_output  # SGLang's
         if not layers:  # vLLM's, and where both look without an entry
             layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))
@@ -203,7 +203,7 @@ class EagleConfig:
         return layers
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:
-        """The tensors of a checkpoint, for each its sizes by the names of `sizes`."""
+        """Returns the tensors of a checkpoint, for each its sizes by the names of `sizes`."""
         of_layer = partial(layer_shapes, bias=self.attention_bias, has_norms=self.has_head_norms)
         layer = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
         shapes = {
@@ -240,7 +240,8 @@ class EagleConfig:
 
 
 def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:
-    """An entry at the top of the file or in eagle_config, where NVIDIA's heads have it; False if there is none."""
+    """Returns an entry at the top of the file or in eagle_config, where NVIDIA's heads have it; False if there is
+    none."""
     value = top.flag(name, False)
     found = inner.flag(name, value)
     if name in top and found != value:

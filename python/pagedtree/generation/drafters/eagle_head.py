@@ -146,7 +146,7 @@ class EagleHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The target's features [T, F] to states [T, H]."""
+        """Turns the target's features [T, F] into states [T, H]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -156,7 +156,8 @@ class EagleHead(nn.Module):
         return states
 
     def unknown_state(self) -> Tensor:
-        """[1, H]: the state in place of the features of a token that is not known. ValueError for EAGLE-3's heads."""
+        """Returns [1, H]: the state in place of the features of a token that is not known. ValueError for EAGLE-3's
+        heads."""
         if self.mask_hidden is None:
             raise ValueError("head: expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3")
         return self.fuse(self.mask_hidden[0])
@@ -206,7 +207,8 @@ class EagleHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
-        """The head for `model`, on its device and in its dtype, from a folder as SGLang, vLLM or speculators write it.
+        """Returns the head for `model`, on its device and in its dtype, from a folder as SGLang, vLLM or speculators
+        write it.
 
         Without d2t the draft vocabulary is the target's. Where a tensor embed_tokens.weight or lm_head.weight is
         missing, the target's rows stand in for it. Config and shapes are checked before any weight is read. ValueError

@@ -28,7 +28,7 @@ DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "couple
 
 
 def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
-    """[N]: of the candidates' scores [B, C] those of the nodes that `rerank_tree` chose by them."""
+    """Returns [N]: of the candidates' scores [B, C] those of the nodes that `rerank_tree` chose by them."""
     best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
     chosen = scores.gather(1, best)
     return chosen[chosen > -torch.inf]
@@ -156,7 +156,7 @@ class TreeGrower(Drafter):
         return draft
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
-        """One pass over the frontiers; returns logits [B * F, V]."""
+        """Runs one pass over the frontiers; returns logits [B * F, V]."""
         raise NotImplementedError
 
     def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
@@ -188,7 +188,7 @@ class TreeGrower(Drafter):
         return step, torch.tensor(places).to(self.device)
 
     def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
-        """The page table of these sequences, with room for a tree."""
+        """Returns the page table of these sequences, with room for a tree."""
         for sequence in sequences:
             self.cache.reserve_growing(sequence.index, sequence.root + self.max_kv_nodes)
         return [self.cache.pages(sequence.index) for sequence in sequences]

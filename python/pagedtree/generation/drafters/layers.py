@@ -96,7 +96,7 @@ class Attention(nn.Module):
         return _rotated(keys, rotation), self._heads(self.v_proj(states))
 
     def output(self, heads: Tensor) -> Tensor:
-        """Heads' results [..., Hq, D] to [..., hidden_size]."""
+        """Turns heads' results [..., Hq, D] into [..., hidden_size]."""
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:
-    """The tensors of a layer with its two norms, for each its sizes by the names of `sizes_by_name`.
+    """Returns the tensors of a layer with its two norms, for each its sizes by the names of `sizes_by_name`.
 
     inputs, bias: see `Attention`. has_norms: whether queries and keys have one.
     """
@@ -173,7 +173,7 @@ def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: 
 
 
 def sizes_by_name(sizes: LayerSizes) -> dict[str, int]:
-    """The sizes that `layer_shapes` names."""
+    """Returns the sizes that `layer_shapes` names."""
     return {
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,

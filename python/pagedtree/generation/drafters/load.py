@@ -63,7 +63,8 @@ def load_drafter(
 
 
 def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None = None) -> Format:
-    """The format of a folder by its config.json; ValueError, with the entry that tells, for one that is not read."""
+    """Returns the format of a folder by its config.json; ValueError, with the entry that tells, for one that is not
+    read."""
     of_speculators = OF_SPECULATORS if of_models is None else {**OF_SPECULATORS, "mtp": of_models}
     if "speculators_model_type" in entries:
         kind = entries.word("speculators_model_type", tuple(of_speculators), "")

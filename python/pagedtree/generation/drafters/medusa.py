@@ -86,7 +86,8 @@ class MedusaHeads(nn.Module):
         return getattr(self._lm_head[0], "out_features", None) if self.outputs is None else self.outputs.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., hidden], normalised as `lm_head` takes them, to logits [..., num_heads, vocab]."""
+        """Turns hidden states [..., hidden], normalised as `lm_head` takes them, into logits [..., num_heads,
+        vocab]."""
         update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
         states = hidden.unsqueeze(-2) + F.silu(update)
         if self.outputs is not None:
@@ -167,7 +168,8 @@ class MedusaHeads(nn.Module):
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
-    """The likeliest tree of `num_nodes` nodes, if each of a head's guesses is right half as often as the one before.
+    """Returns the likeliest tree of `num_nodes` nodes, if each of a head's guesses is right half as often as the one
+    before.
 
     A path of child ranks r1, r2, ... is then right with probability 2^-(r1 + 1) * 2^-(r2 + 1) * ...
     """

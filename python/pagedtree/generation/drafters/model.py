@@ -86,7 +86,7 @@ class ModelDrafter(TreeGrower):
         self._table: Tensor | None = None  # the page table of the last proposal
 
     def pack(self, model: Any) -> PackedModel:
-        """`model` as the drafter runs it; adapters take models of their library and override this."""
+        """Returns `model` as the drafter runs it; adapters take models of their library and override this."""
         return cast(PackedModel, model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
@@ -217,7 +217,7 @@ class ModelDrafter(TreeGrower):
         return True
 
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
-        """One causal pass over the next tokens of each; returns which are read to their end, and their logits."""
+        """Runs one causal pass over the next tokens of each; returns which are read to their end, and their logits."""
         tokens: list[int] = []
         complete, rows = [], []
         step, positions = self._causal_step([(s, self._cached[s.index], count) for s, count in chunks])

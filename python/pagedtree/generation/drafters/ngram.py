@@ -71,14 +71,14 @@ class NgramDrafter(Drafter):
         return draft
 
     def confidence(self) -> Tensor | None:
-        """The longer the text before a guess is the same as earlier, the likelier it is (SuffixDecoding, Oliaro et al.,
-        2024, scores its guesses in this way).
+        """Returns fp32 [N]: the longer the text before a guess is the same as earlier, the likelier it is
+        (SuffixDecoding, Oliaro et al., 2024, scores its guesses in this way).
         """
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
-        """[B]: how many of each text's last tokens stood before the first guess of the last proposal earlier, at most
-        `max_ngram`; 0 without a guess. On the host.
+        """Returns [B]: how many of each text's last tokens stood before the first guess of the last proposal earlier,
+        at most `max_ngram`; 0 without a guess. On the host.
         """
         assert self._proposed is not None
         trees = self._proposed[2].trees
@@ -137,7 +137,7 @@ class NgramDrafter(Drafter):
         self._rejected.pop(sequence.index, None)
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """The rejected predictions of the selected sequences, with -1 in front where there are fewer."""
+        """Returns the rejected predictions of the selected sequences, with -1 in front where there are fewer."""
         if not self._rejected:
             return None
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]

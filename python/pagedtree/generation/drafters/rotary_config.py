@@ -47,7 +47,7 @@ class Rotary(NamedTuple):
         return cls(kind, theta, values)
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """fp32 [head_dim / 2]: angles of a step of one position."""
+        """Returns fp32 [head_dim / 2]: angles of a step of one position."""
         steps = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if self.kind == "default":
             return steps

@@ -74,7 +74,7 @@ class SuffixDrafter(NgramDrafter):
         return super()._copied()
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """[B, E]: what former answers had, the best run last."""
+        """Returns [B, E]: what former answers had, the best run last."""
         most = RUNS_OF_A_BRANCH * self.max_branches
         found = [
             self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)

@@ -79,8 +79,8 @@ class TextMemory:
             self._newest[hashes[is_last]] = ends[is_last]
 
     def continuations(self, end: Sequence[int], length: int, most: int) -> NDArray[np.int64]:
-        """What stood at the places where former texts end as this one does: int64 [n, max_ngram + length + 1], n <=
-        `most`.
+        """Returns what stood at the places where former texts end as this one does: int64 [n, max_ngram + length + 1],
+        n <= `most`.
 
         A row has the tokens up to the place, of which the last ones are equal, then `length` tokens behind it; -1 where
         there are none, between two texts, and at its end. The best row is the last one: of more equal tokens, then of a
@@ -116,7 +116,7 @@ class TextMemory:
         return ((total * np.uint64(FACTOR)) >> np.uint64(self._shift)).astype(np.int64)
 
     def _hash_of(self, tokens: Sequence[int]) -> int:
-        """The same of `context` tokens; a dozen calls of numpy would take longer than all the rest."""
+        """Returns the same of `context` tokens; a dozen calls of numpy would take longer than all the rest."""
         total = 0
         for token in tokens:
             total = (total ^ token) * FACTOR & MASK

@@ -151,7 +151,7 @@ def _attend_dense(
 
 
 def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
-    """The words of a mask, which all layers of a pass share: they stay with it until somebody writes to it."""
+    """Returns the words of a mask, which all layers of a pass share: they stay with it until somebody writes to it."""
     if torch.compiler.is_compiling() or mask.is_inference():  # where nobody could tell that it was written to
         return _pack_mask(mask, *sizes)
     made_for, words = getattr(mask, "_pagedtree_words", (None, None))
@@ -162,7 +162,8 @@ def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
 
 
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:
-    """A 4-D mask of transformers as int32 [B * T, ceil(S / 32)]: bit j % 32 of word j // 32 = key j is visible."""
+    """Returns a 4-D mask of transformers as int32 [B * T, ceil(S / 32)]: bit j % 32 of word j // 32 = key j is
+    visible."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         raise ValueError(
             f'attention implementation "{NAME}": `attention_mask` must be [B, 1, T, S], got {list(mask.shape)}'

@@ -13,7 +13,7 @@ ANSWER = "xanswerx"
 
 
 def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list[int]:
-    """The ids of a conversation that waits for the model's answer.
+    """Returns the ids of a conversation that waits for the model's answer.
 
     The template writes all special tokens, so the tokenizer adds none.
 
@@ -34,7 +34,7 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """The special token behind an answer, if the template writes one: it ends the text, as EOS tokens do.
+    """Returns the special token behind an answer, if the template writes one: it ends the text, as EOS tokens do.
 
     Some generation configs have only the token that ends a whole document.
     """

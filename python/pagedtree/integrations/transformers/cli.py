@@ -213,13 +213,13 @@ def _sampling(
 
 
 def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
-    """Each text as tokens, also with a space in front: most tokenizers have other tokens for that."""
+    """Returns each text as tokens, also with a space in front: most tokenizers have other tokens for that."""
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def _read(args: argparse.Namespace) -> tuple[str, str | None]:
-    """The prompt, and the schema or the grammar; before a checkpoint is loaded, refuses what will not do."""
+    """Returns the prompt, and the schema or the grammar; before a checkpoint is loaded, refuses what will not do."""
     if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
         raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
     if args.system is not None and not args.chat:
@@ -250,7 +250,7 @@ def _grammars(
     text: str | None,
     args: argparse.Namespace,
 ) -> list[GrammarMatcher] | None:
-    """A matcher of the schema or grammar for each outcome."""
+    """Returns a matcher of the schema or grammar for each outcome."""
     if text is None:
         return None
     option, path = ("--json-schema", args.json_schema) if args.json_schema else ("--grammar", args.grammar)

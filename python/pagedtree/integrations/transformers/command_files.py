@@ -17,7 +17,8 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def read_text(option: str, path: str, stdin: bool = False) -> str:
-    """A text in UTF-8, with or without a byte order mark, its line ends as they are. stdin: "-" is standard input.
+    """Returns a text in UTF-8, with or without a byte order mark, its line ends as they are. stdin: "-" is standard
+    input.
 
     Raises ValueError, which names the option, for a file that cannot be read or is not UTF-8.
     """

@@ -36,7 +36,8 @@ BF16_ISAS = {"avx512", "amx"}
 
 
 def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
-    """The target, in the dtype of --dtype, else in the checkpoint's, or in float32 where the CPU is slow in that."""
+    """Returns the target, in the dtype of --dtype, else in the checkpoint's, or in float32 where the CPU is slow in
+    that."""
     print(f"loading {name}", file=sys.stderr)
     with errors_of(option, name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[args.dtype or "auto"])
@@ -48,7 +49,7 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
 
 
 def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
-    """The drafter, of its own sizes where no option says otherwise, and of chains for rule "block"."""
+    """Returns the drafter, of its own sizes where no option says otherwise, and of chains for rule "block"."""
     sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     for name, size in sizes.items():
         if size < 1:
@@ -83,7 +84,7 @@ def _deep(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_draft(args: argparse.Namespace, target: Any) -> Any:
-    """The draft model, in the target's dtype."""
+    """Returns the draft model, in the target's dtype."""
     name = model_folder("--draft", args.draft)
     print(f"loading {name}", file=sys.stderr)
     with errors_of("--draft", name):

@@ -71,7 +71,7 @@ def _check_cache(model: nn.Module) -> None:
 
 
 def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """`attention_forward` for "paged|eager", a name under which ordinary passes would miss their padding masks.
+    """Is `attention_forward` for "paged|eager", a name under which ordinary passes would miss their padding masks.
 
     Raises ValueError for an ordinary pass.
     """

@@ -36,7 +36,7 @@ def attend_continuous(
     options: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """A packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
+    """Attends in a packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
 
     window: 0 = none, None = the cache's. kwargs are those of transformers' pass: its cache, the slots to write
     (write_index) and those of each request's whole sequence (read_index). Full attention writes and reads the cache in
@@ -70,13 +70,14 @@ def attend_continuous(
 
 
 def _page_table(index: Tensor, cu_seqlens_k: Tensor, longest: int, page_size: int) -> Tensor:
-    """int32 [B, max_pages] of sequences whose slots lie one after the other in `index`, each from a page's start on."""
+    """Returns int32 [B, max_pages] of sequences whose slots lie one after the other in `index`, each from a page's
+    start on."""
     first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device)
     return (index[first.clamp(max=index.shape[0] - 1)] // page_size).int()
 
 
 def _of_kind(values: Any, kind: str) -> Any:
-    """The entry of a layer type; transformers 4.57 leaves the dict out where a model has only one."""
+    """Returns the entry of a layer type; transformers 4.57 leaves the dict out where a model has only one."""
     return values[kind] if isinstance(values, dict) else values
 
 

@@ -98,7 +98,7 @@ def tree_generate(
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:
-    """The length and the EOS tokens at which generation ends."""
+    """Returns the length and the EOS tokens at which generation ends."""
     unknown = [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
     if unknown:
         raise ValueError(f"tree_generate: expected no stopping criterion but length and EOS, got {', '.join(unknown)}")
@@ -108,7 +108,7 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 
 
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """The mask of the prompts; refuses inputs of the model that it does not imply."""
+    """Returns the mask of the prompts; refuses inputs of the model that it does not imply."""
     others = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
     if others:
         raise ValueError(

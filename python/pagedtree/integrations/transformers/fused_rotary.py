@@ -42,7 +42,7 @@ class RotaryLayer:
         self.own: Callable[..., Any] = self._forward.__globals__[FUNCTION]
 
     def forward(self) -> Callable[..., Any]:
-        """The module's own forward, but that it finds our function where it looks for transformers'."""
+        """Runs the module's own forward, but that it finds our function where it looks for transformers'."""
         function = self._forward
         named = {**function.__globals__, FUNCTION: self._rotate}
         copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
@@ -72,7 +72,7 @@ class _Rotated(NamedTuple):
 
 
 def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | None:
-    """The rotation of what came to the attention; None where the layer has rotated it."""
+    """Returns the rotation of what came to the attention; None where the layer has rotated it."""
     rotated, packed.rotated = packed.rotated, None
     if rotated is None:
         return None
@@ -128,7 +128,7 @@ def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -
 
 
 def rotary_layers(model: nn.Module) -> list[RotaryLayer]:
-    """The model's layers that may leave their rotation to the attention."""
+    """Returns the model's layers that may leave their rotation to the attention."""
     return [RotaryLayer(module) for module in model.modules() if hasattr(module, "layer_idx") and _has_function(module)]
 
 

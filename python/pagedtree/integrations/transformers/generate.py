@@ -364,7 +364,7 @@ def _check_graph(
 
 
 def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
-    """The drafter's tuner: what it learnt with this model before is used again."""
+    """Returns the drafter's tuner: what it learnt with this model before is used again."""
     if tree not in (None, "auto"):
         raise ValueError(f'tree: expected None or "auto", got {tree!r}')
     # A captured step drafts the same tree each time, and ranks of shards would choose by clocks of their own.

@@ -101,7 +101,7 @@ def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
-    """The tokens of lists that a list of 0 and 1 keeps."""
+    """Returns the tokens of lists that a list of 0 and 1 keeps."""
     prompts = _lists(prompts)
     if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
         raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")
@@ -109,7 +109,7 @@ def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
 
 
 def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
-    """The tokens of each prompt. pad: what fills the rows of a tensor without a mask, None = nothing."""
+    """Returns the tokens of each prompt. pad: what fills the rows of a tensor without a mask, None = nothing."""
     if isinstance(input_ids, Tensor):
         if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise ValueError(
@@ -159,7 +159,7 @@ def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
 
 
 def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
-    """The tokens that end a sequence: those given, else those of the model's generation config."""
+    """Returns the tokens that end a sequence: those given, else those of the model's generation config."""
     given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
     if given is None:
         return []
@@ -168,7 +168,7 @@ def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
 
 
 def pad_token(model: Any, pad_token_id: Any) -> int | None:
-    """The token that fills rows: the one given, else that of the model's generation config."""
+    """Returns the token that fills rows: the one given, else that of the model's generation config."""
     given = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
     return None if given is None else integer("pad_token_id", given)
 
@@ -183,7 +183,7 @@ def integer(name: str, value: Any) -> int:
 
 
 def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> SamplingParams | None:
-    """The params with one entry per sequence in tensor fields."""
+    """Returns the params with one entry per sequence in tensor fields."""
     if params is None:
         return None
     expanded: dict[str, Any] = {}
@@ -208,7 +208,7 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
 
 
 def options_of(options: Any, num_prompts: int, n: int) -> list[TokenOptions]:
-    """One for each sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
+    """Returns one for each sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
     given = [options] * num_prompts if options is None or isinstance(options, TokenOptions) else options
     every = _of_sequences("options", given, num_prompts, n)
     for each in every:
@@ -231,7 +231,7 @@ def least_lengths(min_new_tokens: Any, max_new_tokens: int, num_prompts: int, n:
 
 
 def grammars_of(grammars: Any, num_sequences: int) -> list[GrammarMatcher | None] | None:
-    """One matcher or None for each sequence; None: no grammars at all."""
+    """Returns one matcher or None for each sequence; None: no grammars at all."""
     if grammars is None:
         return None
     if isinstance(grammars, GrammarMatcher) or not isinstance(grammars, Sequence):
@@ -262,7 +262,7 @@ def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
 
 
 def _of_sequences(name: str, values: Any, num_prompts: int, n: int) -> list[Any]:
-    """One value per sequence, from one per prompt or one per sequence."""
+    """Returns one value per sequence, from one per prompt or one per sequence."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
     if len(values) not in (num_prompts, num_prompts * n):

@@ -82,12 +82,12 @@ class ConfigFields:
         return "do_sample" in self.values
 
     def origin(self) -> str:
-        """The end of a message that refuses request options: which of them the config asks for."""
+        """Returns the end of a message that refuses request options: which of them the config asks for."""
         names = [name for name in self.values if name not in (*SAMPLING, "do_sample", "stop_strings")]
         return f"; generation_config sets {', '.join(names)}: {ADVICE}" if names else ""
 
     def params(self) -> SamplingParams | None:
-        """Its sampling and repetition penalty; None is greedy."""
+        """Returns its sampling and repetition penalty; None is greedy."""
         processors = self._processors(["repetition_penalty", *SAMPLING], [])
         with _named():
             found = read_processors(processors, [], None, [], 0)
@@ -147,7 +147,7 @@ class ConfigFields:
 def config_fields(
     model: Any, *, params: SamplingParams | None = None, rule: str = "auto", given: Mapping[str, Any]
 ) -> ConfigFields:
-    """The fields of `model.generation_config` that a call has to follow.
+    """Returns the fields of `model.generation_config` that a call has to follow.
 
     params, rule: of the call. Params replace all sampling of the config and its repetition penalty; the rule "greedy"
     replaces its sampling. given: what the call's other arguments say, by the names of the fields; None is nothing.

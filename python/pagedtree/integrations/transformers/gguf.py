@@ -28,7 +28,7 @@ TURN = threading.Lock()  # to write; while one thread does, sys.stderr is redire
 
 
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
-    """The checkpoint that a GGUF file holds, as a folder that `from_pretrained` of model and tokenizer loads.
+    """Returns the checkpoint that a GGUF file holds, as a folder that `from_pretrained` of model and tokenizer loads.
 
     The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
     tokenizer and chat template. It says so on standard error, because that takes a while (20 s for 135 million

@@ -24,7 +24,7 @@ LATENT_DIM, ROPE_DIM = 512, 64
 
 
 def latent_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's layers of latent attention that a packed pass runs over their latents.
+    """Returns the model's layers of latent attention that a packed pass runs over their latents.
 
     Layers of other sizes are left out if the heads that they expand are equally wide in keys and values: those are
     cached as those of other models. ValueError says what does not fit of the others.
@@ -83,7 +83,7 @@ def _latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
 def attend_latent(
     step: PagedStep, module: Any, query: Tensor, latents: Tensor, window: int, options: dict[str, Any]
 ) -> Tensor:
-    """Attention of an absorbed layer: query [1, Hq, T, D], latents [1, 1, T, 576] -> [1, T, Hq, Dv]."""
+    """Computes attention of an absorbed layer: query [1, Hq, T, D], latents [1, 1, T, 576] -> [1, T, Hq, Dv]."""
     weight = _weight(module).view(query.shape[1], -1, LATENT_DIM)  # of this rank's heads
     to_keys, to_values = weight.split([module.qk_nope_head_dim, module.v_head_dim], dim=1)
     q_nope, q_rope = query[0].split([module.qk_nope_head_dim, ROPE_DIM], dim=-1)

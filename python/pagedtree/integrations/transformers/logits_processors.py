@@ -68,7 +68,8 @@ class Processors:
     begin_suppress_tokens: list[int] = field(default_factory=list)
 
     def on_params(self, params: SamplingParams | None) -> SamplingParams | None:
-        """`params` (None = greedy) with what the processors ask for. Raises ValueError where both have a say."""
+        """Returns `params` (None = greedy) with what the processors ask for. Raises ValueError where both have a
+        say."""
         if not self.params:
             return params
         # The order of the filters is a property of all of them.
@@ -82,7 +83,7 @@ class Processors:
         return replace(params, **self.params)
 
     def on_options(self, options: TokenOptions, prompt: int) -> TokenOptions:
-        """The options of one outcome of a prompt with what the processors ask for."""
+        """Returns the options of one outcome of a prompt with what the processors ask for."""
         changed: dict[str, Any] = {} if self.penalize_prompt[prompt] else {"penalize_prompt": False}
         if self.bias:
             given = options.bias or {}
@@ -148,7 +149,7 @@ def _place(processor: Any) -> int:
 
 
 def _sampling(processors: list[Any]) -> dict[str, Any]:
-    """The warpers as fields of `SamplingParams`. transformers filters by top_k, then top_p, then min_p."""
+    """Returns the warpers as fields of `SamplingParams`. transformers filters by top_k, then top_p, then min_p."""
     values = {WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in processors if type(p) in WARPERS}
     if {"top_k", "top_p", "min_p"} <= set(values):
         raise ValueError("top_k, top_p, min_p: expected at most two of them (top_k=0 is off), got all")

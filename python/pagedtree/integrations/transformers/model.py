@@ -281,7 +281,7 @@ class _Watched:
 
 
 def decoder_layers(model: Any, indices: Sequence[int]) -> list[nn.Module]:
-    """The decoder layers with these indices; ValueError where the model has no such layers."""
+    """Returns the decoder layers with these indices; ValueError where the model has no such layers."""
     if not indices:
         return []
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model

@@ -119,7 +119,7 @@ class MtpHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """The outputs of the target's last layer, [T, H], to what its output layer reads."""
+        """Turns the outputs of the target's last layer, [T, H], into what its output layer reads."""
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
@@ -146,12 +146,12 @@ class MtpHead(nn.Module):
         return cast(Tensor, self.final_norm(out[0] if isinstance(out, tuple) else out)[0])
 
     def logits(self, states: Tensor) -> Tensor:
-        """What `forward` gave, [..., H], to logits of the target's tokens."""
+        """Turns what `forward` gave, [..., H], into logits of the target's tokens."""
         return cast(Tensor, self._of_target[1](states))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
-        """The first MTP layer for `model` from its own checkpoint, or from a folder that speculators wrote.
+        """Returns the first MTP layer for `model` from its own checkpoint, or from a folder that speculators wrote.
 
         Names, shapes and types are checked before any weight is read. ValueError names the tensor that is missing, not
         known or of another form; OSError is raised for files that cannot be read.
@@ -208,7 +208,8 @@ class MtpDrafter(EagleDrafter):
 
 
 def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
-    """A copy of the model's last layer with full attention, the only layer of its cache, and the config that it has."""
+    """Returns a copy of the model's last layer with full attention, the only layer of its cache, and the config that it
+    has."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     fits = [i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS and kind != "sliding_attention"]
@@ -236,7 +237,8 @@ def _layout_of(stored: StoredTensors, num_layers: int) -> Layout | None:
 
 
 def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTensors) -> Mapping[str, tuple[int, ...]]:
-    """The tensors of the file that one of `MtpHead` is made of, with their shapes: one, or those of all experts."""
+    """Returns the tensors of the file that one of `MtpHead` is made of, with their shapes: one, or those of all
+    experts."""
     part, _, rest = name.partition(".")
     if part != "layer":
         return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}

@@ -39,7 +39,7 @@ def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def packed_form(dense: Tensor) -> Tensor:
-    """A matrix in oneDNN's packed form."""
+    """Returns a matrix in oneDNN's packed form."""
     out: Tensor = torch.ops.mkldnn._reorder_linear_weight(dense)
     return out
 
@@ -84,7 +84,7 @@ class SharedProduct:
         self._last: _Outputs | None = None
 
     def of(self, x: Tensor, place: int) -> Tensor:
-        """The output of layer `place` for x [..., in_features]: [..., its out_features]."""
+        """Returns the output of layer `place` for x [..., in_features]: [..., its out_features]."""
         last = self._last  # read once, as another thread may put its own there
         part = last.parts[place] if last is not None and last.input is x and _is_in(x, last.state) else None
         if last is None or part is None:
@@ -98,7 +98,7 @@ class SharedProduct:
         return part
 
     def rows(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """The layers' weights in dense form; the arguments are those of `to_dense`."""
+        """Returns the layers' weights in dense form; the arguments are those of `to_dense`."""
         return self.packed.to_dense(*args, **kwargs).split_with_sizes(self._sizes)
 
 

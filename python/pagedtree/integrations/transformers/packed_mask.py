@@ -26,7 +26,7 @@ class PackedMask:
         self._masks: dict[int, Tensor] = {}
 
     def of_layers(self, mask_function: Callable[..., Any], local_size: int | None) -> Tensor:
-        """A layer's mask, bool [1, 1, 1, 1]; ValueError for others than causal ones and sliding windows."""
+        """Returns a layer's mask, bool [1, 1, 1, 1]; ValueError for others than causal ones and sliding windows."""
         if mask_function is not causal_mask_function and not _is_window(mask_function, local_size or UNLIMITED):
             raise ValueError(
                 "model: expected causal layers, some with a sliding window, got one that asks for another mask"
@@ -47,7 +47,7 @@ class PackedMask:
         return any(window > 0 for window in self._masks)
 
     def window_of(self, mask: Tensor | None) -> int:
-        """The window (0 = none) of a mask that a layer got; ValueError for any but ours."""
+        """Returns the window (0 = none) of a mask that a layer got; ValueError for any but ours."""
         for window, own in self._masks.items():
             if mask is not None and mask.data_ptr() == own.data_ptr() and mask.dtype == own.dtype:
                 return window

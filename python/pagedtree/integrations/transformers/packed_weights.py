@@ -178,7 +178,7 @@ def _dtypes() -> set[torch.dtype]:
 
 
 def _candidates(models: tuple[nn.Module, ...]) -> list[list[_Weight]]:
-    """The weights that can be packed, those together that shall become one matrix."""
+    """Returns the weights that can be packed, those together that shall become one matrix."""
     named = {id(module): (name, module) for model in models for name, module in model.named_modules()}
     modules = [module for _, module in named.values()]
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}

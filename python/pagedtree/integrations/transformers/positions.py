@@ -15,7 +15,7 @@ TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
 
 
 def num_positions(model: Any) -> int | None:
-    """The positions that the model is made for, as its config says; None where it does not."""
+    """Returns the positions that the model is made for, as its config says; None where it does not."""
     config = model.config.get_text_config()
     values = (getattr(config, field, None) for field in FIELDS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)

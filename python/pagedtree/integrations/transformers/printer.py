@@ -37,7 +37,7 @@ class Printer:
         self._is_live = sys.stderr.isatty()  # one line is written again and again there, else ten lines in all
 
     def add(self, sequence: int, tokens: Sequence[int]) -> None:
-        """The outcome's next tokens: a callback of `generate`."""
+        """Prints the outcome's next tokens: a callback of `generate`."""
         self._first_time = self._first_time or time.perf_counter()
         self.tokens[sequence] += tokens
         if self._shows_progress:

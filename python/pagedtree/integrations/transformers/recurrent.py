@@ -54,7 +54,7 @@ HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
 
 
 def recurrent_layers(model: Any) -> list[nn.Module]:
-    """The model's recurrent layers; none for a model of attention alone.
+    """Returns the model's recurrent layers; none for a model of attention alone.
 
     Raises ValueError for layers of a kind that is not known, that somebody has changed, or of sizes that the ops lack.
     """
@@ -106,7 +106,7 @@ def on_trees(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _forward_of(layer: Any) -> Callable[..., Tensor]:
-    """The layer's own forward, but that it finds our functions where it looks for transformers'."""
+    """Runs the layer's own forward, but that it finds our functions where it looks for transformers'."""
     from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
 
     function, rule = inspect.unwrap(type(layer).forward), KNOWN[type(layer).__name__]

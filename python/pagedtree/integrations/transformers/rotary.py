@@ -40,7 +40,7 @@ class RotaryLimit(NamedTuple):
 
 
 def rotary_limit(config: Any) -> RotaryLimit | None:
-    """The limit of a model's config; None where the frequencies never change."""
+    """Returns the limit of a model's config; None where the frequencies never change."""
     config = config.get_text_config()
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = []
@@ -119,12 +119,12 @@ def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
 def _with_positions(
     change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A rotary embedding's arguments (x, position_ids, ...) with other positions."""
+    """Returns a rotary embedding's arguments (x, position_ids, ...) with other positions."""
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": change(kwargs["position_ids"])}
     return (args[0], change(args[1]), *args[2:]), kwargs
 
 
 def _without_last(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """A rotary embedding's result, cos and sin [..., T, D], without its last position."""
+    """Returns a rotary embedding's result, cos and sin [..., T, D], without its last position."""
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(each[..., :-1, :] for each in output)

@@ -44,7 +44,7 @@ class TextStream:
         self._restart([])
 
     def add(self, tokens: Sequence[int]) -> str:
-        """The text that is now certain and was not returned yet; empty for none."""
+        """Returns the text that is now certain and was not returned yet; empty for none."""
         self._window += [token for token in tokens if not self._is_left_out(token)]
         return self._advance(is_last=False)
 
