@@ -498,6 +498,11 @@ DELTA_RULE = [
     of_delta_rule("weights of 0 times what is infinite", "tree_solve", "infinite |= 1u << first / kTile;", ";"),
     of_delta_rule("a token's own u in what is left of it", "tree_solve", "near[tile] & ~(1u << (tile * kTile + quad))",
                   "near[tile]"),
+    of_delta_rule("an eps of norms that is not read", "numbers", "squares + p.l2norm_eps", "squares + 1e-6f"),
+    Mutant(
+        "an eps of norms that the CPU does not read", "cpu/isa/recurrent/delta_rule.cpp", "reduce_add(sum) + eps",
+        "reduce_add(sum) + 1e-6f + 0.0f * eps", ("tests/ops/test_recurrent.py",), only="eps and cpu",
+    ),
     of_delta_rule("weights of keys without beta", "tree", "is_above && with_beta ? decayed", "is_above ? decayed"),
     of_delta_rule("rows behind all trees as they were", "delta_rule",
                   "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),

@@ -51,6 +51,7 @@ struct DeltaRuleParams {
   int32_t value_dim;   // Dv
   bool channel_decay;  // g is [T, H, Dk]
   bool l2norm;
+  float l2norm_eps;
   float scale;
   DType dtype;  // of q, k, v, out
 };

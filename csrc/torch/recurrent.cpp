@@ -101,7 +101,7 @@ void check_inputs(const Check& check, const Tensor& t, const std::string& name, 
 // All but q and out.
 DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Tensor& v, const Tensor& g,
                                   const OptionalTensor& beta, const Tensor& state, const Tensor& state_index,
-                                  const Rows& rows, const Path* path, bool l2norm) {
+                                  const Rows& rows, const Path* path, bool l2norm, double l2norm_eps) {
   check_inputs(check, k, "k", {kAnySize, kAnySize, kAnySize});
   const int64_t num_rows = k.size(0), num_key_heads = k.size(1), key_dim = k.size(2);
   check.tensor(v, "v", {k.scalar_type()}, {num_rows, kAnySize, kAnySize}, Strides::kLastContiguous);
@@ -123,6 +123,9 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   if (beta.has_value()) check.tensor(*beta, "beta", {ScalarType::Float}, {num_rows, num_heads}, Strides::kAny);
   check.tensor(state, "state", {ScalarType::Float}, {kAnySize, num_heads, key_dim, value_dim}, Strides::kAny);
   p.tokens = recurrent_batch(check, rows, state_index, num_rows, state.size(0), path);
+  p.l2norm = l2norm;
+  p.l2norm_eps = static_cast<float>(l2norm_eps);
+  check.that(p.l2norm_eps > 0.0f && std::isfinite(p.l2norm_eps), "l2norm_eps", "a positive fp32 number", l2norm_eps);
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
   p.g = const_pointer<float>(g);
@@ -142,7 +145,6 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   p.group_size = static_cast<int32_t>(num_heads / num_key_heads);
   p.key_dim = static_cast<int32_t>(key_dim);
   p.value_dim = static_cast<int32_t>(value_dim);
-  p.l2norm = l2norm;
   p.dtype = core_dtype(k);
   return p;
 }
@@ -158,12 +160,13 @@ Tensor add_scratch(const Tensor& k, const Backend& backend, DeltaRuleParams& p) 
 Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const OptionalTensor& beta,
                        const Tensor& state, const Tensor& state_index, const OptionalTensor& cu_nodes,
                        const OptionalTensor& parents, const OptionalTensor& depths, int64_t max_nodes,
-                       const OptionalTensor& cu_seqlens, std::optional<double> scale, bool l2norm) {
+                       const OptionalTensor& cu_seqlens, std::optional<double> scale, bool l2norm, double l2norm_eps) {
   const Check check("tree_delta_rule", q);
   check_inputs(check, q, "q", {kAnySize, kAnySize, kAnySize});
   check.tensor(k, "k", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
-  DeltaRuleParams params = delta_rule_params(check, k, v, g, beta, state, state_index,
-                                             {cu_nodes, parents, depths, max_nodes, cu_seqlens}, nullptr, l2norm);
+  DeltaRuleParams params =
+      delta_rule_params(check, k, v, g, beta, state, state_index, {cu_nodes, parents, depths, max_nodes, cu_seqlens},
+                        nullptr, l2norm, l2norm_eps);
   params.state = const_cast<float*>(const_pointer<float>(state));  // read alone, as there is an output
   params.q = q.const_data_ptr();
   params.q_token_stride = q.stride(0);
@@ -180,12 +183,13 @@ Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const 
 void advance_state(const Tensor& state, const Tensor& state_index, const Tensor& k, const Tensor& v, const Tensor& g,
                    const OptionalTensor& beta, const OptionalTensor& cu_nodes, const OptionalTensor& parents,
                    const OptionalTensor& depths, const OptionalTensor& accept_index, const OptionalTensor& num_accepted,
-                   int64_t max_nodes, const OptionalTensor& cu_seqlens, bool l2norm) {
+                   int64_t max_nodes, const OptionalTensor& cu_seqlens, bool l2norm, double l2norm_eps) {
   const Check check("advance_state", state);
   check.tensor(state, "state", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize, kAnySize}, Strides::kAny);
   const Path path{accept_index, num_accepted};
-  DeltaRuleParams params = delta_rule_params(check, k, v, g, beta, state, state_index,
-                                             {cu_nodes, parents, depths, max_nodes, cu_seqlens}, &path, l2norm);
+  DeltaRuleParams params =
+      delta_rule_params(check, k, v, g, beta, state, state_index, {cu_nodes, parents, depths, max_nodes, cu_seqlens},
+                        &path, l2norm, l2norm_eps);
   params.state = mutable_pointer<float>(state);
   const Backend& backend = backend_for(state);
   const Tensor scratch = add_scratch(k, backend, params);
@@ -261,11 +265,11 @@ void advance_conv(const Tensor& conv_state, const Tensor& state_index, const Ten
 constexpr Op kOps[] = {
     {"tree_delta_rule",
      "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor? beta, Tensor state, Tensor state_index, " PT_TREES PT_ROWS
-     ", float? scale=None, bool l2norm=False) -> Tensor",
+     ", float? scale=None, bool l2norm=False, float l2norm_eps=1e-06) -> Tensor",
      PT_BOX(&tree_delta_rule)},
     {"advance_state",
      "(Tensor(a!) state, Tensor state_index, Tensor k, Tensor v, Tensor g, Tensor? beta, " PT_PATH PT_ROWS
-     ", bool l2norm=False) -> ()",
+     ", bool l2norm=False, float l2norm_eps=1e-06) -> ()",
      PT_BOX(&advance_state)},
     {"tree_conv1d",
      "(Tensor x, Tensor weight, Tensor? bias, Tensor conv_state, Tensor state_index, " PT_TREES PT_ROWS

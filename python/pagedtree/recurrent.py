@@ -29,6 +29,7 @@ def tree_delta_rule(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> Tensor:
     """Applies the gated delta rule at each node of draft trees, each node going on from its parent's state.
 
@@ -48,7 +49,7 @@ def tree_delta_rule(
         trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
         cu_seqlens: int32 [B + 1], first 0, with trees=None: sequences of any length, each row after the one before it.
         scale: factor of the outputs, default Dk ** -0.5.
-        l2norm: q and k are first normalised, x / sqrt(sum(x ** 2) + 1e-6), in fp32.
+        l2norm, l2norm_eps: q and k are first normalised, x / sqrt(sum(x ** 2) + l2norm_eps), in fp32; l2norm_eps > 0.
 
     Returns [T, H, Dv] of v's dtype; 0 for nodes that cannot be reached and rows past the last sequence.
 
@@ -71,7 +72,8 @@ def tree_delta_rule(
     -1..slots - 1 and offsets that descend or pass T.
     """
     tree, rows = _rows(trees, cu_seqlens)
-    return call(ops.tree_delta_rule, q, k, v, g, beta, state, state_index, *tree, **rows, scale=scale, l2norm=l2norm)
+    norm = {"l2norm": l2norm, "l2norm_eps": l2norm_eps}
+    return call(ops.tree_delta_rule, q, k, v, g, beta, state, state_index, *tree, **rows, scale=scale, **norm)
 
 
 def advance_state(
@@ -87,13 +89,14 @@ def advance_state(
     *,
     cu_seqlens: Tensor | None = None,
     l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> None:
     """Takes the root and the accepted path of each tree into the states.
 
     Args:
         state: as in `tree_delta_rule`, written.
         state_index: int32 [B]; no slot may be there twice.
-        k, v, g, beta, trees, cu_seqlens, l2norm: what `tree_delta_rule` was given.
+        k, v, g, beta, trees, cu_seqlens, l2norm, l2norm_eps: what `tree_delta_rule` was given.
         accept_index: int32 [B, S], rows may be strided, the nodes of the path: [b, 0] = 0, each next one a child of the
             one before; None without trees, where the whole sequence is taken in.
         num_accepted: int32 [B], 0..S - 1; None without trees.
@@ -112,7 +115,8 @@ def advance_state(
     """
     tree, rows = _rows(trees, cu_seqlens)
     path = (accept_index, num_accepted)
-    call(ops.advance_state, state, state_index, k, v, g, beta, *tree, *path, **rows, l2norm=l2norm)
+    norm = {"l2norm": l2norm, "l2norm_eps": l2norm_eps}
+    call(ops.advance_state, state, state_index, k, v, g, beta, *tree, *path, **rows, **norm)
 
 
 def tree_conv1d(
@@ -211,6 +215,7 @@ def _tree_delta_rule_fake(
     cu_seqlens: Tensor | None = None,
     scale: float | None = None,
     l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -232,6 +237,7 @@ def _advance_state_fake(
     max_nodes: int = 0,
     cu_seqlens: Tensor | None = None,
     l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> None:
     return None
 

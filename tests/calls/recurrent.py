@@ -21,6 +21,7 @@ def _recurrence() -> dict[str, Any]:
     return {
         "k": _rows(8, 1, 8), "v": _rows(8, 2, 16), "g": -torch.rand(8, 2, 8), "beta": torch.rand(8, 2),
         "state": torch.randn(3, 2, 8, 16), "state_index": int32([1, 0]), "trees": draft_trees(), "l2norm": True,
+        "l2norm_eps": 1e-5,
     }  # fmt: skip
 
 

@@ -239,6 +239,17 @@ def test_a_sequence_may_come_in_parts() -> None:
     assert error(parts[1].advance(), state.double()) < 1e-5
 
 
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_eps_of_norms(variant: str, channels: bool) -> None:
+    """Rows whose squares have sums near 1e-6, the default: their norms depend on it."""
+    trees = trees_of([9, 4])
+    for rows, path in ((trees, paths_to(trees, [7, 3], 9)), ([70], ())):
+        of = layer(rows, channels=channels, l2norm=True)
+        of.q.mul_(2e-4), of.k.mul_(2e-4)
+        for options in ({}, {"l2norm_eps": 1e-4}):
+            expect(replace(of, options={**of.options, **options}), *path)
+
+
 @pytest.mark.parametrize("l2norm", [False, True])
 def test_transformers_gated_delta_rule(l2norm: bool) -> None:
     """Not worse against float64 than the chunked form of transformers in the same dtype."""
@@ -357,6 +368,8 @@ def test_refusals() -> None:
         (r"`cu_seqlens` must be given where there are no trees, and only there, got neither", {"trees": None}),
         (r"`cu_seqlens` must be given where there are no trees, and only there, got both",
          {"options": {"cu_seqlens": int32([0, 7])}}),
+        (r"`l2norm_eps` must be a positive fp32 number, got 0", {"options": {"l2norm_eps": 0.0}}),
+        (r"`l2norm_eps` must be a positive fp32 number, got nan", {"options": {"l2norm_eps": math.nan}}),
     ]:  # fmt: skip
         wrong = replace(of, **change)
         if "300" in match:

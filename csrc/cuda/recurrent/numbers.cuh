@@ -18,7 +18,7 @@ __device__ __forceinline__ float dot(const Four& a, const Four& b, float sum) {
 
 // What a row with this sum of squares is multiplied by.
 __device__ __forceinline__ float norm_of(const DeltaRuleParams& p, float squares) {
-  return p.l2norm ? 1.0f / sqrtf(squares + 1e-6f) : 1.0f;
+  return p.l2norm ? 1.0f / sqrtf(squares + p.l2norm_eps) : 1.0f;
 }
 
 // ---- decays of heads

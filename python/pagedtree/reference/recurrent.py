@@ -28,14 +28,14 @@ def _sequences(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> Iterator[l
 
 def delta_rule_states(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, slot: int,
-    rows: Sequence[tuple[int, int]], l2norm: bool,
+    rows: Sequence[tuple[int, int]], eps: float | None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """Returns the state [H, Dk, Dv] behind each row of one sequence."""
+    """Returns the state [H, Dk, Dv] behind each row of one sequence. eps: of the keys' norms, None: without them."""
     slots, heads, key_dim, value_dim = state.shape
     empty = torch.zeros(heads, key_dim, value_dim, dtype=torch.float64)
     states = {-1: state[slot].double() if 0 <= slot < slots else empty}
     for row, parent in rows:
-        key = _heads(k[row], heads, l2norm)
+        key = _heads(k[row], heads, eps)
         decay = g[row].double().exp().reshape(heads, -1, 1)
         decayed = torch.where(decay == 0, 0.0, decay * states[parent])
         if beta is None:
@@ -46,24 +46,26 @@ def delta_rule_states(
     return states
 
 
-def _heads(x: Tensor, heads: int, l2norm: bool) -> Tensor:
+def _heads(x: Tensor, heads: int, eps: float | None) -> Tensor:
     x = x.double()
-    if l2norm:
-        x = x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    if eps is not None:
+        x = x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
     return x.repeat_interleave(heads // x.shape[0], dim=0)
 
 
 def tree_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, state_index: Tensor,
     trees: TreeBatch | None, *, cu_seqlens: Tensor | None = None, scale: float | None = None, l2norm: bool = False,
+    l2norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """Returns float64 [T, H, Dv]."""
+    eps = l2norm_eps if l2norm else None
     out = torch.zeros(v.shape, dtype=torch.float64)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     for slot, rows in zip(state_index.tolist(), _sequences(trees, cu_seqlens), strict=True):
-        states = delta_rule_states(k, v, g, beta, state, slot, rows, l2norm)
+        states = delta_rule_states(k, v, g, beta, state, slot, rows, eps)
         for row, _ in rows:
-            out[row] = factor * torch.einsum("hkv,hk->hv", states[row], _heads(q[row], v.shape[1], l2norm))
+            out[row] = factor * torch.einsum("hkv,hk->hv", states[row], _heads(q[row], v.shape[1], eps))
     return out
 
 
@@ -86,14 +88,15 @@ def _paths(
 def advance_state(
     state: Tensor, state_index: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, trees: TreeBatch | None,
     accept_index: Tensor | None = None, num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
-    l2norm: bool = False,
+    l2norm: bool = False, l2norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
     """Returns the states afterwards, float64."""
+    eps = l2norm_eps if l2norm else None
     out = state.double()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
     for slot, rows in zip(state_index.tolist(), paths, strict=True):
         if rows and 0 <= slot < len(state):
-            out[slot] = delta_rule_states(k, v, g, beta, state, slot, rows, l2norm)[rows[-1][0]]
+            out[slot] = delta_rule_states(k, v, g, beta, state, slot, rows, eps)[rows[-1][0]]
     return out
 
 

@@ -15,10 +15,10 @@ void scale_row(float* row, vfloat factor, int64_t width) {
   for (int64_t d = 0; d < width; d += kLanes) store(row + d, load(row + d) * factor);
 }
 
-void normalize_row(float* row, int64_t width) {
+void normalize_row(float* row, int64_t width, float eps) {
   vfloat sum = splat(0.0f);
   for (int64_t d = 0; d < width; d += kLanes) sum = muladd(load(row + d), load(row + d), sum);
-  scale_row(row, splat(1.0f / __builtin_sqrtf(reduce_add(sum) + 1e-6f)), width);
+  scale_row(row, splat(1.0f / __builtin_sqrtf(reduce_add(sum) + eps)), width);
 }
 
 // Keys and queries of the chunk in fp32.
@@ -31,11 +31,11 @@ void load_keys(const Head& at) {
     float *key = s.keys + i * width, *query = s.keys + (s.rows + i) * width;
     load_row(element(p.k, p.dtype, row * p.k_token_stride + key_head * p.k_head_stride), p.dtype, p.key_dim, key,
              width);
-    if (p.l2norm) normalize_row(key, width);
+    if (p.l2norm) normalize_row(key, width, p.l2norm_eps);
     if (p.out == nullptr) continue;
     load_row(element(p.q, p.dtype, row * p.q_token_stride + key_head * p.q_head_stride), p.dtype, p.key_dim, query,
              width);
-    if (p.l2norm) normalize_row(query, width);
+    if (p.l2norm) normalize_row(query, width, p.l2norm_eps);
   }
 }
 

@@ -88,7 +88,7 @@ def _delta_rule(
     if by_columns:  # the columns of a channel lie side by side, not the channels of a column
         state = state.contiguous()
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
-    options: dict[str, Any] = {"l2norm": True}
+    options: dict[str, Any] = {"l2norm": True, "l2norm_eps": 4.0}  # large, so that it shows
     factor = 0.3 if kind == "kda" else None
     path: Any = _path(trees)
 
