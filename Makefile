@@ -188,10 +188,11 @@ ENV_vllm_v2         := PYTHONPATH=$(CURDIR)/tests/engines/triton_on_cpu:$(PYTHON
 # SGLang 0.5.23 asks for CUDA's torch; what it imports on a CPU is named here, its kernels have a stand-in in tests/engines.
 ENGINE_sglang       := --no-deps sglang==0.5.23 compressed-tensors==0.18.0 xgrammar==0.2.7 triton==3.8.0
 IMPORTS_sglang      := aiohttp==3.14.5 apache-tvm-ffi==0.1.11 dill==0.4.1 distro==1.9.0 einops==0.8.2 fastapi==0.165.0 \
-  httpx==0.28.1 interegular==0.3.3 ipython==9.18.1 loguru==0.7.3 msgspec==0.22.0 openai==2.8.0 openai-harmony==0.0.4 \
-  opentelemetry-api==1.45.2 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow prometheus-client psutil \
-  pybase64==1.5.1 pydantic python-multipart==0.0.34 pyzmq==27.3.0 requests scipy==1.17.1 sentencepiece==0.2.3 \
-  setproctitle==1.3.8 setuptools tiktoken==0.14.0 uvicorn==0.54.0 uvloop==0.23.0 watchfiles==1.3.0 zstandard==0.25.0
+  httpx==0.28.1 interegular==0.3.3 ipython==9.18.1 jsonschema==4.26.0 loguru==0.7.3 msgspec==0.22.0 openai==2.8.0 \
+  openai-harmony==0.0.4 opentelemetry-api==1.45.2 orjson==3.13.0 partial-json-parser==0.2.1.1.post7 pillow \
+  prometheus-client psutil pybase64==1.5.1 pydantic python-multipart==0.0.34 pyzmq==27.3.0 requests scipy==1.17.1 \
+  sentencepiece==0.2.3 setproctitle==1.3.8 setuptools soundfile==0.14.0 tiktoken==0.14.0 uvicorn==0.54.0 \
+  uvloop==0.23.0 watchfiles==1.3.0 zstandard==0.25.0
 # Only looked into: the adapters' signatures, and what the plugins take from vLLM, are compared with their sources.
 ENGINE_vllm_next    := --no-deps vllm==0.33.0
 ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
@@ -215,8 +216,8 @@ test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # Single definitions of the peer's are executed; nothing of it is installed, nothing of it is in this repository.
-PEERS := sglang flashinfer fla medusa eagle
-test-peers: $(READY_DEV) build  ## PEER=sglang, flashinfer, fla, medusa or eagle, SOURCE=its source tree: its tests' expected values, on our adapters
+PEERS := sglang flashinfer fla vllm medusa eagle
+test-peers: $(READY_DEV) build  ## PEER=sglang, flashinfer, fla, vllm, medusa or eagle, SOURCE=its source tree: its tests' expected values, on our adapters
 	$(if $(filter $(PEER),$(PEERS)),,$(error PEER: expected one of $(PEERS), got "$(PEER)"))
 	$(if $(wildcard $(SOURCE)/.),,$(error SOURCE: expected the folder of the source tree of $(PEER), got "$(SOURCE)"))
 	PEER=$(PEER) PEER_SOURCE="$(abspath $(SOURCE))" $(PYTEST) tests/peers/test_peer_$(PEER).py -rx

@@ -45,10 +45,12 @@ class Server:
 
     def __init__(
         self, lens: list[int], news: list[int], page_size: int, device: torch.device, dtype: torch.dtype,
-        dims: tuple[int, int] = (DIM, DIM),
+        dims: tuple[int, int] = (DIM, DIM), latent: bool = False,
     ):  # fmt: skip
         self.lens, self.news, self.dims = lens, news, dims
-        self.paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
+        self.paged = Pages.random(lens, page_size, 1 if latent else KV_HEADS, dims[0], dtype, dim_v=dims[1])
+        if latent:  # V is part of K's rows
+            self.paged.v, self.paged.v_cache = [k[..., : dims[1]] for k in self.paged.k], self.paged.k_cache
         ids = torch.randperm(len(lens) + 3)[: len(lens)]
         req_to_token = torch.full((len(lens) + 3, max(lens) + 2 * page_size), -1, dtype=torch.int32)
         slots = []
@@ -61,6 +63,8 @@ class Server:
         for cache in caches:
             cache[self.out_cache_loc] = torch.nan
         self.buffers = [cache.to(device) for cache in caches]
+        if latent:
+            self.buffers[1] = self.buffers[0][..., : dims[1]]
         self.k, self.v = (
             torch.cat([x[len(x) - n :] for x, n in zip(side, news, strict=True)]).flatten(1).to(device)
             for side in (self.paged.k, self.paged.v)
@@ -69,11 +73,13 @@ class Server:
         self.q = torch.randn(sum(news), HEADS * dims[0], generator=generator).to(device, dtype)
         pool = SimpleNamespace(get_key_buffer=lambda i: self.buffers[0], get_value_buffer=lambda i: self.buffers[1])
         self.runner = SimpleNamespace(
-            use_mla_backend=False,
+            use_mla_backend=latent,
             token_to_kv_pool=pool,
             req_to_token_pool=SimpleNamespace(req_to_token=req_to_token.to(device)),
             page_size=page_size,
-            model_config=SimpleNamespace(context_len=req_to_token.shape[1]),
+            model_config=SimpleNamespace(
+                context_len=req_to_token.shape[1], kv_lora_rank=dims[1], qk_rope_head_dim=dims[0] - dims[1]
+            ),
         )
         self.common = dict(
             batch_size=len(lens), req_pool_indices=ids.to(device), out_cache_loc=self.out_cache_loc.to(device),
@@ -81,7 +87,7 @@ class Server:
         )  # fmt: skip
 
     def run(self, mode: Mode, **fields) -> Tensor:
-        widths = dict(zip(("qk_head_dim", "v_head_dim"), self.dims, strict=True))
+        widths = {"qk_head_dim": self.dims[0], "v_head_dim": self.dims[1], "tp_k_head_num": self.buffers[0].shape[1]}
         layer, options = fields.pop("layer", layer_of(**widths)), fields.pop("options", {})
         device = self.q.device
         batch = {"forward_mode": mode, "seq_lens": torch.tensor(self.lens).to(device), **self.common, **fields}
@@ -125,6 +131,40 @@ def test_values_of_another_width(backend, device, dtype) -> None:
     server = Server([9, 40, 17], [9, 5, 1], 4, device, dtype, dims=(192, 128))
     out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor(server.news, dtype=torch.int32, device=device))
     server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
+
+
+def test_latents(backend, device, dtype) -> None:
+    """Decoding, a prompt's second chunk and a tree, over DeepSeek's rows of 576 columns, of which 512 are the value."""
+    n, prefixes = 5, [12, 0, 30]
+    sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
+    mask = torch.cat([seen[:, p:].flatten() for seen, p in zip(sees, prefixes, strict=True)])
+    lens, at = [p + n for p in prefixes], {"seq_lens": torch.tensor(prefixes, device=device)}
+    latents = {"dims": (576, 512), "latent": True}
+    server = Server(lens, [1] * 3, 4, device, dtype, **latents)
+    server.check(server.run(Mode.DECODE), [causal(1, s) for s in lens])
+    server = Server(lens, [n] * 3, 4, device, dtype, **latents)
+    spec = SimpleNamespace(draft_token_num=n, custom_mask=mask.to(device))
+    server.check(server.run(Mode.TARGET_VERIFY, **at, seq_lens_cpu=torch.tensor(prefixes), spec_info=spec), sees)
+    server = Server(lens, [n] * 3, 1, device, dtype, **latents)
+    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor([n] * 3, device=device))
+    server.check(out, [causal(n, s) for s in lens])
+
+
+@pytest.mark.parametrize("known_on_host", [True, False])
+def test_prompts_of_latent_layers(backend, device, dtype, known_on_host) -> None:
+    """Without a prefix SGLang gives heads of 192 and 128 columns, which are not in the pool."""
+    lens = [9, 1, 17]
+    server = Server(lens, lens, 4, device, dtype, dims=(576, 512), latent=True)
+    given = Server(lens, lens, 4, device, dtype, dims=(192, 128))
+    server.q, server.k, server.v = given.q, given.k, given.v
+    layer = layer_of(qk_head_dim=192, v_head_dim=128)
+    fields = {"extend_seq_lens": torch.tensor(lens, device=device), "extend_prefix_lens_cpu": [0, 0, 0], "layer": layer}
+    fields |= {"extend_seq_lens_cpu": lens} if known_on_host else {}
+    out = server.run(Mode.EXTEND, **fields, options={"save_kv_cache": False})
+    rows = zip(given.q.cpu().view(-1, HEADS, 192).split(lens), given.paged.k, given.paged.v, lens, strict=True)
+    close(out, torch.cat([dense_attention(q, k, v, causal(s, s), scale=0.2)[0] for q, k, v, s in rows]).flatten(1))
+    with pytest.raises(NotImplementedError, match="expected latents, got heads of them behind a prefix"):
+        server.run(Mode.EXTEND, **{**fields, "extend_prefix_lens_cpu": [0, 3, 0]}, options={"save_kv_cache": False})
 
 
 def test_windows_caps_and_sinks(backend, device, dtype) -> None:
@@ -278,5 +318,5 @@ def test_other_refusals() -> None:
     with pytest.raises(NotImplementedError, match=r"recurrent layers \(a mamba_pool\) are not supported"):
         PagedTreeBackend(server.runner)
     server.runner.use_mla_backend = True
-    with pytest.raises(NotImplementedError, match="MLA"):
+    with pytest.raises(NotImplementedError, match="kv_lora_rank 512 and qk_rope_head_dim 64, got 64 and 0"):
         PagedTreeBackend(server.runner)

@@ -34,7 +34,7 @@ def run(options: dict) -> dict:
     engine = sglang.Engine(
         model_path=str(CHECKPOINTS / "target"), device="cpu", dtype="float32",
         disable_cuda_graph=True, skip_tokenizer_init=True, mem_fraction_static=0.8, max_total_tokens=8192,
-        max_running_requests=8, log_level="error", **{"attention_backend": "pagedtree", **options},
+        log_level="error", **{"attention_backend": "pagedtree", "max_running_requests": 8, **options},
     )  # fmt: skip
     try:
         given = prompts() if copies is None else [prompts()[3]] * copies
@@ -47,10 +47,14 @@ def run(options: dict) -> dict:
     }
 
 
-def main() -> None:
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+def environment() -> dict[str, str]:
+    """That of a process with SGLang on CPU tensors."""
     path = [str(STANDINS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)  # of the processes that SGLang starts
+    return {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def main() -> None:
+    os.environ.update(environment())  # of the processes that SGLang starts
     sys.path.insert(0, str(STANDINS))
     for options in sys.argv[1:]:
         print(json.dumps(run(json.loads(options))), flush=True)

@@ -19,6 +19,8 @@ except ImportError:  # the class can be looked at and tested without SGLang
 
 __all__ = ["PagedTreeBackend", "Step"]
 
+LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one row of the pool
+
 
 @dataclass
 class Step:
@@ -31,19 +33,33 @@ class Step:
     max_seqlen_q: int | None
     page_size: int
     plans: dict[int, Tensor] = field(default_factory=dict)  # by window
+    over_rows: Step | None = None  # see of_rows
+
+    def of_rows(self, count: int) -> Step:
+        """The same `count` queries, over keys that are their own `count` rows: a cache with pages of one slot."""
+        if self.over_rows is None:
+            offsets, width = self.cu_seqlens_q, self.max_seqlen_q or count
+            table = offsets[:-1, None] + torch.arange(width, dtype=torch.int32, device=offsets.device)
+            self.over_rows = Step(table, offsets.diff(), offsets, None, width, page_size=1)
+        return self.over_rows
 
 
 class PagedTreeBackend(AttentionBackend):
     """Decoding, prefill in chunks and the verification of draft trees of every shape, for any page size.
 
-    K and V are views of the pool; V may have another width. Multi-head and grouped-query decoder attention, with
-    sliding windows in one pool, logit caps and sinks; what it does not support is refused by name.
+    K and V are views of the pool; V may have another width. Multi-head, grouped-query and latent (DeepSeek's) decoder
+    attention, with sliding windows in one pool, logit caps and sinks; what it does not support is refused by name.
     """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
-        if model_runner.use_mla_backend:
-            raise NotImplementedError("pagedtree's backend: latent attention (MLA) is not supported")
+        config = model_runner.model_config
+        self.is_latent = model_runner.use_mla_backend
+        if self.is_latent and (config.kv_lora_rank, config.qk_rope_head_dim) != LATENT:
+            raise NotImplementedError(
+                f"pagedtree's backend: expected kv_lora_rank {LATENT[0]} and qk_rope_head_dim {LATENT[1]}, got "
+                f"{config.kv_lora_rank} and {config.qk_rope_head_dim}"
+            )
         if hasattr(model_runner.req_to_token_pool, "mamba_pool"):
             raise NotImplementedError(
                 "pagedtree's backend: recurrent layers (a mamba_pool) are not supported: their states follow no trees"
@@ -53,7 +69,7 @@ class PagedTreeBackend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.page_size = model_runner.page_size
-        self.max_context_len = model_runner.model_config.context_len
+        self.max_context_len = config.context_len
         self.forward_metadata: Step | None = None
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -104,18 +120,27 @@ class PagedTreeBackend(AttentionBackend):
         step = self.forward_metadata
         if step is None:
             raise RuntimeError("pagedtree's backend: expected init_forward_metadata before the first layer")
-        k_cache = _pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id), step.page_size)
-        v_cache = _pages(self.token_to_kv_pool.get_value_buffer(layer.layer_id), step.page_size)
-        scales = {}
-        if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
-            scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale}
         heads, kv_heads = layer.tp_q_head_num, layer.tp_k_head_num
         head_dim, head_dim_v = layer.qk_head_dim, layer.v_head_dim
-        if save_kv_cache and k is not None:
-            slots = forward_batch.out_cache_loc.long()
-            k = k.view(-1, kv_heads, head_dim)[: slots.shape[0]]
-            v = v.view(-1, kv_heads, head_dim_v)[: slots.shape[0]]
-            append_kv(k, v, k_cache, v_cache, slots, **scales)
+        k_cache = _pages(self.token_to_kv_pool.get_key_buffer(layer.layer_id), step.page_size)
+        scales: dict[str, Any] = {}
+        reads_latents = self.is_latent and head_dim == k_cache.shape[-1]
+        if self.is_latent and not reads_latents:  # a prompt's own heads, whose latents SGLang has put into the pool
+            _check_prompt(forward_batch, save_kv_cache)
+            step = step.of_rows(q.shape[0])
+            k_cache, v_cache = k.view(-1, 1, kv_heads, head_dim), v.view(-1, 1, kv_heads, head_dim_v)
+        else:
+            v_cache = _pages(self.token_to_kv_pool.get_value_buffer(layer.layer_id), step.page_size)
+            v_cache = k_cache[..., :head_dim_v] if reads_latents else v_cache
+            if k_cache.dtype == torch.float8_e4m3fn and layer.k_scale is not None:
+                scales = {"k_scale": layer.k_scale, **({} if reads_latents else {"v_scale": layer.v_scale})}
+            if save_kv_cache and k is not None:
+                slots = forward_batch.out_cache_loc.long()
+                k = k.view(-1, kv_heads, head_dim)[: slots.shape[0]]
+                if reads_latents:
+                    append_kv(k, None, k_cache, None, slots, **scales)
+                else:
+                    append_kv(k, v.view(-1, kv_heads, head_dim_v)[: slots.shape[0]], k_cache, v_cache, slots, **scales)
         window = layer.sliding_window_size + 1  # SGLang counts the keys behind the query's own
         if window not in step.plans:  # made for the first layer's heads; layers with other heads are only less balanced
             step.plans[window] = attention_plan(
@@ -128,6 +153,7 @@ class PagedTreeBackend(AttentionBackend):
                 page_size=step.page_size,
                 max_seqlen_q=step.max_seqlen_q or max(1, -(-q.shape[0] // max(1, step.seq_lens.shape[0]))),
                 window=window,
+                latent=reads_latents,
             )
         out = tree_attention(
             q.view(-1, heads, head_dim),
@@ -160,6 +186,12 @@ def _pages(buffer: Tensor, page_size: int) -> Tensor:
     if buffer.dim() != 3:
         raise NotImplementedError(f"pagedtree's backend: expected [slots, heads, dim], got {[*buffer.shape]}")
     return buffer.unflatten(0, (-1, page_size))
+
+
+def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
+    """Refuses heads of a latent layer that would need keys of the pool, whose rows are latents."""
+    if save_kv_cache or forward_batch.extend_prefix_lens_cpu is None or any(forward_batch.extend_prefix_lens_cpu):
+        raise NotImplementedError("pagedtree's backend: expected latents, got heads of them behind a prefix")
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
