@@ -31,11 +31,12 @@ def run(options: dict) -> dict:
 
     copies = options.pop("copies", None)
     sampling = {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24, **options.pop("sampling", {})}
-    engine = sglang.Engine(
-        model_path=str(CHECKPOINTS / "target"), device="cpu", dtype="float32",
-        disable_cuda_graph=True, skip_tokenizer_init=True, mem_fraction_static=0.8, max_total_tokens=8192,
-        log_level="error", **{"attention_backend": "pagedtree", "max_running_requests": 8, **options},
-    )  # fmt: skip
+    defaults = {
+        "model_path": str(CHECKPOINTS / "target"), "device": "cpu", "dtype": "float32",
+        "disable_cuda_graph": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.8, "max_total_tokens": 8192,
+        "attention_backend": "pagedtree", "max_running_requests": 8, "log_level": "error",
+    }  # fmt: skip
+    engine = sglang.Engine(**{**defaults, **options})
     try:
         given = prompts() if copies is None else [prompts()[3]] * copies
         outs = engine.generate(input_ids=given, sampling_params=sampling)

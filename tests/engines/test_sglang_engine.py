@@ -73,6 +73,29 @@ def test_speculation_gives_the_text_of_plain_decoding(head, plain) -> None:
         assert max(result["lengths"]) > 1.5  # drafts were accepted
 
 
+def test_latent_attention(tmp_path) -> None:
+    """A DeepSeek-V2 without experts, whose texts are transformers' own, too; n-gram trees."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    rotary = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
+    config = DeepseekV2Config(
+        vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, first_k_dense_replace=2, n_routed_experts=4, moe_layer_freq=1, kv_lora_rank=512,
+        q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, initializer_range=0.05,
+        max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, rope_parameters=rotary,
+    )  # fmt: skip
+    DeepseekV2ForCausalLM(config).float().save_pretrained(tmp_path)
+    given = {"model_path": str(tmp_path)}
+    plain, trees = run(given, {**given, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8})
+    assert trees["ids"] == plain["ids"] and max(trees["lengths"]) > 1.5
+    model = DeepseekV2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    for prompt, ids in zip(prompts(), plain["ids"], strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(-1).tolist() == ids
+
+
 @contextmanager
 def server(**options: Any) -> Iterator[str]:
     """The address of SGLang's own server, once it answers; its processes are a group of their own."""
