@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +18,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from pagedtree import integrations
 from pagedtree.integrations import flash_attn, flashinfer, sglang
+from pagedtree.integrations.flashinfer import mla, paged
+from pagedtree.integrations.sglang.attention import PagedTreeBackend
 
 FOLDER = Path(integrations.__file__).parent
 ADAPTERS = ["sglang", "sglang.attention", "sglang.plugin", "flashinfer", "flash_attn"]
@@ -55,6 +63,28 @@ def test_adapters_are_small(name) -> None:
 def test_request_options_are_refused_by_name(op, option) -> None:
     with pytest.raises(TypeError, match=f"{op.__name__}.*{option}"):
         op(**{option: None})
+
+
+def functions() -> Iterator[Any]:
+    for adapter in (flash_attn, flashinfer, sglang):
+        for name in adapter.__all__:
+            given = getattr(adapter, name)
+            members = vars(given).items() if inspect.isclass(given) else [("", given)]
+            for member, function in members:
+                if inspect.isfunction(function) and member[:1] != "_":
+                    yield pytest.param(inspect.unwrap(function), id=f"{name}.{member}".strip("."))
+    for name in ("forward_decode", "forward_extend", "init_forward_metadata"):
+        yield pytest.param(getattr(PagedTreeBackend, name), id=f"{PagedTreeBackend.__name__}.{name}")
+
+
+@pytest.mark.parametrize("function", list(functions()))
+def test_each_argument_is_read_or_a_hint(function) -> None:
+    """What is read is served or refused by name; what is not read is in the docstring, or among the hints, by name."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
+    read = {node.id for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    unread = {*inspect.signature(function).parameters}.difference(read, paged.HINTS, mla.HINTS, {"self"})
+    text = re.findall(r"[^.:;]*(?:[:;] )?(?:hints|no effect|neither read nor written)", inspect.getdoc(function) or "")
+    assert unread <= set(re.findall(r"\w+", " ".join(text)))
 
 
 # Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails.

@@ -77,9 +77,9 @@ class BatchMLAPagedAttentionWrapper:
         ckv_cache [pages, page_size, 512] and kpe_cache [pages, page_size, 64] are read where they are, if they are the
         first and the last columns of one tensor of 576; else the pages of the batch are copied together in each call.
         Queries are joined likewise. query and kv_cache stand for the first four: one tensor of 576 columns, or the two
-        parts. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in base 2 unless
-        return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for what is not supported,
-        ValueError for wrong shapes or dtypes.
+        parts; profiler_buffer has no effect. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in
+        base 2 unless return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for what is not
+        supported, ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")

@@ -87,7 +87,7 @@ def append_paged_kv_cache(
         batch_indices, positions: int [n]. A row that belongs to no sequence, or at a position outside the sequence's
             pages, is skipped.
         paged_kv_cache: written, see `cache_views`.
-        kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len is not needed.
+        kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len has no effect.
 
     Raises ValueError for wrong shapes or dtypes.
     """
@@ -103,7 +103,8 @@ def append_paged_mla_kv_cache(
 ) -> None:  # fmt: skip
     """As `append_paged_kv_cache`, for the two parts of a latent cache.
 
-    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides.
+    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides;
+    kv_last_page_len has no effect.
     """
     expect_dims("[n, dim]", append_ckv=append_ckv, append_kpe=append_kpe)
     expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from pagedtree.integrations.indices import rows_of
-from pagedtree.integrations.sglang.attention import PagedTreeBackend, Step
+from pagedtree.integrations.sglang.attention import PagedTreeBackend
+from pagedtree.integrations.sglang.step import Step
 
 __all__ = ["PagedTreeDraftBackend"]
 
