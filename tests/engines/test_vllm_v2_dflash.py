@@ -57,7 +57,7 @@ def test_trees_get_more_accepted_than_chains(stock, block, monkeypatch):
     "schedule",
     [
         dict(max_num_batched_tokens=40, block_size=16, enable_prefix_caching=True),
-        dict(block_size=16, num_gpu_blocks_override=20, max_model_len=160, enable_prefix_caching=False),
+        dict(block_size=16, num_gpu_blocks_override=14, max_model_len=160, enable_prefix_caching=False),
     ],
 )
 def test_schedules(stock, block, schedule):
