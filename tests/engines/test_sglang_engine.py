@@ -176,6 +176,14 @@ def test_branches_in_pages_are_refused_by_sglang() -> None:
     assert 'and view.attention_backend != "flashinfer"' in text  # of n-gram trees
 
 
+def test_recurrent_layers_verify_no_drafts_on_cpus() -> None:
+    """SGLang hands its convolution over drafts arguments that sgl_kernel's function for CPUs does not have."""
+    text = SOURCES.text("srt/layers/attention/linear/gdn_backend.py")
+    assert "from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu" in text
+    assert "causal_conv1d_update = causal_conv1d_update_cpu" in text
+    assert "intermediate_conv_window=intermediate_conv_window_cache" in text
+
+
 def test_what_is_filled_in_on_cpus_is_missing_there() -> None:
     """SGLang's own rules, which `pagedtree.integrations.sglang.on_cpu` stands in for."""
     text = SOURCES.text("srt/speculative/eagle_utils.py")
