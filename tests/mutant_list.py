@@ -621,6 +621,7 @@ VALUES = [
         "byte_of(words_[0], 0);",
     ),
     of_values("small values in another's counter", "value_counts", "(small & ~3u), small);", "(small & ~3u), 0);"),
+    of_values("one word noted for all", "value_counts", "add_others(notes_[i], seen);", "add_others(notes_[0], seen);"),
     of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
     of_values(
         "ties at the threshold of the rules all kept",

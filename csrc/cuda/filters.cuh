@@ -126,7 +126,9 @@ struct FilterScratch {
 
   template <typename Reader>
   __device__ ValueCounts values(RadixShared& shared, const Reader& row) {
-    return ValueCounts(shared.counts, row.is_bfloat16());
+    // The sums by digit are not in use before the values are counted.
+    constexpr uint32_t kNotes = (offsetof(RadixShared, of_cta) - offsetof(RadixShared, first)) / sizeof(uint4);
+    return ValueCounts(shared.counts, reinterpret_cast<uint4*>(shared.first), kNotes, row.is_bfloat16());
   }
 };
 // Given the offsets of both in a kernel's shared memory.

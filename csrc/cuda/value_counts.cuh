@@ -23,7 +23,7 @@ class ValueCounts {
   // of kMagnitudes is one for all others of a lane, then come those of the smaller values.
   static constexpr uint32_t kWordsOfSign = 1 << 13, kOthers = kMagnitudes / 4 * kCopies, kSmall = kOthers + kCopies;
   static constexpr uint32_t kSmallMagnitudes = (kWordsOfSign - kSmall) * 4, kSmallest = kFirst - kSmallMagnitudes;
-  static constexpr uint32_t kZeros = 2 * kWordsOfSign, kWords = kZeros + 1;
+  static constexpr uint32_t kZeros = 2 * kWordsOfSign, kNoted = kZeros + 1, kWords = kNoted + 1;
   static_assert(kZeros == 1 << 14);  // float16: a word has four patterns
 
   // What a thread has seen.
@@ -32,8 +32,9 @@ class ValueCounts {
     bool others = false;
   };
 
-  // `words` of shared memory, at least kWords.
-  __device__ ValueCounts(uint32_t* words, bool is_bfloat16) : words_(words), is_bfloat16_(is_bfloat16) {}
+  // Words of shared memory: at least kWords for counters, and `capacity` of 16 bytes to note words of logits in.
+  __device__ ValueCounts(uint32_t* words, uint4* notes, uint32_t capacity, bool is_bfloat16)
+      : words_(words), notes_(notes), capacity_(capacity), is_bfloat16_(is_bfloat16) {}
 
   // A CTA that reads few tokens weighs less if it weighs tokens.
   template <typename Reader>
@@ -66,18 +67,23 @@ class ValueCounts {
       add_to(copy, (place * kCopies & ~(4 * kCopies - 1)) | (bits & 0x8000u), place);
       most = max_of(most, place);
     }
+    // A lane seldom has others, and all of its warp wait meanwhile.
     if (most < kMagnitudes) return;
-#pragma unroll 1
-    for (int i = 0; i < 8; ++i) {
-      add_other(word.x & 0xffffu, seen);
-      word = {__funnelshift_r(word.x, word.y, 16), __funnelshift_r(word.y, word.z, 16),
-              __funnelshift_r(word.z, word.w, 16), word.w >> 16};
+    const uint32_t place = atomicAdd(&words_[kNoted], 1u);
+    if (place < capacity_) {
+      notes_[place] = word;
+    } else {
+      add_others(word, seen);
     }
   }
 
   // To be called by all threads of the cluster once the whole row, `total` logits with those past its end, was added.
   // Returns whether count() knows how often each value occurs in what this CTA has read, for all CTAs.
-  __device__ __forceinline__ bool settle(BlockShared& shared, const Seen& seen, uint64_t total) const {
+  __device__ __forceinline__ bool settle(BlockShared& shared, Seen seen, uint64_t total) const {
+    __syncthreads();
+    const uint32_t notes = min_of(words_[kNoted], capacity_);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < notes; i += blockDim.x) add_others(notes_[i], seen);
     if (seen.zeros > 0) atomicAdd(&words_[kZeros], seen.zeros);
     __syncthreads();
     uint64_t missing = seen.small + (uint64_t{seen.others} << 40) + (leads_cluster() ? total : 0);
@@ -137,6 +143,15 @@ class ValueCounts {
     atomicAdd(word, __funnelshift_r(1, 1, 0u - i * 8));  // 1 rotated: shifts are modulo 32
   }
 
+  // Counts what add() has not of a word of bfloat16.
+  __device__ __forceinline__ void add_others(uint4 word, Seen& seen) const {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) {
+      add_other(word.x & 0xffffu, seen);
+      word = {__funnelshift_r(word.x, word.y, 16), __funnelshift_r(word.y, word.z, 16),
+              __funnelshift_r(word.z, word.w, 16), word.w >> 16};
+    }
+  }
   __device__ __forceinline__ void add_other(uint32_t bits, Seen& seen) const {
     const uint32_t magnitude = bits & 0x7fffu, small = magnitude - kSmallest;
     if (magnitude - kFirst < kMagnitudes) return;
@@ -174,6 +189,8 @@ class ValueCounts {
   }
 
   uint32_t* words_;
+  uint4* notes_;
+  uint32_t capacity_;
   bool is_bfloat16_;
 };
 

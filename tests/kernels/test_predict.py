@@ -396,7 +396,8 @@ def test_reads_of_a_call() -> None:
         for name in predict_verification.PASSES
     ]  # fmt: skip
     found = {call["call"]: call for call in predict_verification.calls(H100, rows)}
-    assert found["greedy"]["all_rows"] == [1, 1] and found["top-p"]["all_rows"] == [2, 2]
+    # Passes with a race take longer by what an H200 waited and dispatched, 23 % of the time; flat rows by 34 %.
+    assert found["greedy"]["all_rows"] == [1, 1] and found["top-p"]["all_rows"] == [2.6, 3.03]
     assert 9 / 64 < found["greedy"]["lazy"][0] < 1.3 * 9 / 64
 
 

@@ -1,5 +1,5 @@
 """Calls of verify_sampled: all rows at once, then a walk along the drawn tokens. The passes are those of
-predict_verification.py; 32 trees of 64 nodes."""
+predict_verification.py, lengthened as there; 32 trees of 64 nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from bank_conflicts import mean_passes
 from predict_ops import DIGIT, Kernels, Launch, OpCall, Phase, words_of
 from predict_verification import CALLS as WAYS
-from predict_verification import FROM_MEMORY, NODES, PASSES, TREES, VOCAB, path_of, row_loops, word_of_counter
+from predict_verification import NODES, PASSES, TREES, VOCAB, beyond, path_of, row_loops, word_of_counter
 
 THREADS = 256  # of a row, where there are more rows than multiprocessors
 # Of 64 KB of counters, cleared and added up by words of 16 bytes, and of the weights of their values, reckoned.
@@ -22,10 +22,10 @@ def verify_sampled(kernels: Kernels, ways: list[str], trees: int) -> list[Launch
     loops, phases = row_loops(kernel.flow), [Phase("begin", loads=2)]
     for name in ways:
         path, words = path_of(kernel.flow, loops[PASSES[name].loop], PASSES[name])
-        source = "memory" if name in FROM_MEMORY else "l2"
         counts = PASSES[name].does == "atomic"
         passes = mean_passes(word_of_counter, merges=False) if counts else 0
-        phases.append(Phase(name, path, words_of(VOCAB, THREADS, batch=words), source=source, passes=passes))
+        turns = beyond(ways) * words_of(VOCAB, THREADS, batch=words)
+        phases.append(Phase(name, path, turns, source="memory", passes=passes))
         phases.append(Phase(f"{name}: fold", barriers=4, cycles=200 + (COUNTERS + 2 * DIGIT if counts else 0)))
     rows = trees * NODES
     path = math.ceil(NODES**0.5)  # nodes that are visited
