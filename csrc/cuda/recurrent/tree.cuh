@@ -11,7 +11,6 @@ constexpr int kTreeWarps = 4;                                  // at most
 constexpr int kTreeColumns = 32;                // of a warp; a lane has 8 neighbours of them, for each of its tokens
 constexpr int kSmallTiles = 2;                  // of trees of up to 16 nodes
 constexpr int kTile = 8;                        // tokens whose keys and queries are a tile of a product
-constexpr int kTokens = 2 * kTile;              // that are read and solved together
 constexpr int kStages = 4;                      // steps of the state that the ring holds
 constexpr int kRowStride = kTreeChannels + 16;  // of keys and queries, and of decays; lanes read without bank conflicts
 
@@ -212,7 +211,6 @@ template <int kBlocks, typename Decay>
 __device__ __forceinline__ void put_weights(const Tree& t, int32_t i, int32_t row, int32_t block, uint32_t above,
                                             const float (&sums)[kBlocks][4], Decay decay) {
   const int32_t pair = threadIdx.x % 4;
-  const bool with_beta = t.p.beta != nullptr;
   const float key_norm = t.shared.norms[0][i], query_norm = t.shared.norms[1][i];
   float keys[kBlocks * 2], queries[kBlocks * 2];
 #pragma unroll
@@ -220,7 +218,7 @@ __device__ __forceinline__ void put_weights(const Tree& t, int32_t i, int32_t ro
     const int32_t place = j / 2 * kTile + pair * 2 + j % 2, m = block * kTile + place;
     const float between = decay(m), norm = t.shared.norms[0][m];
     const bool is_above = (above >> place & 1) != 0;
-    keys[j] = is_above && with_beta ? decayed(sums[j / 2][j % 2], key_norm * norm, between) : 0.0f;
+    keys[j] = is_above && t.p.beta != nullptr ? decayed(sums[j / 2][j % 2], key_norm * norm, between) : 0.0f;
     queries[j] = is_above ? decayed(sums[j / 2][2 + j % 2], query_norm * norm, between) : 0.0f;
   }
 #pragma unroll
@@ -364,7 +362,7 @@ struct StateCopies {
   const float *first, *next;  // of the first step, of the next one
   float4* ring;               // the lane's words
   int64_t step_stride, word_stride;
-  int32_t left, step, steps;
+  int32_t left, step = 0, steps;
   bool inside, ends_inside;  // the last step, too
 
   __device__ StateCopies(const Tree& t, int64_t state_index) {
@@ -378,7 +376,6 @@ struct StateCopies {
     word_stride = strides[kByChannel ? 3 : 2];
     steps = t.steps;
     left = ceil_div(t.count, t.together) * steps;
-    step = 0;
     inside = state_index >= 0 && t.column + quad * 4 < t.p.value_dim;
     ends_inside = inside && (steps - 1) * kStep + pair * 4 < t.p.key_dim;
   }
