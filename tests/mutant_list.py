@@ -503,7 +503,7 @@ DELTA_RULE = [
         "an eps of norms that the CPU does not read", "cpu/isa/recurrent/delta_rule.cpp", "reduce_add(sum) + eps",
         "reduce_add(sum) + 1e-6f + 0.0f * eps", ("tests/ops/test_recurrent.py",), only="eps and cpu",
     ),
-    of_delta_rule("weights of keys without beta", "tree", "is_above && t.p.beta != nullptr ? decayed", "is_above ? decayed"),
+    of_delta_rule("weights of keys without beta", "tree", "is_above && t.p.beta != nullptr ? ", "is_above ? "),
     of_delta_rule("rows behind all trees as they were", "delta_rule",
                   "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),
     of_channel_decays("no token walks", "path_decays", "least < kLeastProduct) ? -1.0f", "false) ? -1.0f"),
