@@ -6,6 +6,8 @@ import pytest
 
 from pagedtree.integrations.vllm.limits import SCHEDULER, check_config
 
+WORKER = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
+
 
 def config_of(**model):
     """A configuration that trees can run with, as far as `check_config` looks at it."""
@@ -21,7 +23,7 @@ def config_of(**model):
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**of_model, **model}),
-        parallel_config=SimpleNamespace(**one, _api_process_count=1, enable_dbo=False),
+        parallel_config=SimpleNamespace(**one, _api_process_count=1, enable_dbo=False, worker_cls=WORKER),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_cls=SCHEDULER),
         speculative_config=None,
@@ -37,3 +39,11 @@ def test_models_with_recurrent_layers_are_refused():
     check_config(config_of())
     with pytest.raises(ValueError, match=r"model \(recurrent layers, whose states follow no trees here\) = False, got"):
         check_config(config_of(has_inner_state=True))
+
+
+@pytest.mark.parametrize("worker", ["auto", "vllm.v1.worker.gpu_worker.Worker", None])
+def test_workers_of_vllm_are_refused(worker):
+    config = config_of()
+    config.parallel_config.worker_cls = worker
+    with pytest.raises(ValueError, match=rf"expected worker_cls = pagedtree\..*TreeCPUWorker\), got {worker}"):
+        check_config(config)
