@@ -2,71 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from mutant import CASES, Mutant
+from mutants_of_attention import ENGINE, JOINED, LATENT_WGMMA, WGMMA, WIDE
 
 __all__ = ["MUTANTS", "Mutant"]
 
-DRAFTS, HOSTILE = "tests/ops/test_verify_drafts.py", "tests/ops/test_verify_drafts_hostile.py"
+HOSTILE = "tests/ops/test_verify_drafts_hostile.py"
 DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
 STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
 OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
 LOGPROBS = "tests/ops/test_token_logprobs.py"
-CASES = "tests/ops/test_cases.py"
 GROWN, CLUSTERS = "tests/ops/test_expand_tree.py", "tests/ops/test_clusters.py"
-ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
-LATENT = ("tests/ops/test_latent_attention.py", CASES)
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
     for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
 )
 LENGTHS = ("tests/generation/test_length_limits.py",)
 PROPOSALS = ("tests/ops/test_ngram_texts.py", "tests/ops/test_proposers.py")
-SELF_TEST = ("tests/kernels/test_engine.py",)
 HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend.
-
-    With the backend "python" the file is one of python/pagedtree, and nothing is built.
-    """
-
-    name: str
-    file: str
-    line: str
-    broken: str
-    tests: tuple[str, ...] = (DRAFTS,)
-    backend: str = "cpu"
-    only: str = "cpu or not simt"
 
 
 def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTIONS,)) -> Mutant:
     return Mutant(name, "core/options.h", line, broken, tests)
 
 
-def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
-
-
-def of_join(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/attention/{file}.cuh", line, broken, ATTENTION, "simt", "simt and not wgmma")
-
-
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt or top_tokens")
-
-
-def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(
-        name,
-        f"cuda/attention/{file}_wide.cuh",
-        line,
-        broken,
-        LATENT,
-        "simt",
-        "simt and latent and not wgmma",
-    )
 
 
 def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, ...] = PROPOSALS) -> Mutant:
@@ -103,18 +64,6 @@ def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:
 
 def of_limits(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"generation/drafters/{file}.py", line, broken, LENGTHS, "python", "test")
-
-
-def of_latent(name: str, line: str, broken: str) -> Mutant:
-    return Mutant(
-        name,
-        "cuda/attention/attend_latent_sm90.cuh",
-        line,
-        broken,
-        LATENT,
-        "simt",
-        "simt and latent and wgmma",
-    )
 
 
 RULES = [
@@ -385,108 +334,6 @@ DRAFTED = [
         "a parent that is as good as before", "best_first", "    open.set(parent, next.joint);\n", "",
         ("tests/ops/test_best_first_tree.py",),
     ),
-]  # fmt: skip
-
-WGMMA = [
-    of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
-    of_wgmma(
-        "V given back while it is multiplied", "attend",
-        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      release(values);",
-        "release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
-    ),
-    of_wgmma(
-        "K given back while it is multiplied", "attend",
-        "turns_.pass(both);\n      ptx::wgmma_wait<I::",
-        "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
-    ),
-    of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
-    of_wgmma(
-        "no proxy fence behind cp.async", "attend",
-        "if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();", "",
-    ),
-    of_wgmma(
-        "no proxy fence behind decoded codes", "stage",
-        "ptx::fence_proxy_async();\n    ptx::mbar_arrive", "ptx::mbar_arrive",
-    ),
-    of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
-    of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
-    of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
-    of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
-    of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
-    of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
-    of_wgmma("no first turn", "attend", "if (group() == 1) pass(true);", ""),
-    of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
-]  # fmt: skip
-
-ENGINE = [
-    Mutant(
-        "a verdict with more behind it counts", "cuda/engine.cu",
-        "beginning_of(path) == beginning + kPassed", "beginning_of(path).starts_with(beginning + kPassed)",
-        SELF_TEST, "simt", "test_engine",
-    ),
-    Mutant(
-        "maps that the driver has refused", "cuda/attention/stage_sm90.cuh",
-        "return k && v ? CacheMaps{*k, *v, box} : maps;",
-        "return CacheMaps{k.value_or(ptx::TensorMap{}), v.value_or(ptx::TensorMap{}), box};",
-        ("tests/kernels/test_panels.py",), "simt", "agree",
-    ),
-    Mutant(
-        "panels of K behind each other's rows", "cuda/attention/attend_sm90.cuh",
-        "(step / 4 * kPanelBytes + step % 4 * 32) / 16", "(step * 32) / 16",
-        ("tests/kernels/test_panels.py",), "simt", "agree",
-    ),
-    Mutant(
-        "a self-test with fewer rows passes", "check/self_test.py", "len(lines) == expected + 1 and", "lines and",
-        SELF_TEST, "python", "end_of_the_process",
-    ),
-]  # fmt: skip
-
-JOINED = [
-    of_join(
-        "ranges that begin with a row tile are its pieces", "join", "begin.kv_tile > 0 && begin.same", "begin.same"
-    ),
-    of_join("nobody is told of the row tile that is cut", "output", "== 0 && at.kv_tile == 0) pieces", "== 1) pieces"),
-    of_join("pieces of other rows joined", "join", "static_cast<int32_t>(threadIdx.x)) * sharers;", "threadIdx.x);"),
-]
-
-WIDE = [
-    of_wide("the partner's scores not added", "attend", "scores[a][0][2] += taken.z;", ""),
-    of_wide("keys of the other half", "attend", "keys = warp / 2 * 16,", "keys = (1 - warp / 2) * 16,"),
-    of_wide("all of the depth twice", "attend", "depth = half * 32;", "depth = 0;"),
-    of_wide(
-        "the largest score of one warp", "attend",
-        "tops[a][half] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));", "",
-    ),
-    of_wide("K where V should be", "kernel", "add_wide_values<I>(shared, values, sums);",
-            "add_wide_values<I>(shared, keys, sums);"),
-    of_wide("keys copied that no row sees", "stage", "is_read = is_read && (seen >> key & 1u) != 0;", ""),
-    of_wide("seen by the first rows only", "stage", "__reduce_or_sync(kWholeWarp, ", "(kWholeWarp & "),
-    of_wide("512 columns of 576", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 512"),
-    of_wide("576 columns of 512", "attend", "column >= I::kHeadDimV && p.head_dim <= I::kHeadDimV", "column >= 576"),
-]  # fmt: skip
-
-LATENT_WGMMA = [
-    of_latent(
-        "each group's own largest scores",
-        "tops[0][half] = fmaxf(tops[0][half], shared_.of_rows[1 - group_][row() + half * 8 + lane / 4]);", "",
-    ),
-    of_latent("the first group's weights for both stages", "      take_weights(weights);\n", ""),
-    of_latent(
-        "weights taken before they are given",
-        "ptx::barrier_sync(kWeightsGiven, I::kConsumers);\n      read_weights", "read_weights",
-    ),
-    of_latent(
-        "a stage given back while it is multiplied",
-        "ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);\n    release(stage);",
-        "release(stage);\n    ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);",
-    ),
-    of_latent("weights of a stage that is not there", "if (group_ == 1 && !has_second) hide_all(scores);", ""),
-    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * kPanelBytes",
-              "shared_.stage(stage)"),
-    of_latent("the sum of one group", "own[half] + other", "own[half]"),
-    of_latent("Q beyond its columns", "|| block >= num_blocks", ""),
-    of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
-              "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip
 
 DELTA_RULE = [

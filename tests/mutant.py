@@ -1,0 +1,26 @@
+"""A mutant: a place of the sources as somebody once got it wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["CASES", "DRAFTS", "Mutant"]
+
+CASES = "tests/ops/test_cases.py"
+DRAFTS = "tests/ops/test_verify_drafts.py"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`line` of csrc/`file` becomes `broken`; one of `tests` whose names have `only` must fail on the backend.
+
+    With the backend "python" the file is one of python/pagedtree, and nothing is built.
+    """
+
+    name: str
+    file: str
+    line: str
+    broken: str
+    tests: tuple[str, ...] = (DRAFTS,)
+    backend: str = "cpu"
+    only: str = "cpu or not simt"
