@@ -22,8 +22,9 @@ READY := .venv/.ready
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
 READY_DEV := $(READY)-dev
-# Most modules of these packages are never imported here, and compiling them all takes longer than unpacking them.
-export PIP_NO_COMPILE := 1
+# Most modules of these packages are never imported here, and compiling them all takes longer than unpacking them. pip
+# reads "no" as --no-compile; with 1 it would compile.
+export PIP_NO_COMPILE := no
 # The checkout's own package, whatever else the environment holds.
 export PYTHONPATH := $(CURDIR)/python
 # Without bytecode each process of the tests compiles thousands of modules anew, which takes 5 s.

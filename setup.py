@@ -90,6 +90,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_BUILD_TYPE={'Debug' if self.debug else 'Release'}",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DPAGEDTREE_PYTHON=ON",
+            f"-DPAGEDTREE_SMALL={'OFF' if self.inplace else 'ON'}",
         ]  # fmt: skip
         # Unset: as the tree was configured before.
         for option in ("PAGEDTREE_EMULATED_ISA", "PAGEDTREE_SIMT"):

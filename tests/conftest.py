@@ -34,11 +34,17 @@ settings.load_profile("pagedtree")
 os.environ["PAGEDTREE_CACHE"] = os.devnull
 
 
-def pytest_collection_finish() -> None:
-    # What has been imported and collected stays to the end. To look for garbage in it takes half a second each time,
-    # and transformers' continuous batching does so at every call. Tests leave little garbage that has cycles.
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    # What is imported and collected stays to the end. To look for garbage in it takes a third of this time, and half a
+    # second at each later look; transformers' continuous batching looks at every call. Tests leave little garbage that
+    # has cycles.
+    gc.disable()
+    result = yield
     gc.freeze()
+    gc.enable()
     gc.set_threshold(100_000, 20, 100)
+    return result
 
 
 @pytest.fixture(params=backends())
