@@ -70,7 +70,9 @@ PT_UNWATCHED void Stack::restart(void (*entry)()) {
   fake_stack_ = nullptr;
 #endif
   // The stack looks as if `entry` had no caller: its frame is aligned as the ABI demands, and the registers are zero.
-  auto** top = reinterpret_cast<void**>(memory_ + kBytes - 64);
+  // Stacks begin at multiples of a page. If their tops were at the same place in it, they would share few lines of L1.
+  static unsigned num_stacks = 0;
+  auto** top = reinterpret_cast<void**>(memory_ + kBytes - 64 * (1 + num_stacks++ % 64));
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(entry);
   for (int i = 0; i < kSavedRegisters; ++i) *--top = nullptr;
