@@ -469,6 +469,9 @@ VALUES = [
     ),
     of_values("small values in another's counter", "value_counts", "(small & ~3u), small);", "(small & ~3u), 0);"),
     of_values("one word noted for all", "value_counts", "add_others(notes_[i], seen);", "add_others(notes_[0], seen);"),
+    of_values("a guess that is not looked at again", "filters", "if (!found) {", "if (!found && goal == kCount) {"),
+    of_values("lower halves that nobody has seen", "value_counts", "(seen.lower & 0xffffu) != 0", "seen.lower == 1"),
+    of_values("masses that were guessed", "filters", "if (have_room) left = shared.next[0];", ""),
     of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
     of_values(
         "ties at the threshold of the rules all kept",

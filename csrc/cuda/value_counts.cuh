@@ -1,6 +1,7 @@
 // How often each value occurs in a row of 16-bit logits. A vocabulary has more tokens than values, so each value is
 // weighed once for all of its tokens. The row is counted while its peak is looked for: it is not read again for the
-// masses of its tokens, neither for the first digit of a threshold nor for the second one.
+// masses of its tokens, neither for the first digit of a threshold nor for the second one. A float32 row is counted by
+// the upper halves of its logits: models that compute in bfloat16 hand over rows of which these are the values.
 #pragma once
 
 #include "cuda/logits.cuh"
@@ -10,7 +11,8 @@ namespace pagedtree::cuda {
 
 // Counters of eight bits, four in a word of shared memory.
 // - float16: one counter for each pattern of bits.
-// - bfloat16: sixteen copies, for lane % 16, of the counters of the values from 2^-8 up to 2^7 and of their negatives,
+// - bfloat16 and float32: sixteen copies, for lane % 16, of the counters of the values from 2^-8 up to 2^7 and of their
+// negatives,
 //   which are nearly all logits. Two lanes at most wait for each other then; with one copy it would be three or four.
 //   The 15.5 octaves below 2^-8 have one counter for each value.
 // A counter that overflows carries into its neighbour or out of the word, after which the counters no longer add up to
@@ -30,17 +32,23 @@ class ValueCounts {
   struct Seen {
     uint32_t small = 0, zeros = 0;
     bool others = false;
+    uint32_t lower = 0;  // the lower halves of float32 logits, all bits together
   };
 
   // Words of shared memory: at least kWords for counters, and `capacity` of 16 bytes to note words of logits in.
-  __device__ ValueCounts(uint32_t* words, uint4* notes, uint32_t capacity, bool is_bfloat16)
-      : words_(words), notes_(notes), capacity_(capacity), is_bfloat16_(is_bfloat16) {}
+  template <typename Reader>
+  __device__ ValueCounts(uint32_t* words, uint4* notes, uint32_t capacity, const Reader& row)
+      : words_(words),
+        notes_(notes),
+        capacity_(capacity),
+        is_bfloat16_(row.is_bfloat16() || row.is_wide()),
+        is_wide_(row.is_wide()) {}
 
   // A CTA that reads few tokens weighs less if it weighs tokens.
   template <typename Reader>
   static __device__ bool pays(const Reader& row) {
-    const uint32_t least = row.is_bfloat16() ? 4096 : 32768;
-    return !row.is_wide() && row.vocab() >= least * ptx::cluster_size();
+    const uint32_t least = row.is_bfloat16() || row.is_wide() ? 4096 : 32768;
+    return row.vocab() >= least * ptx::cluster_size();
   }
 
   __device__ __forceinline__ void clear() const {
@@ -49,6 +57,11 @@ class ValueCounts {
 
   // Counts the clean logits of a word.
   __device__ __forceinline__ void add(uint4 word, Seen& seen) const {
+    if (is_wide_) {
+      constexpr uint32_t kNothing = 0xff80ff80u;  // -inf
+      seen.lower |= word.x | word.y | word.z | word.w;
+      word = {__byte_perm(word.x, word.y, 0x7632), __byte_perm(word.z, word.w, 0x7632), kNothing, kNothing};
+    }
     const uint32_t pairs[4] = {word.x, word.y, word.z, word.w};
     if (!is_bfloat16_) {
 #pragma unroll
@@ -62,6 +75,7 @@ class ValueCounts {
     uint32_t most = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      if (i >= 4 && is_wide_) break;
       // Others are counted too, which saves a branch.
       const uint32_t bits = pairs[i / 2] >> i % 2 * 16, place = min_of((bits & 0x7fffu) - kFirst, kMagnitudes);
       add_to(copy, (place * kCopies & ~(4 * kCopies - 1)) | (bits & 0x8000u), place);
@@ -77,16 +91,22 @@ class ValueCounts {
     }
   }
 
+  // What count() knows of what this CTA has read: nothing, how many logits begin with the bits of a value, or how many
+  // are equal to it. The same for all CTAs.
+  enum class Known { kNothing, kUpperHalves, kValues };
+
   // To be called by all threads of the cluster once the whole row, `total` logits with those past its end, was added.
-  // Returns whether count() knows how often each value occurs in what this CTA has read, for all CTAs.
-  __device__ __forceinline__ bool settle(BlockShared& shared, Seen seen, uint64_t total) const {
+  __device__ __forceinline__ Known settle(BlockShared& shared, Seen seen, uint64_t total) {
     __syncthreads();
     const uint32_t notes = min_of(words_[kNoted], capacity_);
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < notes; i += blockDim.x) add_others(notes_[i], seen);
     if (seen.zeros > 0) atomicAdd(&words_[kZeros], seen.zeros);
     __syncthreads();
-    uint64_t missing = seen.small + (uint64_t{seen.others} << 40) + (leads_cluster() ? total : 0);
+    constexpr uint64_t kOthersSeen = uint64_t{1} << 33, kLowerSeen = uint64_t{1} << 50;  // by one thread
+    uint64_t missing = seen.small + (leads_cluster() ? total : 0);
+    if (seen.others) missing += kOthersSeen;
+    if ((seen.lower & 0xffffu) != 0) missing += kLowerSeen;
     if (is_bfloat16_) {
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < 2 * kWordsOfSign / kCopies; i += blockDim.x) {
@@ -99,11 +119,20 @@ class ValueCounts {
       }
     }
     missing = block_sum(shared, missing);
-    return fold_ctas(shared, missing, [](uint64_t a, uint64_t b) { return a + b; }) == 0;
+    missing = fold_ctas(shared, missing, [](uint64_t a, uint64_t b) { return a + b; });
+    if (missing == 0) return Known::kValues;
+    if (!is_wide_ || missing % kLowerSeen != 0) return Known::kNothing;
+    middle_ = 0x8000u;
+    return Known::kUpperHalves;
   }
 
   // Values by keys of 16 bits, which are in the order of the values.
   static __device__ uint32_t bits_of_key(uint32_t key) { return (key < 0x8000u ? ~key : key ^ 0x8000u) & 0xffffu; }
+  // A value in the middle of those that begin with its bits.
+  template <typename Reader>
+  __device__ float value(const Reader& row, uint32_t key) const {
+    return row.value(is_wide_ ? bits_of_key(key) << 16 | middle_ : bits_of_key(key));
+  }
   __device__ __forceinline__ uint32_t count(uint32_t key) const {
     const uint32_t bits = bits_of_key(key), magnitude = bits & 0x7fffu;
     if (magnitude == 0) {  // -0 is +0
@@ -191,7 +220,8 @@ class ValueCounts {
   uint32_t* words_;
   uint4* notes_;
   uint32_t capacity_;
-  bool is_bfloat16_;
+  bool is_bfloat16_, is_wide_;
+  uint32_t middle_ = 0;
 };
 
 // The tokens of the value with a key of 16 bits, and their weight, if they are among the items.
@@ -200,7 +230,7 @@ __device__ __forceinline__ Totals totals_of_value(const ValueCounts& values, con
                                                   uint32_t key) {
   const uint32_t count = values.count(key);
   if (count == 0) return {0, 0};
-  const uint32_t key_of_item = items.key_of(items.row.value(ValueCounts::bits_of_key(key)));
+  const uint32_t key_of_item = items.key_of(min_of(values.value(items.row, key), items.scale.peak));
   if (key_of_item == 0) return {0, 0};
   return {count, uint64_t{count} * weight(key_of_item)};
 }

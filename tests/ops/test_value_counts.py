@@ -1,5 +1,6 @@
 """Rows whose values the CUDA kernels count while they look for the peak: draws and distributions are those of the CPU,
-bit for bit, also where counters overflow or a row has values that are not counted."""
+bit for bit, also where counters overflow or a row has values that are not counted. Of float32 logits the upper halves
+are counted, after which the logits near the threshold are noted."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from pagedtree.testing import backends, use_backend
 
 on_gpu_code = pytest.mark.parametrize("backend", [name for name in backends() if name != "cpu"], indirect=True)
 # Rows that are long enough for counters, and do not end with a word.
-VOCABS = {torch.bfloat16: 4219, torch.float16: 33001}
+VOCABS = {torch.bfloat16: 4219, torch.float16: 33001, torch.float32: 4219}
 SAMPLINGS = [
     {"top_p": 0.9},
     {"top_p": 0.5, "temperature": 2.0},
@@ -82,7 +83,9 @@ def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, ki
 
 
 @on_gpu_code
-@pytest.mark.parametrize(("dtype", "vocab"), [(torch.bfloat16, 16411), (torch.float16, 131077)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), [(torch.bfloat16, 16411), (torch.float16, 131077), (torch.float32, 20011)], ids=str
+)
 @pytest.mark.parametrize("kind", ["ties", "equal", "with zeros"])
 def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, vocab: int, kind: str) -> None:
     """One row is read by a cluster of CTAs, each of which counts what it has read."""
@@ -94,6 +97,25 @@ def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, voc
             expected = sample(row, params, seeds=seeds, positions=positions)
         found = sample(placed(row, device), params, seeds=seeds.to(device), positions=positions.to(device))
         assert found.tolist() == expected.tolist(), sampling
+
+
+@on_gpu_code
+@pytest.mark.parametrize("kind", ["misleading", "crowded"])
+def test_guesses_that_are_of_no_use(device: torch.device, kind: str) -> None:
+    """Float32 rows whose upper halves mislead, or that have more logits near the threshold than can be noted."""
+    if kind == "misleading":
+        # The threshold is among the last ones, two values of the upper halves below where the middles of all have it.
+        row = torch.cat([torch.full((count,), value) for value, count in
+                         ((64.001, 1), (63.7501, 700), (63.5001, 700), (63.4999, 2000), (20.1, 1000))])  # fmt: skip
+        params = SamplingParams(top_p=0.67, temperature=0.18)
+    else:
+        row = rows_of(20011)["flat"]
+        params = SamplingParams(top_k=300, top_p=0.8, temperature=3.0, filter_order="joint")
+    rows, streams = row.expand(24, -1), {"seeds": random_words(24), "positions": torch.arange(24)}
+    with use_backend("cpu"):
+        expected = sample(rows, params, **streams)
+    found = sample(placed(rows, device), params, **{name: stream.to(device) for name, stream in streams.items()})
+    assert found.tolist() == expected.tolist()
 
 
 @on_gpu_code

@@ -14,11 +14,12 @@ struct Totals {
   uint64_t count, mass;
 };
 
-// Lanes add in separate columns, so that two of them seldom use one bin at a time. A single warp, with few items, has
-// few columns.
-constexpr unsigned kMaxColumns = 16;
+// Lanes add in separate columns, so that two of them seldom use one bin at a time. Where items are few, so are columns.
+constexpr unsigned kMaxColumns = 16, kFewColumns = 4;
 using Columns = uint32_t[kBins * kMaxColumns];
-__device__ __forceinline__ unsigned num_columns() { return blockDim.x == 32 ? 4 : kMaxColumns; }
+__device__ __forceinline__ unsigned num_columns(bool few_items) {
+  return few_items || blockDim.x == 32 ? kFewColumns : kMaxColumns;
+}
 
 struct RadixShared {
   BlockShared block;
@@ -30,10 +31,9 @@ struct RadixShared {
   alignas(16) Columns counts;
 };
 
-// Masses are added in two halves, so that no column overflows for the largest vocabulary.
-struct RadixMasses {
-  Columns low, high;
-};
+// Masses are added in two halves, so that no column overflows for the largest vocabulary. The columns of the upper
+// halves follow those of the lower ones.
+__host__ __device__ constexpr unsigned words_of_masses(unsigned columns) { return 2 * kBins * columns; }
 static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
 // The largest key such that the items at or above it reach some target.
@@ -42,29 +42,30 @@ struct Cut {
   Totals above, at;
 };
 
-__device__ __forceinline__ void clear_columns(RadixShared& shared, RadixMasses* masses) {
-  for (unsigned i = threadIdx.x; i < kBins * num_columns(); i += blockDim.x) {
+__device__ __forceinline__ void clear_columns(RadixShared& shared, uint32_t* masses, unsigned columns) {
+  for (unsigned i = threadIdx.x; i < kBins * columns; i += blockDim.x) {
     shared.counts[i] = 0;
-    if (masses != nullptr) masses->low[i] = masses->high[i] = 0;
+    if (masses != nullptr) masses[i] = masses[i + kBins * columns] = 0;
   }
 }
 
-__device__ __forceinline__ void add_to_column(RadixShared& shared, RadixMasses* masses, uint32_t bin, uint32_t key,
-                                              const auto& weight) {
-  const uint32_t cell = bin * num_columns() + threadIdx.x % num_columns();
+__device__ __forceinline__ void add_to_column(RadixShared& shared, uint32_t* masses, unsigned columns, uint32_t bin,
+                                              uint32_t key, const auto& weight) {
+  const uint32_t cell = bin * columns + (threadIdx.x & (columns - 1));
   atomicAdd(&shared.counts[cell], 1u);
   if (masses == nullptr) return;
   const uint32_t mass = weight(key);
-  if ((mass & 0xffffu) != 0) atomicAdd(&masses->low[cell], mass & 0xffffu);
-  if (mass >> 16 != 0) atomicAdd(&masses->high[cell], mass >> 16);
+  if ((mass & 0xffffu) != 0) atomicAdd(&masses[cell], mass & 0xffffu);
+  if (mass >> 16 != 0) atomicAdd(&masses[cell + kBins * columns], mass >> 16);
 }
 
-__device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const RadixMasses* masses, unsigned bin) {
+__device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const uint32_t* masses, unsigned columns,
+                                                 unsigned bin) {
   Totals sum{0, 0};
-  for (unsigned i = 0; i < num_columns(); ++i) {
-    const unsigned cell = bin * num_columns() + (bin + i) % num_columns();  // neighbouring threads use different banks
+  for (unsigned i = 0; i < columns; ++i) {
+    const unsigned cell = bin * columns + ((bin + i) & (columns - 1));  // neighbouring threads use different banks
     sum.count += shared.counts[cell];
-    if (masses != nullptr) sum.mass += masses->low[cell] + (uint64_t{masses->high[cell]} << 16);
+    if (masses != nullptr) sum.mass += masses[cell] + (uint64_t{masses[cell + kBins * columns]} << 16);
   }
   return sum;
 }
@@ -91,21 +92,22 @@ __device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
 
 // Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
 // items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
-// out. `masses` may be null.
+// out. `masses`, words_of_masses(columns), may be null.
 template <typename Items, typename Weight>
-__device__ __forceinline__ void tabulate(RadixShared& shared, RadixMasses* masses, Totals* totals, const Items& items,
-                                         Weight weight, int digit, uint32_t prefix) {
+__device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, Totals* totals, const Items& items,
+                                         Weight weight, int digit, uint32_t prefix, bool few_items = false) {
+  const unsigned columns = num_columns(few_items);
   const int shift = 32 - kDigitBits * (digit + 1);
-  clear_columns(shared, masses);
+  clear_columns(shared, masses, columns);
   __syncthreads();
   items.each(static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits)), [&](uint32_t key, int64_t) {
     if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
-    add_to_column(shared, masses, key >> shift & (kBins - 1), key, weight);
+    add_to_column(shared, masses, columns, key >> shift & (kBins - 1), key, weight);
   });
   __syncthreads();
   Totals* const of_this_cta = totals_of_cta(shared, totals);
   for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
-    of_this_cta[bin] = sum_of_columns(shared, masses, bin);
+    of_this_cta[bin] = sum_of_columns(shared, masses, columns, bin);
   }
   sum_ctas(shared, totals);
 }
