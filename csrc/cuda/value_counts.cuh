@@ -12,9 +12,8 @@ namespace pagedtree::cuda {
 // Counters of eight bits, four in a word of shared memory.
 // - float16: one counter for each pattern of bits.
 // - bfloat16 and float32: sixteen copies, for lane % 16, of the counters of the values from 2^-8 up to 2^7 and of their
-// negatives,
-//   which are nearly all logits. Two lanes at most wait for each other then; with one copy it would be three or four.
-//   The 15.5 octaves below 2^-8 have one counter for each value.
+//   negatives, which are nearly all logits. Two lanes at most wait for each other then; with one copy it would be three
+//   or four. The 15.5 octaves below 2^-8 have one counter for each value.
 // A counter that overflows carries into its neighbour or out of the word, after which the counters no longer add up to
 // the number of logits. Then, or if there are other values, the counts are of no use.
 class ValueCounts {
