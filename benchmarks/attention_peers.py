@@ -127,6 +127,7 @@ FLEX_PAGE = 128
 class PagedTree:
     name = "pagedtree"
     mask = "tree"
+    plans_on_device = True
     absent = staticmethod(always)
 
     def __init__(self, problem: Problem) -> None:

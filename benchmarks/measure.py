@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,9 @@ def interleaved(
 
 # This many cycles of the GPU's clock are about half a millisecond: the host queues a graph and two events in less.
 HEAD_START = 1_000_000
+# Several times what any L2 cache holds.
+FLUSHED_BYTES = 256 << 20
+FLUSH = "flush"
 
 
 def interleaved_on_gpu(
@@ -73,40 +76,84 @@ def interleaved_on_gpu(
     eager: Collection[str] = (),
 ) -> dict[str, Timing]:
     """As `interleaved`, by the GPU's clock. One sample is a CUDA graph of a call on each copy of the data in turn, so
-    that neither Python nor a warm cache counts.
+    that Python does not count. A read of FLUSHED_BYTES comes before each call, which then finds neither data nor code
+    in L2; the time of the reads alone is subtracted.
 
     eager: candidates that wait for the device, so that no graph can hold them; they are called, and pay for it. A
     capture that fails raises RuntimeError: it spoils all later ones of the process (torch 2.11), which must end.
     """
+    calls, flush = max(copies, 4), cache_flush()
 
-    def timed(sample: Callable[[], object]) -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # The GPU is kept busy until the host has queued the events and the replay between them: otherwise the GPU
-        # reaches the first event at once and waits for the launch, some microseconds that are not the call's.
-        torch.cuda._sleep(HEAD_START)
-        begin.record()
-        sample()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3 / copies
+    def flushed(call: Callable[[int], object]) -> Callable[[], None]:
+        def run() -> None:
+            for i in range(calls):
+                flush()
+                call(i % copies)
 
+        return run
+
+    everything = {FLUSH: lambda copy: None, **candidates}
     samples: dict[str, Callable[[int], float]] = {}
-    for name, call in candidates.items():
-        for copy in range(copies):  # allocations, compilation
-            call(copy)
+    for name, call in everything.items():
+        sample = flushed(call) if name in eager else captured(name, flushed(call))
+        samples[name] = lambda _, sample=sample: seconds_behind_head_start(sample) / calls
+    timings = _in_turn(samples, budget, min_repeats)
+    reads = timings.pop(FLUSH).median
+    return {name: replace(timing, median=max(timing.median - reads, 1e-9)) for name, timing in timings.items()}
+
+
+def cache_flush() -> Callable[[], object]:
+    """Reads FLUSHED_BYTES; written lines would have to go to memory while the next call runs."""
+    data = torch.ones(FLUSHED_BYTES // 8, dtype=torch.int64, device="cuda")
+    total = torch.empty((), dtype=torch.int64, device="cuda")
+    return lambda: torch.sum(data, 0, out=total)
+
+
+def captured(name: str, calls: Callable[[], object]) -> Callable[[], object]:
+    """The replay of a CUDA graph of these calls."""
+    calls()  # allocations, compilation
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            calls()
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} was not captured: {str(error).splitlines()[0][:200]}") from error
+    return graph.replay
+
+
+def seconds_behind_head_start(sample: Callable[[], object]) -> float:
+    """The GPU is kept busy until the host has queued the events and the replay between them: otherwise the GPU
+    reaches the first event at once and waits for the launch, some microseconds that are not the call's."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START)
+    begin.record()
+    sample()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def warm_seconds(call: Callable[[], object], repeats: int = 7) -> float:
+    """A call behind the same call, by the GPU's clock: data and code are where the one before has left them."""
+    calls = 32
+    replay = captured("a repeated call", lambda: [call() for _ in range(calls)])
+    return statistics.median(seconds_behind_head_start(replay) for _ in range(repeats)) / calls
+
+
+def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """The GPU kernels of a call by name: how many a call, and the median of their microseconds."""
+    calls = 5
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
         torch.cuda.synchronize()
-        if name in eager:
-            samples[name] = lambda _, call=call: timed(lambda: [call(copy) for copy in range(copies)])
-            continue
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                for copy in range(copies):
-                    call(copy)
-        except RuntimeError as error:
-            raise RuntimeError(f"{name} was not captured: {str(error).splitlines()[0][:200]}") from error
-        samples[name] = lambda _, graph=graph: timed(graph.replay)
-    return _in_turn(samples, budget, min_repeats)
+    found: dict[str, list[float]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            name = event.name.split("<")[0].split("(")[0].split("::")[-1].strip()
+            found.setdefault(name, []).append(event.device_time)
+    return {name: (len(times) // calls, statistics.median(times)) for name, times in found.items()}
 
 
 def waits_for_device(call: Callable[[], object]) -> bool:

@@ -181,7 +181,7 @@ def torch_block(problem: DrawnProblem, i: int) -> Outcome:
         weight, accepted, left = 1.0, 0, target[b * n]
         for node in range(n):
             p = target[b * n + node]
-            q = problem.draft_probs[i][problem.draft_rows[b * n + node]] if node + 1 < n else torch.zeros(1)
+            q = problem.draft_probs[i][problem.draft_rows[b * n + node]] if node + 1 < n else p.new_zeros(1)
             rest, z = excess(weight * p, q)
             h = acceptance(z, weight) if node + 1 < n else weight
             if node == 0 or problem.coins[b * n + node] < h:

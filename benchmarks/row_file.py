@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark's rows, whole after each row, and the processes that fill it, one for each op."""
+"""The JSON file of a benchmark's rows, whole after each row, and the processes that fill it."""
 
 from __future__ import annotations
 
@@ -50,22 +50,25 @@ class Results:
         return [point for point in chosen if (point.op.name, point.name) not in done]
 
 
-def run_apart(chosen: Sequence[Point], results: Results, script: Path, arguments: list[str]) -> None:
-    """Each op's points by a process of its own, which `script` becomes by `--into FILE`.
+def run_apart(
+    chosen: Sequence[Point], results: Results, script: Path, arguments: list[str], *, together: bool = False
+) -> None:
+    """Each op's points, or all `together`, by a process of their own, which `script` becomes by `--into FILE`.
 
     What one op leaves in torch's allocator, its graphs or the device's state cannot reach the next. A process that dies
     loses the row it was at: that row is tried once more without peers, of which one may be to blame, and if that fails
-    too it says so; another process takes the op's further rows.
+    too it says so; another process takes the further rows.
     """
     command = [sys.executable, str(script), *arguments, "--into", str(results.path)]
-    for op in dict.fromkeys(point.op.name for point in chosen):
-        mine = [point for point in chosen if point.op.name == op]
+    ops = list(dict.fromkeys(point.op.name for point in chosen))
+    for group in [ops] if together else [[op] for op in ops]:
+        mine = [point for point in chosen if point.op.name in group]
         while results.lacking(mine):
-            status = subprocess.run([*command, "--ops", op], check=False).returncode
+            status = subprocess.run([*command, "--ops", *group], check=False).returncode
             results.rows = Results.read(results.path).rows
             if status == 0 or not (left := results.lacking(mine)):
                 break
-            alone = subprocess.run([*command, "--ops", op, "--peers", "--first"], check=False).returncode
+            alone = subprocess.run([*command, "--ops", *group, "--peers", "--first"], check=False).returncode
             results.rows = Results.read(results.path).rows
             reason = f"its process ended with status {status}"
             if alone == 0 and results.lacking(mine) != left:
@@ -73,4 +76,4 @@ def run_apart(chosen: Sequence[Point], results: Results, script: Path, arguments
                 results.write()
             else:
                 results.add(left[0], {"shape": left[0].shape, "headline": left[0].is_headline, "failed": reason})
-                print(f"{op} {left[0].name}: {reason}", flush=True)
+                print(f"{left[0].op.name} {left[0].name}: {reason}", flush=True)

@@ -14,6 +14,7 @@ and, optionally,
     only_headline = True    too slow for sweeps, which leave it out unless it is named
     compiles = True         compiled for each shape: on a GPU, and in the headline table, measured only if it is named
     synchronises = True     waits for the device: no CUDA graph can hold it, and on a GPU it is timed with its launches
+    plans_on_device = True  `plan` does all of its work there: on a GPU it is timed as `run` is
 
 A *problem* has `bytes` and `flops` (what no way to do it can avoid), `copies` and `device`.
 """
@@ -29,7 +30,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from measure import Timing, as_row, interleaved, interleaved_on_gpu, memory_bytes, peak_bytes, waits_for_device
+from measure import (
+    Timing,
+    as_row,
+    interleaved,
+    interleaved_on_gpu,
+    kernel_times,
+    memory_bytes,
+    peak_bytes,
+    waits_for_device,
+    warm_seconds,
+)
 
 Shape = dict[str, Any]
 LEFT_OUT = "only in the headline points, and where it is named"
@@ -184,6 +195,9 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
         peaks = {}
         if point.is_headline:
             peaks = {name: peak_bytes(lambda peer=peer: peer.run(0), device) for name, peer in ready.items()}
+        if device.type == "cuda":
+            ours = ready[op.peers[0].name]
+            row |= {"warm_ms": warm_seconds(lambda: ours.run(0)) * 1e3, "kernels": kernel_times(lambda: ours.run(0))}
     finally:
         torch.set_num_threads(default_threads)
     row |= figures(problem, timings, plans, settings)
@@ -235,14 +249,20 @@ def timed(
     runs = {name: lambda i, run=peer.run: run(i % problem.copies) for name, peer in ready.items()}
     plans = {name: lambda i, plan=peer.plan: plan() for name, peer in ready.items() if hasattr(peer, "plan")}
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
-    if settings.device.type == "cuda":
-        timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
-        # A plan is work of the host, too: by the clock, until the device is done.
-        plans = {name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize()) for name, plan in plans.items()}
-    else:
+    planning = {"budget": settings.seconds / 4, "min_repeats": 3}
+    if settings.device.type != "cuda":
         clock = time.process_time if settings.cpu_time else time.perf_counter
-        timings = interleaved(runs, clock=clock, **options)
-    return timings, interleaved(plans, budget=settings.seconds / 4, min_repeats=3) if plans else {}
+        return interleaved(runs, clock=clock, **options), interleaved(plans, **planning) if plans else {}
+    timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
+    on_device = {name: plan for name, plan in plans.items() if getattr(ready[name], "plans_on_device", False)}
+    # What others plan is work of the host, too: by the clock, until the device is done.
+    on_host = {
+        name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize())
+        for name, plan in plans.items()
+        if name not in on_device
+    }
+    planned = interleaved_on_gpu(on_device, copies=1, **planning) if on_device else {}
+    return timings, planned | (interleaved(on_host, **planning) if on_host else {})
 
 
 def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], settings: Settings) -> dict[str, Any]:

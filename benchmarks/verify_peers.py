@@ -4,8 +4,8 @@ The chain is temperature, softmax, top-k and top-p with renormalisation over all
 A second chain does so for the visited rows alone, one level of all trees at a time. At each level of a path a draft has
 the target's token with probability ACCEPTED, about what a good draft model reaches.
 
-The floor of a point is the time to read the logits of all nodes once; verification reads the visited rows only, and so
-may take less.
+The floor of a point is the time to read once the rows that a rule cannot do without: the logits of the accepted path,
+and for drafts that were drawn their distributions there; the logits of all nodes where a rule reads every row.
 """
 
 from __future__ import annotations
@@ -62,17 +62,23 @@ class Verification:
         self.notes: dict[str, Any] = {"drafts": problem.rows - problem.batch, "accepted": None}
         if isinstance(verdict, Verdict):
             self.notes |= acceptance_of(verdict, problem.tree)
+            if rule.visits:
+                self.bytes = problem.logit_bytes * self.notes["visited_rows"] // problem.rows
+                if rule.variant == "iid":
+                    self.bytes += 4 * problem.vocab * self.notes["judged_rows"]
 
     def op(self, copy: int) -> object:
         return self.rule.run(self.problem, copy)
 
 
 def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
-    """Drafts accepted in all, per sequence, and per visited node that has children."""
+    """Drafts accepted in all, per sequence, and per visited node that has children; how many nodes these are."""
     accepted = int(verdict.num_accepted.sum())
     visited = verdict.accept_index[verdict.accept_index >= 0].cpu()
     judged = int((torch.from_numpy(tree.first_child)[visited.long()] >= 0).sum())
     return {
+        "visited_rows": visited.numel(),
+        "judged_rows": judged,
         "accepted": accepted,
         "accepted_length": round(accepted / verdict.num_accepted.numel(), 2),
         "accepted_a_level": round(accepted / judged, 2) if judged else None,
@@ -342,8 +348,7 @@ def drawn(logits: Tensor, params: dict[str, Any]) -> Tensor:
 
 
 def torch_sample(problem: Problem, i: int) -> Tensor:
-    assert problem.params is not None
-    return drawn(problem.logits[i], problem.params)
+    return best_tokens(problem, i) if problem.params is None else drawn(problem.logits[i], problem.params)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -354,6 +359,11 @@ def check_greedy(problem: Problem) -> None:
     for b, (path, tokens) in enumerate(zip(*torch_greedy(problem, 0), strict=True)):
         if verdict.accept_index[b, : len(path)].tolist() != path or verdict.tokens[b, : len(path)].tolist() != tokens:
             raise Mismatch(f"greedy: sequence {b} differs from the torch chain's")
+
+
+def check_best(problem: Problem) -> None:
+    if not torch.equal(sample_rows(problem, 0), best_tokens(problem, 0)):
+        raise Mismatch("greedy sampling differs from torch's argmax")
 
 
 def own_draws(problem: Problem) -> Callable[[Tensor, int], Tensor]:
@@ -411,6 +421,7 @@ RULES = [
         Rule("sample", variant, params, sample_rows, torch_sample, check_distribution, visits=False)
         for variant, params in SAMPLINGS.items()
     ),
+    Rule("sample", "greedy", None, sample_rows, torch_sample, check_best, visits=False),
 ]
 
 

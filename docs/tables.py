@@ -18,7 +18,12 @@ Show = Callable[[Row], str]
 def load(name: str, results: Path = RESULTS) -> Result | None:
     """Loads what was kept under this name; None where that machine or model has not been measured."""
     file = results / f"{name}.json"
-    return json.loads(file.read_text()) if file.exists() else None
+    if not file.exists():
+        return None
+    result = json.loads(file.read_text())
+    if result.get("benchmark") == "rehearsal":
+        raise ValueError(f"{name}: a rehearsal measures nothing")
+    return result
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

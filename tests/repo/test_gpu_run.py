@@ -1,0 +1,64 @@
+"""`benchmarks/gpu_run/run.sh` from its first part to its last on a CPU, simt in the GPU's place."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagedtree.testing import backends
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = {
+    "1": ["machine", "check", "wgmma", "calibration", "calls", "tests"],
+    "2": ["headline"],
+    "3": ["profile", "racecheck", "sweep"],
+}
+
+
+def run(part: str, out: Path, python: str) -> tuple[int, dict[str, int]]:
+    """The exit status, and that of each step."""
+    environment = {**os.environ, "REHEARSE": "1", "PYTHON": python, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [ROOT / "benchmarks/gpu_run/run.sh", part, out], env=environment, capture_output=True, text=True, timeout=280
+    )
+    steps = re.findall(r"^(\w+): exit (\d+),", (out / f"rehearsal_steps_{part}.txt").read_text(), re.MULTILINE)
+    return done.returncode, {name: int(status) for name, status in steps}
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, names in STEPS.items():
+        assert run(part, tmp_path, sys.executable) == (0, dict.fromkeys(names, 0)), part
+    assert all(path.name.startswith("rehearsal_") for path in tmp_path.iterdir())
+    results = {name: tmp_path / f"rehearsal_{name}.json" for name in ("calls", "headline", "sweep")}
+    for path in results.values():
+        result = json.loads(path.read_text())
+        assert result["benchmark"] == "rehearsal"
+        assert {target["met"] for row in result["rows"] for target in row["targets"]} <= {None}
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    with pytest.raises(ValueError, match="rehearsal_headline: a rehearsal measures nothing"):
+        importlib.import_module("tables").load("rehearsal_headline", tmp_path)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    names = importlib.import_module("headline").BY_NAME
+    rows = json.loads(results["headline"].read_text())["rows"]
+    assert [row["point"] for row in rows] == list(names)
+    assert all(row["ms"] > 0 and row["wrong"] == {} for row in rows)
+    assert " passed" in (tmp_path / "rehearsal_log_1.txt").read_text()
+
+
+def test_failing_steps_do_not_stop_the_others(tmp_path: Path) -> None:
+    status, steps = run("1", tmp_path, "false")
+    assert status == 1 and steps == {**dict.fromkeys(STEPS["1"], 1), "machine": 0, "calibration": 0}
+
+
+def test_unknown_parts_are_refused(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks/gpu_run/run.sh"
+    done = subprocess.run([script, "4", tmp_path], capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr == "PART: expected 1, 2 or 3, got '4'\n"
