@@ -6,12 +6,15 @@ python tests/check_wheel.py dist/*.whl
 from __future__ import annotations
 
 import re
+import runpy
 import sys
 import tempfile
 import zipfile
 from pathlib import Path
 
-from pagedtree.tools.info import symbol_versions
+# Without its package, which a checkout that was not built cannot import.
+PACKAGE = Path(__file__).resolve().parents[1] / "python" / "pagedtree"
+symbol_versions = runpy.run_path(str(PACKAGE / "tools" / "symbol_versions.py"))["symbol_versions"]
 
 # The versions of RHEL 9; Debian 12 and Ubuntu 22.04 have newer ones: glibc 2.34, libstdc++ of GCC 11, libgcc of GCC
 # 3.4.

@@ -174,6 +174,14 @@ def test_a_faulty_wheel_is_found(tmp_path):
     ]
 
 
+def test_a_checkout_that_was_not_built_checks_wheels(tmp_path):
+    """Such a checkout's package, which comes first on the path of `make wheels`, cannot be imported."""
+    (tmp_path / "pagedtree").mkdir()
+    (tmp_path / "pagedtree" / "__init__.py").write_text("raise ImportError('not built')\n")
+    said = run(sys.executable, ROOT / "tests" / "check_wheel.py", make_wheel(tmp_path), PYTHONPATH=str(tmp_path))
+    assert said.endswith("bytes, as it should be\n")
+
+
 def test_the_op_library_needs_no_python_and_the_backend_no_torch():
     def needed(path: Path) -> set[str]:
         return set(re.findall(r"\(NEEDED\).*\[([a-z_0-9+-]+)", run("readelf", "-d", path)))

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,9 @@ import pagedtree
 from pagedtree._engine import chosen_engine
 from pagedtree.testing import backends
 from pagedtree.tools import cubin
+from pagedtree.tools.symbol_versions import symbol_versions
 
-__all__ = ["collect", "main", "symbol_versions"]
-
-
-def symbol_versions(library: Path) -> dict[str, str]:
-    """Returns the newest GLIBC, GLIBCXX, CXXABI and GCC version that a shared library asks of the system, if any."""
-    newest: dict[str, tuple[int, ...]] = {}
-    # They stand in the dynamic string table, which holds each name once, between zero bytes.
-    for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)", library.read_bytes()):
-        number = tuple(int(part) for part in version.split(b"."))
-        newest[name.decode()] = max(newest.get(name.decode(), (0,)), number)
-    return {name: ".".join(map(str, number)) for name, number in sorted(newest.items())}
+__all__ = ["collect", "main"]
 
 
 def _libraries() -> dict[str, dict[str, Any]]:
