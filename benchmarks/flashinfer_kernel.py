@@ -1,10 +1,10 @@
-"""FlashInfer's paged prefill kernel without its package: compiled from its headers, called through ctypes.
+"""FlashInfer's kernels without its package: compiled from its headers, called through ctypes.
 
-    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py              # compile it
-    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py --copy NEW   # copy the headers it needs, 13 MB
+    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_kernel.so     # paged prefill, below
+    FLASHINFER_INCLUDE=FOLDER python benchmarks/flashinfer_kernel.py flashinfer_sampling.so   # see sampling_peers.py
 
-FOLDER is `flashinfer/data/include` of flashinfer-python 0.7, which `pip download --no-deps` fetches; `cccl`, which lies
-beside it there, is taken before the toolkit's. Where the package is installed, no FOLDER need be named.
+FOLDER is `flashinfer/data/include` of flashinfer-python 0.7; `cccl`, which is beside it there, is taken before the
+toolkit's. Where the package is installed, no FOLDER need be named. gpu_run/prepare.sh does all of this.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import ctypes
 import functools
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from carried import carried
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("flashinfer_kernel.cu")
@@ -51,49 +51,27 @@ def includes() -> list[str]:
     return [f"-I{path}" for path in (*(folder.parent / "cccl" / part for part in CCCL), folder) if path.is_dir()]
 
 
-def architecture() -> str:
-    """The GPU's architecture, as nvcc writes it; Hopper's where there is no GPU."""
-    major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-    return f"{major}{minor}{'a' if major >= 9 else ''}"
-
-
-def compiled(folder: Path, arch: str) -> Path:
-    """The shared library in `folder`, made if it is not there or older than its source. Raises RuntimeError."""
-    target = folder / f"flashinfer_kernel_sm{arch}.so"
-    if target.exists() and target.stat().st_mtime > SOURCE.stat().st_mtime:
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_suffix(f".{os.getpid()}")
-    options = ["-gencode", f"arch=compute_{arch},code=sm_{arch}", "--split-compile=0", "--shared", "-Xcompiler=-fPIC"]
-    command = ["nvcc", *FLAGS, *options, *includes(), "-o", str(unfinished), str(SOURCE)]
+def compile_library(target: Path) -> None:
+    """Compiles the source of the target's name for Hopper. Raises RuntimeError."""
+    source = SOURCE.with_name(f"{target.stem}.cu")
+    options = ["-gencode", "arch=compute_90a,code=sm_90a", "--split-compile=0", "--shared", "-Xcompiler=-fPIC"]
+    command = ["nvcc", *FLAGS, *options, *includes(), "-o", str(target), str(source)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
         errors = [line for line in run.stderr.splitlines() if "error" in line] or [f"nvcc: status {run.returncode}"]
-        raise RuntimeError(f"{SOURCE.name} does not compile: {errors[0]}")
-    unfinished.replace(target)
-    return target
+        raise RuntimeError(f"{source.name} does not compile: {errors[0]}")
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    found = ctypes.CDLL(str(compiled(Path("build"), architecture())))
+    return load(carried("flashinfer_kernel.so"))
+
+
+def load(path: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(path))
     found.flashinfer_last_error.restype = ctypes.c_char_p
     found.flashinfer_plan_bytes.restype = ctypes.c_int64
     return found
-
-
-@functools.cache
-def absent() -> str | None:
-    """Why it cannot run here, or None."""
-    if not torch.cuda.is_available():
-        return "measured on machines with a GPU"
-    if shutil.which("nvcc") is None:
-        return "nvcc is not on the PATH"
-    try:
-        library()
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return None
 
 
 class Shape(ctypes.Structure):
@@ -174,29 +152,10 @@ class Wrapper:
             raise RuntimeError(f"{name}: {self.lib.flashinfer_last_error().decode()}")
 
 
-def copy_headers(target: Path) -> None:
-    """Copies the headers that the source includes into target/include and target/cccl."""
-    folder = include_folder()
-    command = ["nvcc", *FLAGS, *includes(), "-M", str(SOURCE)]
-    assert folder is not None
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    data = folder.parent.resolve()
-    needed = {Path(text).resolve() for text in listed.replace("\\\n", " ").split()[2:]}
-    for header in sorted(path for path in needed if path.is_relative_to(data)):
-        place = target / header.relative_to(data)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(header, place)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--copy", type=Path, metavar="NEW")
-    args = parser.parse_args()
-    if args.copy:
-        copy_headers(args.copy)
-        print(f"FLASHINFER_INCLUDE={args.copy / 'include'}")
-    else:
-        print(compiled(Path("build"), architecture()))
+    parser.add_argument("library", type=Path)
+    compile_library(parser.parse_args().library)
     return 0
 
 

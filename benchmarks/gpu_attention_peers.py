@@ -1,7 +1,7 @@
 """What users of a GPU call for attention over a paged cache: FlashInfer, FlashAttention, vLLM's Triton kernel.
 
-Written for flashinfer-python 0.7, flash-attn 2.8 and vLLM 0.32. Each is a peer of `tree_attention` (attention_peers.py)
-where its package is installed; FlashInfer's kernel also where its headers are. None is a dependency.
+Written for flashinfer-python 0.7, flash-attn 2.8, FlashAttention 3 and vLLM 0.32. Each is a peer of `tree_attention`
+(attention_peers.py) where its package is installed, or was carried there (carried.py). None is a dependency.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import flashinfer_kernel
 import torch
 import torch.nn.functional as F
+from carried import flash_attention_3, loaded_by
 from suite import package
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -95,10 +96,10 @@ class FlashInferDecode(FlashInferCausal):
 
 
 class FlashInferKernelTree(FlashInferTree):
-    """The kernel that FlashInferTree ends in, where only FlashInfer's headers are at hand."""
+    """The kernel that FlashInferTree ends in, without its package."""
 
     name = "FlashInfer's kernel (custom mask)"
-    absent = staticmethod(flashinfer_kernel.absent)
+    absent = staticmethod(loaded_by(flashinfer_kernel.library))
 
     def make_wrapper(self, workspace: Tensor) -> Any:
         return flashinfer_kernel.Wrapper(workspace, flashinfer_kernel.library())
@@ -173,6 +174,29 @@ class FlashAttention:
         return out.view(p.q.shape)
 
 
+class FlashAttention3:
+    """FlashAttention 3 on the problem's own pages; the carried one has kernels for heads of 128 in bf16 alone."""
+
+    name = "flash-attn 3 (causal)"
+    mask = "causal"
+    absent = staticmethod(loaded_by(flash_attention_3))
+
+    def __init__(self, problem: Problem) -> None:
+        p = self.problem = problem
+        if (p.head_dim, p.dtype, p.cache_dtype) != (128, torch.bfloat16, torch.bfloat16):
+            raise ValueError("compiled for head size 128 and bfloat16")
+        self.attend = flash_attention_3().flash_attn_with_kvcache
+
+    def run(self, copy: int) -> Tensor:
+        p = self.problem
+        q = p.q.view(p.batch, -1, p.heads, p.head_dim)
+        out = self.attend(
+            q, p.k[copy], p.v[copy], cache_seqlens=p.seq_lens, page_table=p.page_table, softmax_scale=p.scale,
+            causal=True,
+        )  # fmt: skip
+        return out.view(p.q.shape)
+
+
 class TritonUnified:
     """vLLM's Triton kernel; a tree, the same for all sequences, is what it adds to the scores between queries."""
 
@@ -209,5 +233,5 @@ class TritonUnified:
 
 PEERS = [
     FlashInferTree, FlashInferCausal, FlashInferDecode, FlashInferKernelTree, FlashInferKernelCausal, FlashAttention,
-    TorchFlashAttention, TritonUnified,
+    FlashAttention3, TorchFlashAttention, TritonUnified,
 ]  # fmt: skip

@@ -1,0 +1,66 @@
+"""Keeps of a shared library only the GPU code of some sources, and compresses the rest of it away.
+
+    python trim_fatbin.py LIBRARY OUT.xz REGEX
+
+REGEX is searched in the names of the sources. The other code becomes zeros: the library loads as before, as CUDA loads a
+module when a kernel of it is first launched, and kernels of other sources then fail.
+"""
+
+from __future__ import annotations
+
+import lzma
+import re
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+MAGIC = struct.pack("<IH", 0xBA55ED50, 1)  # and the version
+HEADER = struct.Struct("<IHHQ")  # magic, version, bytes of this header, bytes behind it
+ENTRY = struct.Struct("<HHIQ")  # kind, version, bytes of this header, bytes behind it
+NAMES_AT = 64  # where the names begin in the header of an entry
+KEPT_BYTES = 64  # of code that is dropped: the ELF header
+
+
+def entries_of(data: bytearray) -> Iterator[tuple[bytes, int, int]]:
+    """The names in the header of each entry, where its code begins, and where it ends."""
+    for match in re.finditer(re.escape(MAGIC), bytes(data)):
+        _, _, header_bytes, size = HEADER.unpack_from(data, match.start())
+        at = match.start() + header_bytes
+        end = at + size
+        while at < end:
+            _, _, entry_bytes, code_bytes = ENTRY.unpack_from(data, at)
+            code = at + entry_bytes
+            yield bytes(data[at + NAMES_AT : code]), code, code + code_bytes
+            at = code + code_bytes
+
+
+def trim(data: bytearray, wanted: re.Pattern[bytes]) -> tuple[int, int]:
+    """Zeroes the code of sources that are not wanted; returns the bytes that were kept and those that were not."""
+    kept = dropped = 0
+    for names, begin, end in list(entries_of(data)):
+        if wanted.search(names):
+            kept += end - begin
+        else:
+            data[begin + KEPT_BYTES : end] = bytes(end - begin - KEPT_BYTES)
+            dropped += end - begin
+    return kept, dropped
+
+
+def main() -> int:
+    if len(sys.argv) != 4:
+        print(__doc__, file=sys.stderr)
+        return 2
+    data = bytearray(Path(sys.argv[1]).read_bytes())
+    kept, dropped = trim(data, re.compile(sys.argv[3].encode()))
+    if not kept:
+        print(f"{sys.argv[1]} has no GPU code of a source that matches {sys.argv[3]}", file=sys.stderr)
+        return 1
+    with lzma.open(sys.argv[2], "wb", preset=6) as out:
+        out.write(data)
+    print(f"kept {kept / 1e6:.1f} MB of GPU code, dropped {dropped / 1e6:.1f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
