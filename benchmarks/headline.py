@@ -137,7 +137,7 @@ def scaled(shape: Shape) -> Shape:
 KV_256MB = {"batch": 8, "length": 8192}
 CUSTOM_MASK = ("FlashInfer (custom mask)", "FlashInfer's kernel (custom mask)")
 OTHERS = ("SDPA on gathered KV", "FlexAttention", "Triton unified")
-KERNELS = ("FlashInfer", "FlashAttention 3")
+KERNELS = ("FlashInfer", "flash-attn 3")
 
 like_causal = Target("x the time of", 1.02, ("pagedtree causal",))
 than_masked = (

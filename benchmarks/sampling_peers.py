@@ -34,7 +34,8 @@ class RowSampler:
 
     def __init__(self, verification: Verification) -> None:
         self.rule, self.problem = verification.rule, verification.problem
-        params = self.rule.params or {}
+        if (params := self.rule.params) is None:
+            raise ValueError(f"{self.owner} sampler is not for greedy")
         self.temperature = params.get("temperature", 1.0)
         self.top_k, self.top_p = params.get("top_k", 0), params.get("top_p", 1.0)
 
@@ -112,9 +113,7 @@ class VllmGumbel(RowSampler):
     def draw(self, logits: Tensor) -> Tensor:
         rows = torch.arange(logits.shape[0], device=logits.device)
         temperatures = torch.full(rows.shape, self.temperature, device=logits.device)
-        return self.sample(
-            logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False
-        )
+        return self.sample(logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False)
 
 
 PEERS = [FlashInferSamplingKernels, VllmGumbel]

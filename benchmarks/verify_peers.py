@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+import sampling_peers
 import torch
 from named_trees import nodes_of, tree_named
 from suite import Mismatch, Op, Ours, Shape, always, package
@@ -101,7 +102,9 @@ class FlashInferSampling:
     absent = staticmethod(package("flashinfer", "cuda"))
 
     def __init__(self, verification: Verification) -> None:
-        self.problem, self.params = verification.problem, verification.rule.params or {}
+        if verification.rule.params is None:
+            raise ValueError("it has no greedy sampling")
+        self.problem, self.params = verification.problem, verification.rule.params
         self.sampling = importlib.import_module("flashinfer").sampling
 
     def draw(self, logits: Tensor) -> Tensor:
@@ -494,5 +497,5 @@ def op_of(
 OPS = [
     op_of("verify_greedy", RULES),
     op_of("verify_sampled", RULES),
-    op_of("sample", RULES, peers=(FlashInferSampling,)),
+    op_of("sample", RULES, peers=(FlashInferSampling, *sampling_peers.PEERS)),
 ]

@@ -58,7 +58,7 @@ trap '[ -n "$child" ] && kill "$child" 2> /dev/null; exit 1' INT TERM
 install() {
   local site
   site=$(mktemp -d)
-  step install 30 "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$prepared"/pagedtree-*.whl
+  step install 30 "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$prepared"/wheel/pagedtree-*.whl
   ((status == 0)) || exit 1
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PAGEDTREE_GPU_RUN=$prepared
 }
@@ -73,7 +73,7 @@ if [ "$rehearse" = 1 ]; then
 else
   check=(--device cuda)
   bench=(--device cuda --headline --together) calls=()
-  machine=(bash -c "nvidia-smi; '$python' -m pagedtree info") self_test=(--engine wgmma) calibration=("$prepared/calibration" "${out}calibration.json")
+  machine=(bash -c "nvidia-smi; '$python' -m pagedtree info") self_test=(--engine wgmma) calibration=("$prepared/calibration" "${out}calibration.jsonl")
   profiler=(ncu --clock-control none --profile-from-start off --set full --export "${out}profile" --page details)
   sanitizer=(compute-sanitizer --tool racecheck --kernel-name kns=pagedtree --target-processes all --error-exitcode 9)
   read -ra wanted <<< "${TESTS:-tests/ops tests/generation/test_fixed_step.py}"
@@ -82,7 +82,7 @@ else
   read -ra races <<< "--quick ${RACES:---only wgmma}"
   install
 fi
-PEERS=("pagedtree" SDPA FlashInfer flash-attn FlashAttention Triton vLLM)
+PEERS=(pagedtree SDPA FlashInfer flash-attn Triton vLLM)
 # Plan, attention and join; a walk over filtered rows; all rows; a walk by ratios.
 PROFILED=("B 1, L 8k, T 16" "verify_sampled, top-p 0.9, B 8" "top-p 0.9, 2048 rows" "verify_rejection, drawn drafts, B 8")
 

@@ -2,8 +2,8 @@
 
     python trim_fatbin.py LIBRARY OUT.xz REGEX
 
-REGEX is searched in the names of the sources. The other code becomes zeros: the library loads as before, as CUDA loads a
-module when a kernel of it is first launched, and kernels of other sources then fail.
+REGEX is searched in the names of the sources. The other code becomes zeros: the library loads as before, because CUDA
+loads a module when a kernel of it is first launched, and kernels of other sources then fail.
 """
 
 from __future__ import annotations

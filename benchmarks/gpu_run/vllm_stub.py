@@ -1,6 +1,6 @@
 """Makes a package `vllm` of its Triton attention, its Gumbel sampler, and as much of the rest as these import.
 
-    python vllm_stub.py WHEEL FOLDER    # FOLDER/vllm; of vLLM 0.32
+python vllm_stub.py WHEEL FOLDER    # FOLDER/vllm; of vLLM 0.32
 """
 
 from __future__ import annotations

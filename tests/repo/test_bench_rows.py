@@ -80,7 +80,7 @@ def test_figures_and_verdicts(benchmarks):
     headline = benchmarks("headline")
     bf16 = row_of("R 16, 256 MB", 0.1, gb_per_s=3600.0, **{
         "FlashInfer (custom mask)": 1.3, "FlashInfer's kernel (custom mask)": 1.2, "SDPA on gathered KV": 9.0,
-        "pagedtree causal": 1 / 1.01, "FlashAttention 3 (causal)": 0.9,
+        "pagedtree causal": 1 / 1.01, "flash-attn 3 (causal)": 0.9,
     })  # fmt: skip
     both = "FlashInfer (custom mask) or FlashInfer's kernel (custom mask)"
     judged = headline.judged(bf16, [], MACHINE, "cuda", counts=True)
@@ -89,7 +89,7 @@ def test_figures_and_verdicts(benchmarks):
         (f"x as fast, plans included, as {both} >= 2", 3.6, True),
         ("x as fast as SDPA on gathered KV or FlexAttention or Triton unified >= 2", 9.0, True),
         ("x the time of pagedtree causal <= 1.02", 1.01, True),
-        ("x as fast as FlashInfer or FlashAttention 3 >= 1", 0.9, False),
+        ("x as fast as FlashInfer or flash-attn 3 >= 1", 0.9, False),
     ]
     assert headline.judged(bf16, [], MACHINE, "cpu", counts=True) == []
     assert {entry["met"] for entry in headline.judged(bf16, [], MACHINE, "cuda", counts=False)} == {None}
