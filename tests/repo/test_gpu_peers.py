@@ -16,6 +16,7 @@ from pagedtree.integrations import flash_attn, flashinfer
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 UNIFIED = "vllm.v1.attention.ops.triton_unified_attention"
+GUMBEL = "vllm.v1.worker.gpu.sample.gumbel"
 
 
 class Decode(flashinfer.BatchPrefillWithPagedKVCacheWrapper):
@@ -82,6 +83,7 @@ CTYPES = {
     ctypes.c_uint8: torch.uint8,
     ctypes.c_bool: torch.bool,
     ctypes.c_int16: torch.bfloat16,
+    ctypes.c_float: torch.float32,
 }
 
 
@@ -136,6 +138,43 @@ class KernelLibrary:
             found = attend(q[mine].transpose(0, 1), *dense, attn_mask=seen, scale=scale.value, enable_gqa=True)
             out[mine] = found.transpose(0, 1)
         return 0
+
+
+class SamplingLibrary:
+    """The C functions of flashinfer_sampling.cu, in torch on the CPU."""
+
+    def flashinfer_softmax(self, logits, probs, rows, vocab, temperature, work, work_bytes, stream) -> int:
+        assert work_bytes.value >= rows * 8 * -(-vocab // 8192)
+        rows_of(probs, rows, vocab).copy_(SAMPLING.softmax(rows_of(logits, rows, vocab), temperature.value))
+        return 0
+
+    def flashinfer_from_logits(self, logits, tokens, rows, vocab, seed, stream) -> int:
+        return tell(tokens, draw(rows_of(logits, rows, vocab).softmax(1)))
+
+    def flashinfer_from_logits_bf16(self, logits, tokens, rows, vocab, seed, stream) -> int:
+        return tell(tokens, draw(rows_of(logits, rows, vocab, ctypes.c_int16).float().softmax(1)))
+
+    def flashinfer_top_p(self, probs, tokens, valid, rows, vocab, top_p, seed, stream) -> int:
+        kept = SAMPLING.top_p_sampling_from_probs(rows_of(probs, rows, vocab), top_p.value)
+        return tell(tokens, kept)
+
+    def flashinfer_top_k_top_p(self, probs, tokens, valid, rows, vocab, top_k, top_p, seed, stream) -> int:
+        kept = SAMPLING.top_k_top_p_sampling_from_probs(rows_of(probs, rows, vocab), top_k, top_p.value)
+        return tell(tokens, kept)
+
+
+def rows_of(pointer, rows, vocab, ctype=ctypes.c_float) -> Tensor:
+    return at(pointer, ctype, rows * vocab).view(rows, vocab)
+
+
+def tell(tokens, drawn) -> int:
+    at(tokens, ctypes.c_int32, drawn.numel()).copy_(drawn)
+    return 0
+
+
+def gumbel_sample(logits, expanded_idx_mapping, temperature, seed, pos, apply_temperature, is_drafting) -> Tensor:
+    assert apply_temperature and not is_drafting and seed.unique().numel() == logits.shape[0]
+    return draw((logits.float() / temperature[expanded_idx_mapping, None]).softmax(1)).long()
 
 
 class FlashMla:
@@ -195,9 +234,12 @@ def benchmarks(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer.mla", SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferMla))
     monkeypatch.setitem(sys.modules, "flash_mla", FlashMla)
     monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+    monkeypatch.setitem(sys.modules, GUMBEL, SimpleNamespace(gumbel_sample=gumbel_sample))
     monkeypatch.setitem(sys.modules, UNIFIED, SimpleNamespace(unified_attention=unified_attention))
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(importlib.import_module("flashinfer_kernel"), "library", KernelLibrary)
+    monkeypatch.setattr(importlib.import_module("gpu_attention_peers"), "flash_attention_3", lambda: flash_attn)
+    monkeypatch.setattr(importlib.import_module("sampling_peers"), "library", SamplingLibrary)
     return importlib.import_module
 
 
@@ -209,7 +251,7 @@ def attention_problem(benchmarks, **change):
 
 PEERS = [
     "FlashInferTree", "FlashInferCausal", "FlashInferDecode", "FlashInferKernelTree", "FlashInferKernelCausal",
-    "FlashAttention", "TritonUnified",
+    "FlashAttention", "FlashAttention3", "TritonUnified",
 ]  # fmt: skip
 
 
@@ -244,10 +286,11 @@ def test_peers_without_fp8_caches_say_so(benchmarks, name):
 
 
 @pytest.mark.parametrize("change", [{"cache": "fp8"}, {"head_dim": 64}, {"dtype": "float16"}], ids=str)
-def test_the_compiled_kernel_says_what_it_is_compiled_for(benchmarks, change):
+@pytest.mark.parametrize("name", ["FlashInferKernelTree", "FlashAttention3"])
+def test_the_compiled_kernels_say_what_they_are_compiled_for(benchmarks, name, change):
     _, problem = attention_problem(benchmarks, **change)
     with pytest.raises(ValueError, match="head size 128 and bfloat16"):
-        benchmarks("gpu_attention_peers").FlashInferKernelTree(problem)
+        getattr(benchmarks("gpu_attention_peers"), name)(problem)
 
 
 def test_errors_of_the_compiled_kernel_are_told(benchmarks, monkeypatch):
@@ -321,13 +364,29 @@ def verification(benchmarks, name, **change):
 
 
 @pytest.mark.parametrize("variant", ["temperature 0.8", "top-p 0.9", "top-k 50, top-p 0.9"])
-def test_sampling_is_compared_by_its_distribution(benchmarks, monkeypatch, variant):
+@pytest.mark.parametrize(
+    "module, name",
+    [
+        ("verify_peers", "FlashInferSampling"),
+        ("sampling_peers", "FlashInferSamplingKernels"),
+        ("sampling_peers", "VllmGumbel"),
+    ],
+)
+def test_sampling_is_compared_by_its_distribution(benchmarks, module, name, variant):
     torch.manual_seed(0)
     problem = verification(benchmarks, "sample", variant=variant, tree="chain 4")
-    peer = benchmarks("verify_peers").FlashInferSampling(problem)
+    peer_of = getattr(benchmarks(module), name)
+    if name == "VllmGumbel" and variant != "temperature 0.8":
+        with pytest.raises(ValueError, match="temperature only"):
+            peer_of(problem)
+        return
+    peer = peer_of(problem)
     assert peer.run(0).shape == (8,)
     peer.check()
-    monkeypatch.setattr(SAMPLING, "softmax", lambda logits, temperature: logits.float().softmax(1))
+    if name == "FlashInferSampling":
+        peer.params = peer.params | {"temperature": 1.0}
+    else:
+        peer.temperature = 1.0
     with pytest.raises(benchmarks("suite").Mismatch):
         peer.check()
 
