@@ -451,6 +451,7 @@ void measure_arithmetic(Bench& bench) {
 
 void measure_all(const char* path) {
   Bench bench(path);
+  bench.describe();
   measure_clock(bench, "before");
   measure_codes(bench, std::make_index_sequence<std::size(kCodeKb)>());
   measure_loads(bench);
