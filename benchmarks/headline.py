@@ -262,7 +262,14 @@ VERIFICATION = [
     *by_batch("verify_traversal", MEDUSA, last=[us(60)]),
     *by_batch("verify_typical", MEDUSA),
     *by_batch("verify_block", CHAIN, last=[us(60)]),
-]
+    *(
+        Headline(f"{op}, 256 chains of 8", op, {**CHAIN, "batch": 256, "variant": variant})
+        for op, variant in (
+            ("verify_greedy", "greedy"), ("verify_sampled", "top-p 0.9"), ("verify_rejection", "iid"),
+            ("verify_block", "iid"),
+        )
+    ),
+]  # fmt: skip
 
 # Rows of logits are those of sequences without drafts; 2048 are the nodes of 32 trees.
 SAMPLE_TARGETS = {
