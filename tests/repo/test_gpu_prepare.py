@@ -21,9 +21,10 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 REAL_FILES = runpy.run_path(str(BENCHMARKS / "gpu_run" / "vllm_stub.py"))["REAL"]
 TOOLS = {
-    "make": "mkdir -p dist && echo wheel > dist/pagedtree-1-cp312-cp312-linux_x86_64.whl",
+    "make": '"${2#*=}" && mkdir -p dist && echo wheel > dist/pagedtree-1-cp312-cp312-linux_x86_64.whl',
     "nvcc": 'echo "$*" >> nvcc.log; while [ "$1" != -o ]; do shift; done; echo code > "$2"',
-    "python3.12": "",
+    "python3.12": "exit 127",  # pyenv's, where another version is chosen
+    "../.pyenv/versions/3.12.1/bin/python3.12": "",
     # Downloads the wheel of vLLM alone; compiles nothing of FlashInfer without its wheel.
     "python": """
 if [ "$2" = pip ]; then
@@ -59,6 +60,7 @@ def checkout(tmp_path):
         (tmp_path / name).write_text("")
     for name, text in TOOLS.items():
         tool = tmp_path / "tools" / name
+        tool.parent.mkdir(parents=True, exist_ok=True)
         tool.write_text("#!/usr/bin/env bash\n" + text.replace("PYTHON", sys.executable))
         tool.chmod(0o755)
     with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as wheel:
@@ -67,12 +69,13 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def prepare(checkout: Path, **environment: str) -> tuple[int, str, dict]:
+def prepare(checkout: Path) -> tuple[int, str, dict]:
     tools = checkout / "tools"
     done = subprocess.run(
         [checkout / "benchmarks" / "gpu_run" / "prepare.sh", "out"],
         cwd=checkout,
-        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python"), **environment},
+        env=os.environ
+        | {"HOME": str(checkout), "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     manifest = checkout / "out" / "manifest.json"
