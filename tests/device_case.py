@@ -48,6 +48,17 @@ def made_on(device: torch.device) -> AbstractContextManager:
 
 
 @contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside the block torch makes floating-point tensors of `dtype` unless told otherwise."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
 def only_on(backend: str) -> Iterator[None]:
     """`use_backend`; with "cuda" an op on CPU tensors also raises RuntimeError, so that no test skips the GPU unseen.
 

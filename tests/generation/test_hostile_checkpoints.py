@@ -349,6 +349,9 @@ def test_pickled_weights(model, tmp_path, monkeypatch):
         (torch.full((64,), 65), "d2t: expected tokens of the target's 128, got 65..128"),
         (torch.full((64,), -64), "d2t: expected tokens of the target's 128"),
         (torch.full((64,), 2**63 - 1), "d2t: expected tokens of the target's 128"),
+        (5 - torch.arange(64), "d2t: expected each of the target's tokens once at most, got 5 again"),
+        (1 - torch.arange(64) % 2, "d2t: expected each of the target's tokens once at most, got 1 again"),
+        (torch.zeros(64).long(), "t2d: expected the 64 tokens of d2t, got 64 that differ"),
     ],
 )
 def test_draft_tokens_that_the_target_lacks(model, tmp_path, ids, message):

@@ -11,6 +11,7 @@ pytest.importorskip("transformers")
 
 
 from block_case import DFLASH2, block_model, features_of
+from device_case import default_dtype
 from eagle_case import SPECULATORS, head_of_speculators, parallel_head
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
@@ -64,6 +65,15 @@ FOLDERS = {
     "Medusa": (medusa_of, MedusaDrafter),
     "our Medusa": (lambda m, p: MedusaHeads(128, 3, m.lm_head).save_pretrained(p), MedusaDrafter),
 }
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_weights_keep_their_bits_under_another_default_dtype(model, tmp_path, name):
+    FOLDERS[name][0](model, tmp_path)
+    expected = load_drafter(tmp_path, model).networks[0].state_dict()
+    with default_dtype(torch.bfloat16):
+        found = load_drafter(tmp_path, model).networks[0].state_dict()
+    assert all(found[key].dtype == value.dtype and torch.equal(found[key], value) for key, value in expected.items())
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import Call, mapped, tensors_of
-from device_case import slow_on_simt
+from device_case import default_dtype, slow_on_simt
 from raw_case import op_names, raw_calls
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -70,6 +70,16 @@ def test_without_values(backend: str, device: torch.device, name: str) -> None:
     with FakeTensorMode() as mode:
         fakes = call.mapped(mode.from_tensor).results()
     assert [*map(form, fakes)] == [*map(form, call.results())]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", NAMES)
+def test_under_another_default_dtype(name: str, dtype: torch.dtype) -> None:
+    call = calls.make(name)
+    expected = call.results()
+    with default_dtype(dtype):
+        found = call.results()
+    assert [*map(form, found)] == [*map(form, expected)] and all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("name", TRACEABLE)

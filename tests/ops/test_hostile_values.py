@@ -324,15 +324,6 @@ def test_bytes_that_are_no_bools(backend: str, device: torch.device, byte: int) 
     assert torch.equal(draft.draft_tokens, pt.medusa_propose(heads, pt.DraftTree.chain(1)).draft_tokens)
 
 
-def test_start_draft_has_its_own_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        state = pt.start_draft(torch.tensor([1, 2]), max_kv_nodes=4, active=torch.tensor([True, False]))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert state.scores.dtype == torch.float32 and state.scores.tolist() == [[0.0], [-torch.inf]]
-
-
 # ---- what errors say
 
 

@@ -159,3 +159,30 @@ def test_imports_follow_the_arrows() -> None:
 )
 def test_a_wrong_import_is_found(path: str, line: str, module: str) -> None:
     assert forbidden_imports(path, line + "\n") == [module]
+
+
+MAKERS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "scalar_tensor", "tensor", "zeros")
+
+
+def without_dtype(text: str) -> list[str]:
+    """Lists the calls that make a tensor of the default dtype, which is the caller's to set."""
+    return [
+        ast.unparse(call)
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and ast.unparse(call.func.value) == "torch"
+        and call.func.attr in MAKERS
+        and all(keyword.arg != "dtype" for keyword in call.keywords)
+    ]
+
+
+def test_tensors_are_made_with_a_dtype() -> None:
+    modules = {path.relative_to(PYTHON).as_posix(): path.read_text() for path in MODULES}
+    assert {path: calls for path, text in modules.items() if (calls := without_dtype(text))} == {}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_tensor_without_dtype_is_found(name: str) -> None:
+    call = f"torch.{name}(3)"
+    assert without_dtype(f"x = [{call}.int(), torch.{name}(3, dtype=torch.int32), x.new_zeros(3)]") == [call]

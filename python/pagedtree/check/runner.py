@@ -117,7 +117,7 @@ def context_is_lost(place: Place) -> bool:
     if place.device.type != "cuda":
         return False
     try:
-        torch.zeros(1, device=place.device).item()
+        torch.zeros(1, device=place.device, dtype=torch.float32).item()
         torch.cuda.synchronize(place.device)
     except RuntimeError:
         return True

@@ -258,14 +258,16 @@ class DraftGroup:
                 0 if probs is None else PROBS_DTYPES.index(probs.dtype),
                 round(seconds * 1e6),
             ]
-        return torch.tensor(values, device=self.device)
+        return torch.tensor(values, device=self.device, dtype=torch.int64)
 
     def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
         rows, batch_size, num_probs = facts["rows"], facts["batch_size"], facts["num_probs"]
         packed = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             assert draft is not None
-            draft_rows = draft.draft_rows if draft.draft_rows is not None else torch.arange(rows, device=self.device)
+            draft_rows = draft.draft_rows
+            if draft_rows is None:
+                draft_rows = torch.arange(rows, device=self.device, dtype=torch.int64)
             parts = (draft.draft_tokens, draft.trees.parents, draft_rows, draft.trees.cu_nodes)
             packed = torch.cat([part.long() for part in parts])
         self._send(packed, "a proposal's nodes")

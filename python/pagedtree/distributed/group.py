@@ -88,7 +88,7 @@ class Group:
         names = [call, *arguments]
         digests = [_digest(value) for value in (call, *arguments.values())]
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        own = torch.tensor(digests + [0] * (_MAX_ARGUMENTS - len(digests)), device=device)
+        own = torch.tensor(digests + [0] * (_MAX_ARGUMENTS - len(digests)), device=device, dtype=torch.int64)
         for rank, other in enumerate(self.every(own, f"{call}: comparing arguments").tolist()):
             different = [name for name, a, b in zip(names, other, digests, strict=False) if a != b]
             if not different:

@@ -121,7 +121,7 @@ def rejected_predictions(
             raise ValueError(f"rejected_predictions: `{name}` must be on {trees.device}, got {tensor.device}")
     if num_rows == 0:
         return predictions.new_full((trees.batch_size, max_nodes * (context + 2)), -1)
-    nodes = torch.arange(max_nodes, device=trees.device).expand(trees.batch_size, -1)
+    nodes = torch.arange(max_nodes, device=trees.device, dtype=torch.int64).expand(trees.batch_size, -1)
     begin, end = trees.cu_nodes[:-1, None].long(), trees.cu_nodes[1:, None].long()
 
     def at(values: Tensor, index: Tensor) -> Tensor:

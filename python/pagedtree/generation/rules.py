@@ -102,7 +102,8 @@ class Sampling:
         """Returns the same rule with the parameters and seeds of these sequences alone."""
         if self.params is None:  # there is nothing that differs between sequences
             return self
-        return self.at(torch.tensor([sequence.index for sequence in sequences]).long().to(self.seeds.device))
+        rows = torch.tensor([sequence.index for sequence in sequences], dtype=torch.int64)
+        return self.at(rows.to(self.seeds.device))
 
     def at(self, rows: Tensor) -> Sampling:
         """Does as `of` for the sequences with these numbers, int64 [B]; a number past the last one is any of them."""
@@ -192,5 +193,5 @@ class Sampling:
 
 def unpacked(mask: Tensor, vocab: int) -> Tensor:
     """Returns bool [N, V] of a packed mask, int32 [N, ceil(V / 32)]."""
-    bits = torch.arange(32, device=mask.device)
+    bits = torch.arange(32, device=mask.device, dtype=torch.int64)
     return ((mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab].bool()

@@ -71,7 +71,7 @@ class RequestRows:
         self.idle_row = len(sequences)  # of captured steps: asks for nothing
         penalties = _penalties_of(params)
         self._has_counts = bool(penalties)
-        self._prompt_lens = torch.tensor([*(len(s.tokens) for s in sequences), 0], device=device)
+        self._prompt_lens = torch.tensor([*(len(s.tokens) for s in sequences), 0], device=device, dtype=torch.int64)
         lists: dict[str, Any] = {}
         if "repetition_penalty" in penalties and any(each.penalize_prompt for each in options):
             texts = [s.tokens if each.penalize_prompt else [] for s, each in zip(sequences, options, strict=True)]
@@ -138,7 +138,7 @@ class RequestRows:
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
         known = torch.tensor(lengths, dtype=torch.int32).to(self.device)
-        made = self._select(rows, history[torch.tensor(rows).to(self.device)], known).tensors()
+        made = self._select(rows, history[torch.tensor(rows, dtype=torch.int64).to(self.device)], known).tensors()
         for name, into in buffers.tensors().items():
             value = made[name]
             if into is not None and value is not None:
@@ -163,7 +163,7 @@ class RequestRows:
 
     def _count(self, begins: Tensor, history: Tensor, lengths: Tensor) -> Tensor:
         """Returns int32 [B, V]: how often each token was generated."""
-        places = torch.arange(history.shape[1], device=self.device)
+        places = torch.arange(history.shape[1], device=self.device, dtype=torch.int64)
         counted = (places >= begins[:, None]) & (places < lengths[:, None]) & (history < self.vocab)
         counts = torch.zeros((history.shape[0], self.vocab), dtype=torch.int32, device=self.device)
         return counts.scatter_add_(1, history.clamp(0, self.vocab - 1), counted.int())

@@ -193,7 +193,7 @@ class Plan:
         size, count = len(offsets) - 1, self.count(drafted)
         draft, rows = proposal, None
         if count < len(drafted):
-            scores = torch.tensor(worth).to(trees.device).masked_fill(trees.parents < 0, math.inf)
+            scores = torch.tensor(worth, dtype=torch.float32).to(trees.device).masked_fill(trees.parents < 0, math.inf)
             part, rows = select_nodes(trees, scores, size + count)
             draft = rows_of(proposal, part, rows)
         return Kept(draft, proposal, rows, count, guesses)

@@ -191,7 +191,7 @@ class GrammarMasks:
     ) -> GrammarFill:
         began = time.perf_counter()
         wanted = torch.device(device) if device is not None else self._device or tokens.device
-        target = torch.empty(0, device=wanted).device  # with its index
+        target = torch.empty(0, device=wanted, dtype=torch.int32).device  # with its index
         self._settle()
         _check_matchers(self._matchers)
         matchers, vocab, rows = list(self._matchers), self.vocab_size, tokens.shape[0]

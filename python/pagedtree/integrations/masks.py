@@ -20,7 +20,7 @@ def pack_mask(mask: Tensor) -> Tensor:
 def pack_intervals(begin: Tensor, end: Tensor, n: int) -> Tensor:
     """Packs int [...], int [...] into int32 [..., ceil(n / 32)]: the words of a mask that is True from begin to end -
     1."""
-    first = torch.arange(0, n, 32, device=begin.device)
+    first = torch.arange(0, n, 32, device=begin.device, dtype=torch.int64)
     below_begin, below_end = ((1 << (x[..., None] - first).clamp(0, 32)) - 1 for x in (begin, end))
     return (below_end & ~below_begin).int()
 

@@ -57,11 +57,11 @@ def tree_attention(
     group = num_heads // num_kv_heads
     out = torch.zeros(num_tokens, num_heads, head_dim_v, dtype=torch.float64)
     lse = torch.full((num_tokens, num_heads), -torch.inf, dtype=torch.float64)
-    sink = torch.full((num_heads,), -torch.inf) if sinks is None else sinks
-    k_factor = torch.ones(num_kv_heads) if k_scale is None else k_scale.expand(num_kv_heads)
+    sink = torch.full((num_heads,), -torch.inf, dtype=torch.float32) if sinks is None else sinks
+    k_factor = torch.ones(num_kv_heads, dtype=torch.float32) if k_scale is None else k_scale.expand(num_kv_heads)
     if v_scale is None and is_latent(k_cache, v_cache):
         v_scale = k_scale
-    v_factor = torch.ones(num_kv_heads) if v_scale is None else v_scale.expand(num_kv_heads)
+    v_factor = torch.ones(num_kv_heads, dtype=torch.float32) if v_scale is None else v_scale.expand(num_kv_heads)
     offsets = cu_seqlens_q.tolist()
     for b, given in enumerate(seq_lens.tolist()):
         begin, n = offsets[b], offsets[b + 1] - offsets[b]
@@ -70,7 +70,7 @@ def tree_attention(
         words = None if tree_mask is None else tree_mask[begin : begin + n]
         seen = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
         used = seen.any(0)
-        positions = torch.arange(seq_len)[used]
+        positions = torch.arange(seq_len, dtype=torch.int64)[used]
         pages = page_table[b].long()[positions // page_size]
         known = (pages >= 0) & (pages < num_pages)
         k, v = (

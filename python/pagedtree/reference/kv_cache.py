@@ -33,7 +33,7 @@ def slot_mapping(
 def append_rows(rows: Tensor, cache: Tensor, slots: Sequence[int], scale: Tensor | None) -> None:
     """One side of append_kv; writes `cache`."""
     pages, page_size, heads, _ = cache.shape
-    factor = torch.ones(heads) if scale is None else scale.expand(heads)
+    factor = torch.ones(heads, dtype=torch.float32) if scale is None else scale.expand(heads)
     for row, slot in zip(rows, slots, strict=True):
         if not 0 <= slot < pages * page_size:
             continue

@@ -23,7 +23,9 @@ from pagedtree.check.cases.inputs import (
     LAYOUTS,
     PAGE_SIZES,
     as_words,
+    float32,
     int32,
+    normal,
     offsets,
     paged_views,
     random_tree,
@@ -89,7 +91,7 @@ class Batch:
         mask_words = torch.zeros(total, words, dtype=torch.int32)
         if sum(queries):
             mask_words[: sum(queries)] = torch.cat([as_words(mask, words) for mask in rows])
-        q = torch.randn(total, self.heads[0], self.head_dim, generator=seeded(self.seed + 1)).to(DTYPES[self.dtype])
+        q = normal(total, self.heads[0], self.head_dim, seed=self.seed + 1).to(DTYPES[self.dtype])
         page_table, storage = self._cache(seq_lens)
         k_cache, v_cache = views_of(place.put(storage), self.layout)
         if wide and not self.cache:
@@ -120,7 +122,7 @@ class Batch:
         if self.poison is not None:
             free = torch.ones(len(order), self.page_size, dtype=torch.bool)
             for b, s in enumerate(seq_lens):
-                positions = torch.arange(s)
+                positions = torch.arange(s, dtype=torch.int64)
                 free[page_table[b].long()[positions // self.page_size], positions % self.page_size] = False
             for cache in (k_cache, v_cache):
                 if cache.dtype.itemsize == 1:
@@ -188,7 +190,8 @@ def _latent() -> Iterator[Case]:
                 poison=float("nan"), head_dim_v=sizes[1], latent=True,
             )  # fmt: skip
             name = f"latent/{heads} heads/{_types(dtype, cache)}/{_sizes(sizes)}"
-            yield _attention(name, batch, window=40 if heads == 3 else 0, sinks=torch.linspace(-2, 4, heads))
+            sinks = torch.linspace(-2, 4, heads, dtype=torch.float32)
+            yield _attention(name, batch, window=40 if heads == 3 else 0, sinks=sinks)
 
 
 # A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
@@ -255,7 +258,7 @@ def _values() -> Iterator[Case]:
     yield _attention("any mask", mixed, change=masks)
     yield _attention("any mask/window 7", mixed, change=masks, window=7)
     yield _attention("rows that see nothing", mixed, change=blind)
-    yield _attention("rows that see nothing/sinks", mixed, change=blind, sinks=torch.linspace(-1, 3, 4))
+    yield _attention("rows that see nothing/sinks", mixed, change=blind, sinks=float32([-1, 1 / 3, 5 / 3, 3]))
     yield _attention("a narrow mask", replace(mixed, words=1, kinds=[random_tree(3, 50), *MIXED[1:]]))
     yield _attention("a wide mask", replace(mixed, words=5))
 
@@ -266,17 +269,17 @@ def _options() -> Iterator[Case]:
         for window in (1, 5, 64):
             yield _attention(f"window {window}/{dtype}", replace(mixed, dtype=dtype), window=window)
         yield _attention(f"softcap/{dtype}", replace(mixed, dtype=dtype), softcap=3.0)
-        yield _attention(f"sinks/{dtype}", replace(mixed, dtype=dtype), sinks=torch.tensor([0.0, 5.0, -torch.inf, 1.0]))
+        yield _attention(f"sinks/{dtype}", replace(mixed, dtype=dtype), sinks=float32([0.0, 5.0, -torch.inf, 1.0]))
         yield _attention(
             f"all options/{dtype}", replace(mixed, dtype=dtype, head_dim=128), window=40, softcap=20.0, scale=0.2,
-            sinks=torch.linspace(-2, 4, 4),
+            sinks=torch.linspace(-2, 4, 4, dtype=torch.float32),
         )  # fmt: skip
-        for kind, scale in (("scalar", torch.tensor(0.4)), ("head", torch.tensor([0.3, 1.7]))):
+        for kind, scale in (("scalar", float32(0.4)), ("head", float32([0.3, 1.7]))):
             batch = replace(mixed, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
     yield _attention(
         "all options/fp32", replace(mixed, dtype="fp32"), window=40, softcap=20.0, scale=-0.2,
-        sinks=torch.tensor([0.0, 5.0, -torch.inf, 1.0]), backends=("cpu",),
+        sinks=float32([0.0, 5.0, -torch.inf, 1.0]), backends=("cpu",),
     )  # fmt: skip
     yield _attention("causal", mixed, change=lambda given: given.update(tree_mask=None))
     yield _attention("no tree lengths", Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70]),
@@ -298,7 +301,7 @@ def wgmma_cases() -> Iterator[Case]:
             yield _attention(name, replace(batch, poison=float("nan")), engine=WGMMA)
             yield _attention(f"{name}/fp8", replace(batch, cache="fp8", poison=float("nan")), engine=WGMMA)
             yield _attention(f"{name}/options", batch, engine=WGMMA, window=40, softcap=20.0, scale=-0.2,
-                             sinks=torch.linspace(-2, 4, heads[0]))  # fmt: skip
+                             sinks=torch.linspace(-2, 4, heads[0], dtype=torch.float32))  # fmt: skip
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
     for sizes, dtype, page_size in product(((512, 512), (576, 512)), ("fp16", "bf16"), (7, 64)):
@@ -351,7 +354,7 @@ def _attention(
         given = arguments(CPU, False)
         given.pop("max_seqlen_q", None)
         out, of_rows = reference.tree_attention(**given)
-        around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0)
+        around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0, dtype=torch.float32)
         return {"out": out, **({"lse": of_rows} if lse else {}), **({"around": around} if into else {})}
 
     if engine == WGMMA:
@@ -417,14 +420,14 @@ def _plan(name: str, batch: Batch, window: int = 0) -> Case:
             "cuts the batch": all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
             "begins with the first query": (first, 0, 0) in [starts[0] for starts in lists if starts],
         }
-        return {text: torch.tensor(truth) for text, truth in truths.items()}
+        return {text: torch.tensor(truth, dtype=torch.bool) for text, truth in truths.items()}
 
     def by_loops() -> Results:
         names = (
             "cuts where keys are seen", "has room for three lists", "cuts in order", "cuts the batch",
             "begins with the first query",
         )  # fmt: skip
-        return {text: torch.tensor(True) for text in names}
+        return {text: torch.ones((), dtype=torch.bool) for text in names}
 
     return Case(
         f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True, against="what a plan is"
@@ -444,8 +447,8 @@ def _merge(name: str, dtype: str, tokens: int, head_dim: int) -> Case:
     """Strided sides; some without weight, which hold NaN and infinities."""
 
     def sides(place: Place) -> tuple[Tensor, ...]:
-        wide = torch.randn(2, tokens, 7, head_dim + 3, generator=seeded(head_dim)).to(DTYPES[dtype])
-        lse = 10 * torch.randn(2, 5, tokens, generator=seeded(1))
+        wide = normal(2, tokens, 7, head_dim + 3, seed=head_dim).to(DTYPES[dtype])
+        lse = 10 * normal(2, 5, tokens, seed=1)
         lse[0, :, :5], lse[1, :, 3:8] = -torch.inf, -torch.inf
         wide[0, :5], wide[1, 3:8] = torch.nan, torch.inf
         wide, lse = place.put((wide, lse))

@@ -15,8 +15,10 @@ from pagedtree.check.cases.inputs import (
     DTYPES,
     LAYOUTS,
     PAGE_SIZES,
+    float32,
     int32,
     int64,
+    normal,
     offsets,
     paged_views,
     random_tree,
@@ -116,15 +118,16 @@ def _append(
     """Puts K and V into one storage, of which every element is compared."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
-    wide = torch.randn(2, tokens, heads + 1, head_dim, generator=seeded(1)) * 3
+    wide = normal(2, tokens, heads + 1, head_dim, seed=1) * 3
     if dtype != "fp8" and tokens:
-        wide[0, 0, :, :4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e4])[:head_dim]
-        wide[1, 1, :, :2] = torch.tensor([0.0, -0.0])[:head_dim]
+        wide[0, 0, :, :4] = float32([torch.nan, torch.inf, -torch.inf, 1e4])[:head_dim]
+        wide[1, 1, :, :2] = float32([0.0, -0.0])[:head_dim]
     rows = wide.to(DTYPES[dtype])[:, :, 1:]  # strided
     if shared:
         rows = rows[:, :, :1].expand_as(rows)
     slots = _hostile_slots(tokens, pages * page_size)
-    factors = {"no": None, "scalar": torch.tensor(0.37), "head": torch.linspace(0.02, 1.5, heads)}[scale]
+    of_heads = torch.linspace(0.02, 1.5, heads, dtype=torch.float32)
+    factors = {"no": None, "scalar": float32(0.37), "head": of_heads}[scale]
 
     def run(place: Place) -> Results:
         target, new, at, factor = place.put((storage, rows, slots, factors))
@@ -144,16 +147,13 @@ def _append(
 def _append_pools(name: str, dtype: str, cache_dtype: str, heads: int, dims: list[int]) -> Case:
     """K, or K and V of another width, each in a pool of its own."""
     pages, page_size, tokens = 7, 9, 23
-    pools = [
-        torch.randn(pages, page_size, heads, dim, generator=seeded(i)).to(DTYPES[cache_dtype])
-        for i, dim in enumerate(dims)
-    ]
+    pools = [normal(pages, page_size, heads, dim, seed=i).to(DTYPES[cache_dtype]) for i, dim in enumerate(dims)]
     rows = [
-        (torch.randn(tokens, heads + 1, dim, generator=seeded(9 + i)) * 3).to(DTYPES[dtype])[:, 1:]  # strided
+        (normal(tokens, heads + 1, dim, seed=9 + i) * 3).to(DTYPES[dtype])[:, 1:]  # strided
         for i, dim in enumerate(dims)
     ]
     slots = _hostile_slots(tokens, pages * page_size)
-    scale = torch.tensor([0.37]) if dtype != cache_dtype else None
+    scale = float32([0.37]) if dtype != cache_dtype else None
 
     def run(place: Place) -> Results:
         caches, new, at, factor = place.put((pools, rows, slots, scale))
@@ -218,8 +218,8 @@ def _compaction(
         paged_views(pages, page_size, 2, 40, dtype, layout, seed=i)[0]
         for i, (layout, dtype) in enumerate(zip(LAYOUTS, dtypes, strict=True))
     ]
-    storages.append(torch.randn(pages, page_size, 576, generator=seeded(5)).bfloat16())
-    storages.append(torch.randn(pages, page_size, generator=seeded(6)))
+    storages.append(normal(pages, page_size, 576, seed=5).bfloat16())
+    storages.append(normal(pages, page_size, seed=6))
     storages.append(torch.randint(-99, 99, (pages, page_size + 2, 5), generator=seeded(7)).to(torch.int8))
 
     def caches_of(given: list[Tensor]) -> list[Tensor]:

@@ -71,7 +71,7 @@ class RecurrentLayer:
         self.strengths = weights(VOCAB, HEADS).float().sigmoid()
         device = self.inputs.device
         self.slots = torch.randperm(BATCH + 1, generator=seeded(seed))[:BATCH].int().to(device)
-        self.state = torch.zeros(BATCH + 1, HEADS, STATE_DIM, STATE_DIM, device=device)
+        self.state = torch.zeros(BATCH + 1, HEADS, STATE_DIM, STATE_DIM, device=device, dtype=torch.float32)
         self.conv_state = torch.zeros(BATCH + 1, channels, TAPS - 1, dtype=torch.bfloat16, device=device)
         self.memory = [self.slots, self.state, self.conv_state]
 
@@ -102,14 +102,15 @@ class Engine:
         generator = seeded(0)
 
         def weights(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
+            return torch.randn(*shape, generator=generator, dtype=torch.float32).to(torch.bfloat16).to(device)
 
         self.rule, self.source, self.latent = rule, source, part == "latent cache"
         latent = self.latent
         kv_heads, dim, dim_v = (1, LATENT_DIM, LATENT_DIM_V) if latent else (KV_HEADS, DIM, DIM)
         self.queries, self.head = weights(VOCAB, HEADS, dim), weights(HEADS * dim_v, VOCAB) / 4
         self.rows = [weights(VOCAB, kv_heads, dim) for _ in range(1 if latent else 2)]  # a token's K and V
-        angles = torch.arange(CAPACITY)[:, None] * 100.0 ** -(torch.arange(ROTARY_DIM // 2) / (ROTARY_DIM // 2))
+        pairs = torch.arange(ROTARY_DIM // 2, dtype=torch.float32) / (ROTARY_DIM // 2)
+        angles = torch.arange(CAPACITY, dtype=torch.float32)[:, None] * 100.0**-pairs
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1).to(device)
         self.caches = [
             torch.zeros(BATCH * MAX_PAGES, PAGE_SIZE, kv_heads, dim, dtype=torch.bfloat16, device=device)
@@ -126,8 +127,8 @@ class Engine:
         self.history[:, :6] = prompt.to(device)
         self.history_lens = torch.tensor([1, 4, 6], dtype=torch.int32, device=device)
         self.start = self.history_lens - 1  # the tokens before it count as read
-        self.seeds = torch.arange(BATCH, device=device) + seed
-        self.temperature = torch.full((BATCH,), 0.4, device=device)
+        self.seeds = torch.arange(BATCH, device=device, dtype=torch.int64) + seed
+        self.temperature = torch.full((BATCH,), 0.4, device=device, dtype=torch.float32)
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
         self.trees = self._trees(seed).to(device)
         self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)

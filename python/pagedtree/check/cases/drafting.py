@@ -24,7 +24,7 @@ from pagedtree import (
     start_draft,
 )
 from pagedtree.check.case import Case, Place, Results, within
-from pagedtree.check.cases.inputs import DTYPES, int32, int64, random_tree, seeded, words64
+from pagedtree.check.cases.inputs import DTYPES, float32, int32, int64, normal, random_tree, seeded, words64
 from pagedtree.check.cases.verification import SAMPLINGS, hostile_rows
 from pagedtree.reference import drafting as loops
 from pagedtree.reference.tree import pack
@@ -46,22 +46,22 @@ def cases() -> Iterator[Case]:
 def _expansions() -> Iterator[Case]:
     for dtype, vocab in (("fp32", 5), ("fp16", 64), ("bf16", 1025), ("bf16", 33_001)):
         logits = torch.randint(-20, 20, (12, vocab + 3), generator=seeded(vocab)).div(4)[:, :vocab]
-        logits += torch.arange(vocab) * (2.0**-9 if dtype == "fp32" else 0.0)
+        logits += torch.arange(vocab, dtype=torch.int64) * (2.0**-9 if dtype == "fp32" else 0.0)
         count = min(4, vocab)
         yield _expansion(f"topk/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), count, count)
     yield _expansion("topk/hostile rows", hostile_rows(130, torch.float32), 5, 5)
     yield _expansion("topk/inactive sequences", hostile_rows(130, torch.bfloat16), 5, 5, active=True)
-    yield _expansion("topk/no sequence", torch.zeros(0, 9), 3, 3)
+    yield _expansion("topk/no sequence", torch.zeros(0, 9, dtype=torch.float32), 3, 3)
     for law in ("iid", "swor", "coupled"):
         for dtype, vocab, params in [
             ("fp32", 8, "plain"), ("fp16", 129, "cool"), ("bf16", 1500, "all filters"), ("fp16", 33_001, "top-p"),
         ]:  # fmt: skip
             count = 12 if vocab < 10_000 else 2
-            logits = torch.randn(count, vocab + 1, generator=seeded(vocab))[:, :vocab] * 3
+            logits = normal(count, vocab + 1, seed=vocab)[:, :vocab] * 3
             yield _expansion(
                 f"{law}/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), 6, 3, law=law, params=SAMPLINGS[params]
             )
-        ordinary = torch.randn(12, 130, generator=seeded(4)) * 3
+        ordinary = normal(12, 130, seed=4) * 3
         yield _expansion(f"{law}/joint filters", ordinary.bfloat16(), 5, 5, law=law, params=JOINT)
         for dtype in ("fp32", "bf16"):
             rows = hostile_rows(130, DTYPES[dtype])
@@ -75,19 +75,19 @@ def _expansion(
     """Grows two levels: the root of each sequence, then its frontier, with rows of the same kind."""
     batch = logits.shape[0]
     seeds, positions = words64(batch, 2), words64(batch, 3) >> 2
-    present = (torch.arange(batch) % 3 != 1) if active else None
+    present = (torch.arange(batch, dtype=torch.int64) % 3 != 1) if active else None
     second = logits.flip(1).repeat_interleave(num_frontier, 0)
 
     def run(place: Place) -> Results:
         sampled = {} if params is None else {"params": SamplingParams(**params), **place.put(streams)}
-        state = start_draft(place.put(torch.arange(batch)), max_kv_nodes=40, active=place.put(present))
+        state = start_draft(place.put(int64(range(batch))), max_kv_nodes=40, active=place.put(present))
         options = {"num_children": num_children, "law": law, **sampled}
         state = expand_tree(state, place.put(logits), num_frontier=num_frontier, **options)
         state = expand_tree(state, place.put(second), **options)
         return state_results(state)
 
     def by_loops() -> Results:
-        roots = start_draft(torch.arange(batch), max_kv_nodes=40, active=present)
+        roots = start_draft(int64(range(batch)), max_kv_nodes=40, active=present)
         state = grow(roots, logits, num_children, num_frontier, law, params, seeds, positions)
         return state_results(grow(state, second, num_children, 0, law, params, seeds, positions))
 
@@ -115,7 +115,7 @@ def grow(
     scores[:, old.num_candidates :] = -math.inf
     frontier = torch.zeros((old.batch_size, num_frontier), dtype=torch.int32)
     mask = torch.zeros((old.batch_size * num_frontier, old.mask.shape[1]), dtype=torch.int32)
-    probs = torch.zeros((old.batch_size, old.num_frontier, vocab))
+    probs = torch.zeros((old.batch_size, old.num_frontier, vocab), dtype=torch.float32)
     for b in range(old.batch_size):
         for f, parent in enumerate(old.frontier[b].tolist()):
             first = old.num_candidates + f * num_children
@@ -187,7 +187,7 @@ def drafts_by_loops(trees: list[tuple[list[int], ...]], rows: int) -> Results:
                 "valid": torch.zeros(0, dtype=torch.bool)}  # fmt: skip
     cu_nodes, columns = pack(trees, rows)
     results = {"draft_tokens": int64(columns[0]), "parents": int32(columns[1]), "cu_nodes": int32(cu_nodes)}
-    results["valid"] = torch.tensor([len(tree[0]) > 0 for tree in trees])
+    results["valid"] = torch.tensor([len(tree[0]) > 0 for tree in trees], dtype=torch.bool)
     return results | ({"node_map": int32(columns[2])} if len(columns) > 2 else {})
 
 
@@ -204,13 +204,13 @@ def _reranking(
 ) -> Case:
     """Scores that never rise along a path, with many ties, some candidates absent."""
     parents = [random_tree(b, count, 9).parents.tolist() for b in range(batch)]
-    steps = torch.tensor([0.0, 0.0, 0.5, 1.0, math.inf])[torch.randint(0, 5, (batch, count), generator=seeded(count))]
-    scores = torch.zeros(batch, count)
+    steps = float32([0.0, 0.0, 0.5, 1.0, math.inf])[torch.randint(0, 5, (batch, count), generator=seeded(count))]
+    scores = torch.zeros(batch, count, dtype=torch.float32)
     for b in range(batch):
         for c in range(1, count):
             scores[b, c] = scores[b, parents[b][c]] - steps[b, c]
     present = [b != 1 for b in range(batch)] if active else [True] * batch
-    index = torch.arange(count).repeat(batch, 1)
+    index = torch.arange(count, dtype=torch.int64).repeat(batch, 1)
 
     def run(place: Place) -> Results:
         state = start_draft(torch.zeros(batch, dtype=torch.int64), max_kv_nodes=1)
@@ -218,7 +218,7 @@ def _reranking(
             state, tokens=index + 100, parents=int32(parents).view(batch, count), scores=scores,
             kv_index=(index + 1000).int(), level_sizes=(1,) * count, law=law,
         )  # fmt: skip
-        given = torch.tensor(present) if active else None
+        given = torch.tensor(present, dtype=torch.bool) if active else None
         return draft_results(rerank_tree(place.put(state), num_nodes, active=place.put(given)))
 
     def by_loops() -> Results:
@@ -269,7 +269,7 @@ def _ngram(
 
     def run(place: Place) -> Results:
         lengths, text = int32([len(row) for row in histories]), None if extra is None else int64(extra)
-        given = place.put((padded, lengths, text, None if active is None else torch.tensor(active)))
+        given = place.put((padded, lengths, text, None if active is None else torch.tensor(active, dtype=torch.bool)))
         return draft_results(ngram_propose(given[0], given[1], extra=given[2], active=given[3], **options))
 
     def by_loops() -> Results:

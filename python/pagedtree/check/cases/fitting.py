@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pagedtree import TreeBatch, best_first_tree, build_trees, select_nodes
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import int32, int64, offsets, random_tree, seeded
+from pagedtree.check.cases.inputs import float32, int32, int64, normal, offsets, random_tree, seeded
 from pagedtree.reference import drafting as loops
 from pagedtree.reference.tree import PADDING, link, words_of
 
@@ -24,11 +24,11 @@ def cases() -> Iterator[Case]:
         ("1024 nodes", (2, 5, 300), 1024), ("levels of one", (2, 40, 1), 30), ("one node", (3, 2, 4), 1),
         ("no sequence", (0, 2, 4), 9), ("no level", (2, 0, 4), 9), ("no candidate", (2, 3, 0), 9),
     ]:  # fmt: skip
-        log_probs = torch.randn(shape, generator=seeded(num_nodes)).mul(2)
+        log_probs = normal(*shape, seed=num_nodes).mul(2)
         yield _best_first(name, log_probs.log_softmax(-1) if log_probs.numel() else log_probs, num_nodes)
-    steps = torch.tensor([0.0, -0.25, -0.5, -1.0, -1e-8, -3e-8, -50.0])
+    steps = float32([0.0, -0.25, -0.5, -1.0, -1e-8, -3e-8, -50.0])
     yield _best_first("ties", steps[torch.randint(0, 7, (5, 4, 9), generator=seeded(1))], 60)
-    hostile = torch.tensor([math.nan, -math.inf, math.inf, 3.0, -1.0, -2e38, 0.0, -1e-45])
+    hostile = float32([math.nan, -math.inf, math.inf, 3.0, -1.0, -2e38, 0.0, -1e-45])
     yield _best_first("hostile", hostile[torch.randint(0, 8, (5, 3, 7), generator=seeded(2))], 40)
 
     yield _selection("ragged", [7, 1, 0, 33, 12], 20)
@@ -64,8 +64,9 @@ def linked(parents: list[list[int]], rows: int, valid: list[bool], max_nodes: in
 def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
     batch, levels, width = log_probs.shape
     # Rows of wider tensors, the levels before the batch.
-    tokens = torch.arange(levels * batch * 2 * width).view(levels, batch, 2 * width)[..., :width].transpose(0, 1)
-    roots = torch.arange(batch) - 1
+    wide = torch.arange(levels * batch * 2 * width, dtype=torch.int64).view(levels, batch, 2 * width)
+    tokens = wide[..., :width].transpose(0, 1)
+    roots = torch.arange(batch, dtype=torch.int64) - 1
 
     def run(place: Place) -> Results:
         given, ids, of_roots = place.put((log_probs, tokens, roots))

@@ -26,6 +26,19 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def normal(*shape: int, seed: int) -> Tensor:
+    """Normally distributed numbers, fp32."""
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float32)
+
+
+def uniform(*shape: int, seed: int) -> Tensor:
+    return torch.rand(shape, generator=seeded(seed), dtype=torch.float32)
+
+
+def float32(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
 def int32(values: Any) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
@@ -76,7 +89,7 @@ def paged_views(
     pages: int, page_size: int, heads: int, head_dim: int, dtype: torch.dtype, layout: str, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a storage full of numbers, and K and V in it: [pages, page_size, heads, head_dim]."""
-    storage = torch.randn(storage_shape(layout, pages, page_size, heads, head_dim), generator=seeded(seed)).to(dtype)
+    storage = normal(*storage_shape(layout, pages, page_size, heads, head_dim), seed=seed).to(dtype)
     return storage, *views_of(storage, layout)
 
 

@@ -118,7 +118,8 @@ def float8_numbers(seed: int) -> Words:
     """Numbers around those of e4m3: ties and their neighbours, subnormal ones, too large ones, NaN."""
     rng = np.random.default_rng(seed)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, torch.tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])])
+    others = codes.new_tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])
+    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, others])
     bits = np.concatenate([middles.float().view(torch.int32).numpy(), np.array([0x7F800001, 0x7FC00000])])
     near = rng.choice(bits, (64, 12)) + rng.integers(-1, 2, (64, 12))
     signs = rng.integers(0, 2, (64, 12), dtype=np.uint32) << np.uint32(31)
@@ -130,8 +131,8 @@ def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
 
     def words(seed: int) -> Words:
         rng = np.random.default_rng(seed)
-        named = torch.tensor([0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1.5, torch.finfo(dtype).max, 1e-7, -1e-7])
-        bits = named.to(dtype).view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+        named = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1.5, torch.finfo(dtype).max, 1e-7, -1e-7]
+        bits = torch.tensor(named, dtype=dtype).view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
         few = rng.choice(bits, (64, 48 // bits.itemsize)).view(np.uint32)
         return np.where(rng.random((64, 12)) < 0.5, few, any_words(seed))
 

@@ -28,7 +28,7 @@ from pagedtree import (
     verify_traversal,
 )
 from pagedtree.check.case import CPU, Case, Place, Results, within
-from pagedtree.check.cases.inputs import int32, int64, random_tree, seeded, words64
+from pagedtree.check.cases.inputs import float32, int32, int64, normal, random_tree, seeded, uniform, words64
 from pagedtree.check.cases.shards import on_ranks
 from pagedtree.check.cases.verification import Problem, forest, problem_of, with_draft_vocabulary
 
@@ -77,7 +77,7 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     """Penalties and options of those names, which concern each sequence's likeliest tokens."""
     logits = problem.logits.float().nan_to_num(-math.inf)
     batch, vocab = problem.batch, logits.shape[1]
-    begins = torch.tensor([0, *(len(tree) for tree in problem.parents)]).cumsum(0)[:-1].tolist()
+    begins = int64([0, *(len(tree) for tree in problem.parents)]).cumsum(0)[:-1].tolist()
     best = [logits[begin].topk(min(4, vocab)).indices.tolist() for begin in begins]
     others = torch.randint(vocab, (batch, 6), generator=seeded(9)).tolist()
     every = RequestOptions.from_lists(
@@ -95,9 +95,9 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     assert every.history_lens is not None
     every = replace(every, min_position=positions + 2, history_start=every.history_lens)
     penalties = {
-        "repetition_penalty": torch.linspace(0.8, 1.9, batch),
+        "repetition_penalty": torch.linspace(0.8, 1.9, batch, dtype=torch.float32),
         "presence_penalty": 1.5,
-        "frequency_penalty": torch.linspace(-1.0, 1.75, batch),
+        "frequency_penalty": torch.linspace(-1.0, 1.75, batch, dtype=torch.float32),
     }
     chosen = {name: value if name in names else None for name, value in every.tensors().items()}
     return {name: value for name, value in penalties.items() if name in names}, RequestOptions(**chosen)
@@ -119,7 +119,7 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     drawn: dict[str, Any] = {**streams}
     roots = replace(problem, parents=[[-1]] * BATCH, logits=logits)
     penalties, options = asked(roots, names)
-    mask = torch.rand(logits.shape, generator=seeded(3)) < 0.9
+    mask = uniform(*logits.shape, seed=3) < 0.9
 
     def run(place: Place) -> Results:
         given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
@@ -137,7 +137,7 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
 def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     logits = problem.logits[:BATCH]
     penalties, options = asked(replace(problem, parents=[[-1]] * BATCH, logits=logits), names)
-    tokens, rows = logits.float().topk(3).indices[:, 2].contiguous(), torch.arange(BATCH).flip(0)
+    tokens, rows = logits.float().topk(3).indices[:, 2].contiguous(), torch.arange(BATCH, dtype=torch.int64).flip(0)
     filters = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "filter_order": "joint"}
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "drawn from": filters}
     top_n = 5
@@ -158,9 +158,9 @@ def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
         for kind, filtered in kinds.items():
             results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(processed, tokens, strict=True)]
             columns = zip(LOGPROBS, zip(*results, strict=True), strict=True)
-            found |= {f"{kind} {name}": torch.tensor(column) for name, column in columns}
+            found |= {f"{kind} {name}": (float32 if "logprobs" in name else int64)(column) for name, column in columns}
         results = [_logprobs_of(row, int(x), 0, {}) for row, x in zip(logits, tokens, strict=True)]
-        bare = torch.tensor([result[0] for result in results]), int64([result[1] for result in results])
+        bare = float32([result[0] for result in results]), int64([result[1] for result in results])
         return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
     close = {f"{kind} {name}": within(1e-5) for kind in kinds for name in ("logprobs", "top_logprobs")}
@@ -194,7 +194,7 @@ def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: Sampl
 
 
 def _draft_probs(problem: Problem) -> Tensor:
-    near = problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))
+    near = problem.logits.float() + normal(*problem.logits.shape, seed=5)
     return near.nan_to_num(-math.inf).softmax(-1)
 
 

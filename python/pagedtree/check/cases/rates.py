@@ -92,7 +92,7 @@ def floor_of(place: Place) -> tuple[float, float]:
     target = torch.empty_like(source)
     bandwidth = 2 * scale.copied / seconds_of(place, lambda: target.copy_(source), scale.calls)
     n = scale.matmul
-    a = torch.randn(n, n, device=place.device).to(scale.dtype)
+    a = torch.randn(n, n, device=place.device, dtype=torch.float32).to(scale.dtype)
     return bandwidth, 2.0 * n**3 / seconds_of(place, lambda: a @ a, scale.calls)
 
 
@@ -148,12 +148,12 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
         pages = -(-keys // PAGE_SIZE)
         cache_dtype = torch.float8_e4m3fn if fp8 else scale.dtype
         shape = (batch * pages, PAGE_SIZE, KV_HEADS, DIM)
-        k_cache, v_cache = (torch.randn(shape, device=device).to(cache_dtype) for _ in range(2))
+        k_cache, v_cache = (torch.randn(shape, device=device, dtype=torch.float32).to(cache_dtype) for _ in range(2))
         table = torch.randperm(batch * pages).int().view(batch, pages).to(device)
         seq_lens = torch.full((batch,), keys, dtype=torch.int32, device=device)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * n
         mask = None if tree is None else TreeBatch.from_trees([tree] * batch, device=device).mask
-        q = torch.randn(batch * n, HEADS, DIM, device=device).to(scale.dtype)
+        q = torch.randn(batch * n, HEADS, DIM, device=device, dtype=torch.float32).to(scale.dtype)
         plan = attention_plan(
             seq_lens, cu_seqlens_q, num_q_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE,
             max_seqlen_q=n,
@@ -178,7 +178,7 @@ def _caches(place: Place, scale: Scale, rows: int, layers: int) -> list[Tensor]:
 def _append(place: Place, scale: Scale) -> Work:
     rows = scale.batch * scale.keys // 4
     k_cache, v_cache = _caches(place, scale, rows, 1)
-    new = torch.randn(rows, KV_HEADS, DIM, device=place.device).to(scale.dtype)
+    new = torch.randn(rows, KV_HEADS, DIM, device=place.device, dtype=torch.float32).to(scale.dtype)
     slots = torch.randperm(rows).to(place.device)
     return Work(lambda: append_kv(new, new, k_cache, v_cache, slots), 4.0 * new.numel() * new.element_size())
 
@@ -201,11 +201,11 @@ def _verification(rule: str) -> Callable[[Place, Scale], Work]:
     def make(place: Place, scale: Scale) -> Work:
         batch, nodes, device = scale.batch, 8, place.device
         trees = TreeBatch.from_trees([DraftTree.chain(nodes - 1)] * batch, device=device)
-        logits = torch.randn(batch * nodes, scale.vocab, device=device).to(scale.dtype)
+        logits = torch.randn(batch * nodes, scale.vocab, device=device, dtype=torch.float32).to(scale.dtype)
         drafts = torch.randint(scale.vocab, (batch * nodes,)).to(device)
         best = logits.argmax(1).view(batch, nodes)
         drafts.view(batch, nodes)[:, 1:] = best[:, :-1]
-        at = torch.arange(batch, device=device)
+        at = torch.arange(batch, device=device, dtype=torch.int64)
         streams: dict[str, Any] = {"seeds": at, "positions": at}
         params = SamplingParams(temperature=0.05, top_k=50, top_p=0.95)
         size = float(logits.numel() * logits.element_size())
@@ -225,8 +225,8 @@ def _verification(rule: str) -> Callable[[Place, Scale], Work]:
 
 def _sample(place: Place, scale: Scale) -> Work:
     rows = scale.batch * 8
-    logits = torch.randn(rows, scale.vocab, device=place.device).to(scale.dtype)
-    at = torch.arange(rows, device=place.device)
+    logits = torch.randn(rows, scale.vocab, device=place.device, dtype=torch.float32).to(scale.dtype)
+    at = torch.arange(rows, device=place.device, dtype=torch.int64)
     params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
     return Work(lambda: sample(logits, params, seeds=at, positions=at), float(logits.numel() * logits.element_size()))
 

@@ -76,15 +76,15 @@ def _delta_rule(
     trees, cut, count, batch = _rows(sizes, reach)
     generator, (key_dim, value_dim) = seeded(count), dims
     # Columns of one wide projection, and states as transformers keeps them.
-    wide = torch.randn(count, 4 * key_dim + 4 * value_dim, generator=generator)
+    wide = torch.randn(count, 4 * key_dim + 4 * value_dim, generator=generator, dtype=torch.float32)
     q, k, v = wide.to(DTYPES[dtype]).split([2 * key_dim, 2 * key_dim, 4 * value_dim], 1)
     q, k, v = q.unflatten(1, (2, key_dim)), k.unflatten(1, (2, key_dim)), v.unflatten(1, (4, value_dim))
     of_channels, with_delta = KINDS[kind]
-    g = -torch.rand(count, 4, *([key_dim] if of_channels else []), generator=generator)
+    g = -torch.rand(count, 4, *([key_dim] if of_channels else []), generator=generator, dtype=torch.float32)
     if forgetting:
-        g[torch.rand(g.shape, generator=generator) < 0.1] = -torch.inf
-    beta = torch.rand(count, 4, generator=generator) if with_delta else None
-    state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator).transpose(2, 3)
+        g[torch.rand(g.shape, generator=generator, dtype=torch.float32) < 0.1] = -torch.inf
+    beta = torch.rand(count, 4, generator=generator, dtype=torch.float32) if with_delta else None
+    state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator, dtype=torch.float32).transpose(2, 3)
     if by_columns:  # the columns of a channel lie side by side, not the channels of a column
         state = state.contiguous()
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
@@ -118,10 +118,11 @@ def _delta_rule(
 def _conv(name: str, dtype: str, width: int, activation: Any, sizes: Sequence[int] | None) -> Iterator[Case]:
     trees, cut, count, batch = _rows(sizes, 7)
     generator, channels = seeded(width), 150
-    x = torch.randn(count, channels + 3, generator=generator).to(DTYPES[dtype])[:, 3:]
-    weight = torch.randn(channels, width, generator=generator).to(DTYPES[dtype])
+    x = torch.randn(count, channels + 3, generator=generator, dtype=torch.float32).to(DTYPES[dtype])[:, 3:]
+    weight = torch.randn(channels, width, generator=generator, dtype=torch.float32).to(DTYPES[dtype])
     bias = weight[:, 0].contiguous() if activation else None
-    state = torch.randn(batch + 2, width - 1, channels, generator=generator).to(DTYPES[dtype]).transpose(1, 2)
+    state = torch.randn(batch + 2, width - 1, channels, generator=generator, dtype=torch.float32)
+    state = state.to(DTYPES[dtype]).transpose(1, 2)
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
     path: Any = _path(trees)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pagedtree import rope_append
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import DTYPES, LAYOUTS, paged_views, seeded, views_of
+from pagedtree.check.cases.inputs import DTYPES, LAYOUTS, float32, normal, paged_views, seeded, uniform, views_of
 from pagedtree.reference import kv_cache as loops
 
 PAGES, PAGE_SIZE, POSITIONS = 5, 7, 40
@@ -76,26 +76,27 @@ def _case(rope: Rope) -> Case:
     kv_heads, dim, tokens = rope.kv_heads, rope.head_dim, rope.tokens
     shape = (kv_heads, dim, DTYPES[rope.cache_dtype])
     if latent:
-        storage = torch.randn(PAGES, PAGE_SIZE, kv_heads, dim, generator=seeded(0)).to(shape[2])
+        storage = normal(PAGES, PAGE_SIZE, kv_heads, dim, seed=0).to(shape[2])
     else:
         storage = paged_views(PAGES, PAGE_SIZE, *shape, rope.layout)[0]
     # Q, K and V side by side, with a head between them: strided rows.
-    rows = torch.randn(tokens, rope.heads + 2 * kv_heads + 2, dim, generator=seeded(1)) * 3
+    rows = normal(tokens, rope.heads + 2 * kv_heads + 2, dim, seed=1) * 3
     for t, column, value in ((0, 0, torch.nan), (1, 1, torch.inf), (2, dim - 1, -torch.inf), (3, 0, 3e4), (4, 1, -0.0)):
         if t < tokens:
             rows[t, :, column] = value
     rows[5:6], rows[6:7] = rows[5:6] * 1e-7, rows[6:7].to(dtype).float() * 1e-39  # subnormal in fp16, in bf16 and fp32
     rows = rows.to(dtype)
-    angles = torch.rand(POSITIONS, rope.rotary_dim // 2, generator=seeded(2)) * 6.3
+    angles = uniform(POSITIONS, rope.rotary_dim // 2, seed=2) * 6.3
     # Of rows that are further apart than they are long.
-    wide = torch.full((POSITIONS, rope.rotary_dim + 16), torch.nan)
+    wide = torch.full((POSITIONS, rope.rotary_dim + 16), torch.nan, dtype=torch.float32)
     wide[:, : rope.rotary_dim] = torch.cat([angles.cos(), angles.sin()], dim=1) * 1.3
     wide = wide.to(DTYPES[rope.angles])
     positions = torch.randint(-3, POSITIONS + 3, (tokens,), generator=seeded(3))
     positions[4:5], positions[5:6] = 2**62, -(2**63)
     slots = torch.randperm(PAGES * PAGE_SIZE, generator=seeded(4))[:tokens]
     slots[3:4], slots[5:6], slots[7:8] = -1, PAGES * PAGE_SIZE, -(2**62)
-    scale = {"no": None, "scalar": torch.tensor(0.37), "head": torch.linspace(0.02, 1.5, kv_heads)}[rope.scale]
+    of_heads = torch.linspace(0.02, 1.5, kv_heads, dtype=torch.float32)
+    scale = {"no": None, "scalar": float32(0.37), "head": of_heads}[rope.scale]
 
     def parts(given: Tensor) -> list[Tensor]:
         return [part[:, :-1] for part in given.split([rope.heads + 1, kv_heads + 1, kv_heads], dim=1)[:2]] + [

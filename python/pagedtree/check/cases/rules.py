@@ -20,7 +20,7 @@ from pagedtree import (
     verify_typical,
 )
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import seeded, words64
+from pagedtree.check.cases.inputs import normal, seeded, uniform, words64
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -101,7 +101,7 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
     """Returns [N, V]: near the target's distribution, with entries that do not count as probabilities."""
     logits = problem.logits.float().nan_to_num(0, 60, -60)
-    near = (logits + torch.randn(logits.shape, generator=seeded(seed))).softmax(-1)
+    near = (logits + normal(*logits.shape, seed=seed)).softmax(-1)
     if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
         near[::4, 1], near[1::4, 2], near[2::4, 3] = 0.0, math.nan, -0.5
     return near
@@ -120,8 +120,8 @@ def _rule(
     order = torch.randperm(rows, generator=seeded(6))  # row draft_rows[n] of draft_probs belongs to node n
     streams = {"seeds": words64(problem.batch), "positions": words64(problem.batch, 1) >> 2}
     coins = {
-        "coins": torch.rand(rows, generator=seeded(7)),
-        "final_coins": torch.rand(problem.batch, generator=seeded(8)),
+        "coins": uniform(rows, seed=7),
+        "final_coins": uniform(problem.batch, seed=8),
     }
     drafts = {} if draft_law == "onehot" else {"draft_probs": probs[order.argsort()], "draft_rows": order}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedtree import SamplingParams, distributed, sample, verify_greedy, verify_rejection, verify_sampled
 from pagedtree.check.case import CPU, Case, Place, Results
-from pagedtree.check.cases.inputs import seeded, words64
+from pagedtree.check.cases.inputs import normal, seeded, uniform, words64
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -209,12 +209,12 @@ def _rejection(
 ) -> Case:
     """coins: whether coins are given; else the op draws its own."""
     rows = problem.logits.shape[0]
-    near = (problem.logits.float() + torch.randn(problem.logits.shape, generator=seeded(5))).softmax(-1)
+    near = (problem.logits.float() + normal(*problem.logits.shape, seed=5)).softmax(-1)
     order = torch.randperm(rows, generator=seeded(6))
     drafts = {} if draft_law == "onehot" else {"draft_probs": near[order.argsort()], "draft_rows": order}
     if coins:
-        drafts["coins"] = torch.rand(rows, generator=seeded(7))
-        drafts["final_coins"] = torch.rand(problem.batch, generator=seeded(8))
+        drafts["coins"] = uniform(rows, seed=7)
+        drafts["final_coins"] = uniform(problem.batch, seed=8)
 
     def given(place: Place) -> dict[str, Any]:
         return {"draft_law": draft_law, **place.put(drafts), **_streams(place, problem.batch)}

@@ -94,7 +94,7 @@ def _commit(
         verdict = Verdict(
             int32(paths).view(batch, width), int32(accepted), int64(tokens).view(batch, width), int32([0] * batch)
         )
-        wide = place.put(torch.full((batch, capacity + 2), 77))  # rows are strided
+        wide = place.put(torch.full((batch, capacity + 2), 77, dtype=torch.int64))  # rows are strided
         written = {"history": wide[:, :capacity], "history_lens": place.put(int32(lengths))}
         written["history"].copy_(place.put(int64(history).view(batch, capacity)))
         options = {} if bare else {**written, "node_map": place.put(int32(NODE_MAP[: sum(sizes) + 2]))}
@@ -122,7 +122,7 @@ def _commit(
                 results[field] = results[field].view(batch, width)
         if bare:
             return results
-        padded = torch.full((batch, capacity + 2), 77)
+        padded = torch.full((batch, capacity + 2), 77, dtype=torch.int64)
         padded[:, :capacity] = int64(kept).view(batch, capacity)
         return {**results, "history": padded, "history_lens": int32(lens)}
 

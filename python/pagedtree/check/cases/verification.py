@@ -13,7 +13,18 @@ from torch import Tensor
 
 from pagedtree import SamplingParams, TreeBatch, Verdict, build_trees, reference, sample, verify_greedy, verify_sampled
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import DTYPES, as_words, int32, int64, offsets, random_tree, seeded, words64
+from pagedtree.check.cases.inputs import (
+    DTYPES,
+    as_words,
+    float32,
+    int32,
+    int64,
+    normal,
+    offsets,
+    random_tree,
+    seeded,
+    words64,
+)
 from pagedtree.reference.tree import link
 
 Sampling = dict[str, Any]
@@ -42,7 +53,7 @@ def cases() -> Iterator[Case]:
         yield _sample(
             f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
         )
-    yield _sample("no row", torch.zeros(0, 50), FEW_SAMPLINGS)
+    yield _sample("no row", torch.zeros(0, 50, dtype=torch.float32), FEW_SAMPLINGS)
     yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
     yield from map(_greedy, problems())
     for problem in problems():
@@ -57,7 +68,7 @@ FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
     longer counted by value; the row stride leaves every second row unaligned."""
-    logits = torch.randn(12, vocab + 3, generator=seeded(seed)) * 4
+    logits = normal(12, vocab + 3, seed=seed) * 4
     logits[1] = 0.25
     logits[2] = logits[2].round()
     logits[3, ::2] = math.nan
@@ -73,12 +84,12 @@ def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def tensors_of(batch: int) -> Sampling:
     """Parameters that differ for each sequence; some are NaN or out of range."""
-    pick = torch.arange(batch)
+    pick = torch.arange(batch, dtype=torch.int64)
     return {
-        "temperature": torch.tensor([0.7, 0.0, math.nan, 1.0])[pick % 4],
+        "temperature": float32([0.7, 0.0, math.nan, 1.0])[pick % 4],
         "top_k": int32([0, 5, -1, 1])[(pick + 1) % 4],
-        "top_p": torch.tensor([0.9, 1.0, 0.4, math.nan])[(pick + 2) % 4],
-        "min_p": torch.tensor([0.0, 0.05, math.nan, 0.2])[(pick + 3) % 4],
+        "top_p": float32([0.9, 1.0, 0.4, math.nan])[(pick + 2) % 4],
+        "min_p": float32([0.0, 0.05, math.nan, 0.2])[(pick + 3) % 4],
     }
 
 
@@ -230,14 +241,14 @@ def problem_of(
     generator = seeded(seed)
     sizes = [len(tree) for tree in parents]
     rows = sum(sizes) + padding
-    logits = torch.randn(rows, vocab + 3, generator=generator)[:, :vocab] * 2
+    logits = torch.randn(rows, vocab + 3, generator=generator, dtype=torch.float32)[:, :vocab] * 2
     if hostile:
         logits[1::5, ::2] = math.nan
         logits[3::7] = -math.inf
         logits[2::6, vocab // 2] = math.inf
         logits[4::9] = 1.5
     logits = logits.to(DTYPES[dtype])
-    allowed = torch.rand(rows, vocab, generator=generator) < 0.8 if masked else None
+    allowed = torch.rand(rows, vocab, generator=generator, dtype=torch.float32) < 0.8 if masked else None
     if allowed is not None and 0 <= forbidden_row < rows:
         allowed[forbidden_row] = False
     clean = logits.float().nan_to_num(-math.inf, 1e30)
@@ -248,9 +259,9 @@ def problem_of(
         for begin, tree, size in zip(offsets(sizes).tolist(), parents, sizes, strict=False)
         for parent in tree
     ]
-    pick = (torch.rand(rows, generator=generator) ** 3 * best.shape[1]).long()
+    pick = (torch.rand(rows, generator=generator, dtype=torch.float32) ** 3 * best.shape[1]).long()
     drafts = best[torch.tensor(above + [0] * padding, dtype=torch.int64), pick] if rows else int64([])
-    lost = torch.rand(rows, generator=generator)
+    lost = torch.rand(rows, generator=generator, dtype=torch.float32)
     drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, vocab + 5, drafts))
     depth = max((row.depth for tree in parents for row in link(tree, 1024, 1023).rows), default=0)
     return Problem(

@@ -179,7 +179,7 @@ class BlockDrafter(Drafter):
 
         block = roots.new_full((batch, size), config.mask_token_id)
         block[:, 0] = roots
-        positions = start[:, None] + torch.arange(size, device=start.device)
+        positions = start[:, None] + torch.arange(size, device=start.device, dtype=torch.int64)
         states = self.model(block.flatten(), positions.flatten(), attend).view(batch, size, -1)
         first = 0 if config.sample_from_anchor else 1
         return states[:, first : depth + first]
@@ -205,7 +205,7 @@ class BlockDrafter(Drafter):
             table, self._int32(ends), self._int32(offsets), self.cache.page_size, total_q=len(positions)
         )
         features = torch.cat([features for _, _, features in parts])
-        context = self.model.context(features, torch.tensor(positions).to(self.device))
+        context = self.model.context(features, torch.tensor(positions, dtype=torch.int64).to(self.device))
         for layer, (k, v) in enumerate(context):
             append_kv(k, v, *self.cache.layer(layer, k, v), slots)
 

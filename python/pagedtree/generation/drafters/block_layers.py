@@ -24,7 +24,7 @@ class LocalConvolution(nn.Module):
         kernel, group = config.conv_kernel_size, config.conv_group_size
         assert kernel is not None and group is not None
         self.block_size, self.kernel_size, self.num_groups = config.block_size, kernel, config.hidden_size // group
-        self.base_kernel = nn.Parameter(torch.zeros(2, kernel, config.hidden_size))
+        self.base_kernel = nn.Parameter(torch.zeros(2, kernel, config.hidden_size, dtype=torch.get_default_dtype()))
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * kernel * self.num_groups, bias=False)
 
     def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -54,8 +54,8 @@ class CandidateSelector(nn.Module):
         rank, top_k, vocab_size = config.selector_rank, config.selector_top_k, config.vocab_size
         assert rank is not None and top_k is not None and vocab_size is not None
         self.top_k = top_k
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
-        self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        rows = torch.zeros(vocab_size, rank, dtype=torch.get_default_dtype())
+        self.predecessor_codebook, self.successor_codebook = nn.Parameter(rows), nn.Parameter(rows.clone())
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, states: Tensor, before: Tensor, candidates: Tensor, logits: Tensor) -> Tensor:

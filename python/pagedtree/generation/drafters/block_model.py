@@ -15,13 +15,12 @@ from torch.nn import functional as F
 
 from pagedtree.generation.drafters.block_config import FEATURES, BlockDraftConfig
 from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalConvolution
-from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
+from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, draft_ids, save_checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.layers import (
     DecoderLayer,
     RotaryAngles,
     Rotation,
-    check_ids,
     layer_shapes,
     sizes_by_name,
 )
@@ -113,7 +112,7 @@ class BlockDraftModel(nn.Module):
         self.register_buffer("target_ids", None, persistent=False)
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
-            self.target_ids = torch.arange(config.draft_vocab_size)
+            self.target_ids = torch.arange(config.draft_vocab_size, dtype=torch.int64)
         # In a tuple, so that the target's layers do not become submodules: their weights are not this model's to save.
         self._of_target = (embed, lm_head)
 
@@ -173,7 +172,7 @@ class BlockDraftModel(nn.Module):
         """Writes config.json and model.safetensors into the folder `path`."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         ids = self.target_ids
-        others = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids))}
+        others = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids), dtype=torch.int64)}
         save_checkpoint(path, config, self.state_dict(), dtype, others)
 
     @classmethod
@@ -205,12 +204,12 @@ class BlockDraftModel(nn.Module):
         stored.expect(shapes, _sizes(config), integers=("d2t",), ignored=[n for n in NOT_READ if n not in shapes])
         ids = None
         if config.draft_vocab_size is not None:
-            ids = torch.arange(config.draft_vocab_size) + stored.load("d2t")
-            check_ids("d2t", ids, target.lm_head.weight.shape[0])
+            ids = draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
         drafter = cls(config, target.embed_tokens, target.lm_head)
-        drafter.load_state_dict({name: stored.load(name) for name in shapes if name != "d2t"})
         drafter.target_ids = ids
-        return drafter.to(device, dtype).eval()
+        drafter.to(device, dtype)  # before it has values, which the default dtype would round
+        drafter.load_state_dict({name: stored.load(name) for name in shapes if name != "d2t"})
+        return drafter.eval()
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:

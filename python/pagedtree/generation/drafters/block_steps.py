@@ -25,7 +25,7 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
     k_cache, v_cache = step.cache.layer(layer, k, v)
     assert v_cache is not None  # there are values of their own
     append_kv(k, v, k_cache, v_cache, step.slots)
-    place = torch.arange(size, device=q.device)
+    place = torch.arange(size, device=q.device, dtype=torch.int64)
     distance = place[:, None] - place
     mask, tree_lens = None, None
     if window:  # the op sees the text and the token itself, at one position for all of a block
@@ -87,7 +87,7 @@ def selected_trees(
             before = candidates[:, level].gather(1, state.level_tokens.view(batch, -1))
     draft = rerank_tree(state, num_nodes)
     trees = draft.trees
-    rows = torch.arange(len(draft.draft_tokens), device=roots.device)
+    rows = torch.arange(len(draft.draft_tokens), device=roots.device, dtype=torch.int64)
     tree = torch.searchsorted(trees.cu_nodes[1:].long(), rows, right=True).clamp(max=batch - 1)
     place = (trees.depths.long() - 1).clamp(min=0)
     tokens = candidates[tree, place, draft.draft_tokens.clamp(min=0)]

@@ -81,7 +81,8 @@ class _Bounded:
         if device.type == "cpu":  # elsewhere it would be a synchronisation
             check_values(draft)
         if draft.draft_probs is not None and draft.draft_rows is None:
-            draft = draft._replace(draft_rows=torch.arange(draft.draft_tokens.shape[0], device=device))
+            own = torch.arange(draft.draft_tokens.shape[0], device=device, dtype=torch.int64)
+            draft = draft._replace(draft_rows=own)
         if draft.trees.max_depth > min(self._limits):
             limits = torch.tensor(self._limits, dtype=torch.int32).to(device, non_blocking=True)
             draft, self._rows = _cut(draft, limits)
@@ -137,7 +138,7 @@ class _Bounded:
     def _of_asked(self, tokens: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         if len(self._asked) == tokens.shape[0]:
             return tokens, lengths
-        places = torch.tensor(self._asked).to(tokens.device, non_blocking=True)
+        places = torch.tensor(self._asked, dtype=torch.int64).to(tokens.device, non_blocking=True)
         return tokens.index_select(0, places), lengths.index_select(0, places)
 
     def _tell(self, draft: Draft, rows: Tensor) -> None:
@@ -171,7 +172,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
         bounds += [(before + begin, before + end) for begin, end in pairwise(offsets)]
         before += draft.draft_tokens.shape[0]
     device = drafts[0].draft_tokens.device
-    rows = torch.cat([torch.arange(*bounds[b]) for b in wanted]).to(device)
+    rows = torch.cat([torch.arange(*bounds[b], dtype=torch.int64) for b in wanted]).to(device)
     offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
     probs = [draft.draft_probs for draft in drafts if draft.draft_probs is not None]
     draft_probs = draft_rows = None

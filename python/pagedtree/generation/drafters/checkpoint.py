@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
 
-__all__ = ["WEIGHTS_NAME", "StoredTensors", "save_checkpoint"]
+__all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "save_checkpoint"]
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -111,6 +111,35 @@ class StoredTensors:
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name].load()
+
+
+def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
+    """Raises ValueError for draft tokens that the target lacks, or that are there twice."""
+    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
+    if bool(((ids < 0) | (ids >= num_tokens)).any()):
+        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")
+    if len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"{name}: expected each of the target's tokens once at most, got {int(ids.mode().values)} again"
+        )
+
+
+def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
+    """Returns int64 [count]: of a head's draft tokens their ids in the target, which has `num_tokens`; by the tensor
+    d2t, else the first ones.
+
+    Raises ValueError for ids that are no draft vocabulary, and for a tensor t2d that names others.
+    """
+    ids = torch.arange(count, dtype=torch.int64)
+    if "d2t" in stored:
+        ids = ids + stored.load("d2t")
+    check_ids(f"{stored.folder}: d2t", ids, num_tokens)
+    if "t2d" in stored:
+        named = stored.load("t2d").flatten().nonzero()[:, 0]
+        if not torch.equal(named, ids.sort().values):
+            raise ValueError(f"{stored.folder}: t2d: expected the {count} tokens of d2t, got {len(named)} that differ")
+    return ids
 
 
 def save_checkpoint(

@@ -168,7 +168,7 @@ class CombinedDrafter(Drafter):
         drafter = self.both[which]
         drafter.select([self._selected[b] for b in places])
         if len(places) < tokens.shape[0]:
-            rows = torch.tensor(places).to(tokens.device)
+            rows = torch.tensor(places, dtype=torch.int64).to(tokens.device)
             tokens, lengths = tokens.index_select(0, rows), lengths.index_select(0, rows)
         drafter.start(tokens, lengths)
         self._given[which] = places, cast(Draft, drafter.propose(tokens, lengths))
@@ -222,7 +222,7 @@ class CombinedDrafter(Drafter):
         if self._rows is None:
             return self.both[self._chosen[0]].confidence()
         sizes = [self._of(which)[1].draft_tokens.shape[0] for which in (0, 1)]
-        parts = torch.zeros(sum(sizes)).split(sizes)
+        parts = torch.zeros(sum(sizes), dtype=torch.float32).split(sizes)
         for part, each in zip(parts, self.both, strict=True):
             known = each.confidence()
             if known is None:

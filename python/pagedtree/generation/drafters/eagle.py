@@ -152,7 +152,7 @@ class EagleDrafter(TreeGrower):
         begin = (lengths - 1 - counts).clamp(min=0)
         offsets = F.pad(counts.cumsum(0), (1, 0))
         # The sequences' tokens lie one behind the other, and padding behind them.
-        row = torch.arange(batch * most, device=rows.device)
+        row = torch.arange(batch * most, device=rows.device, dtype=torch.int64)
         owner = torch.bucketize(row, offsets[1:], right=True).clamp(max=batch - 1)
         place = (row - offsets[owner]).clamp(max=most - 1)
         positions = begin[owner] + place
@@ -231,10 +231,10 @@ class EagleDrafter(TreeGrower):
         if num_unknown:
             unknown = self.head.unknown_state().expand(num_unknown, -1)
             fused = torch.cat([part for known in fused.split(counts) for part in (known, unknown)])
-        states = self._run(torch.tensor(tokens).to(self.device), fused, positions, step)
+        states = self._run(torch.tensor(tokens, dtype=torch.int64).to(self.device), fused, positions, step)
         last = step.cu_seqlens_q[1:].long() - 1
         if num_unknown:
-            last = last[:, None] + torch.arange(-num_unknown, 1, device=last.device)
+            last = last[:, None] + torch.arange(-num_unknown, 1, device=last.device, dtype=torch.int64)
         return states[last]
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
@@ -243,7 +243,8 @@ class EagleDrafter(TreeGrower):
         batch, newest = state.batch_size, state.level_sizes[-1]
         before = self._states.shape[0] // batch
         parent = (state.frontier.long() - (state.num_candidates - newest)) // (newest // before)
-        rows = parent.clamp(0, before - 1) + torch.arange(batch, device=parent.device)[:, None] * before
+        first = torch.arange(batch, device=parent.device, dtype=torch.int64)[:, None] * before
+        rows = first + parent.clamp(0, before - 1)
         step = self._level_step(state, table, start)
         tokens = self.head.target_ids[state.level_tokens]
         self._states = self._run(tokens, self._states[rows.flatten()], state.level_positions(start), step)

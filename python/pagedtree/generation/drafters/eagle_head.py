@@ -11,10 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, save_checkpoint
+from pagedtree.generation.drafters.checkpoint import (
+    WEIGHTS_NAME,
+    StoredTensors,
+    check_ids,
+    draft_ids,
+    save_checkpoint,
+)
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
-from pagedtree.generation.drafters.layers import Attention, DecoderLayer, GatedMLP, RotaryAngles, Rotation, check_ids
+from pagedtree.generation.drafters.layers import Attention, DecoderLayer, GatedMLP, RotaryAngles, Rotation
 from pagedtree.generation.drafters.target import Target, check_attention
 
 __all__ = ["EagleHead"]
@@ -68,7 +74,7 @@ class EagleHead(nn.Module):
         self.feature_layers = tuple(feature_layers)
         num_tokens = lm_head.weight.shape[0]
         if target_ids is None:
-            target_ids, rows = torch.arange(num_tokens), lm_head.weight
+            target_ids, rows = torch.arange(num_tokens, dtype=torch.int64), lm_head.weight
         else:
             check_ids("target_ids", target_ids, num_tokens)
             rows = lm_head.weight[target_ids.to(lm_head.weight.device)]
@@ -81,7 +87,8 @@ class EagleHead(nn.Module):
                 nn.RMSNorm(sizes.target_hidden_size, eps=sizes.rms_norm_eps) for _ in self.feature_layers
             )
         self.fc = nn.Linear(width, sizes.hidden_size, bias=False)
-        self.mask_hidden = None if sizes.mask_token_id is None else nn.Parameter(torch.zeros(1, 1, width))
+        unknown = torch.zeros(1, 1, width, dtype=self.fc.weight.dtype)
+        self.mask_hidden = None if sizes.mask_token_id is None else nn.Parameter(unknown)
         self.midlayer = _Layer(sizes)
         # By its number, as in checkpoints, where the first one may be layers.0.
         self.layers = nn.ModuleDict(
@@ -200,7 +207,7 @@ class EagleHead(nn.Module):
         if self.lm_head is None and not needs_target:
             weights["lm_head.weight"] = self._rows[0]
         ids_and_mask = {
-            "d2t": ids - torch.arange(len(ids)),
+            "d2t": ids - torch.arange(len(ids), dtype=torch.int64),
             "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
         }
         save_checkpoint(path, entries, weights, dtype, ids_and_mask)
@@ -250,16 +257,16 @@ class EagleHead(nn.Module):
                 )
         ids, num_rows = None, target.lm_head.weight.shape[0]
         if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding behind its tokens
-            ids = torch.arange(draft_vocab) + (stored.load("d2t") if "d2t" in stored else 0)
-            check_ids("d2t", ids, num_rows)
+            ids = draft_ids(stored, draft_vocab, num_rows)
         head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
         if "embed_tokens.weight" in own:
             head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if "lm_head.weight" in own:
             head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
         tensors = {name: stored.load(name) for name in stored.names if name not in (*NOT_READ, "d2t")}
+        head.to(device, dtype)  # before it has values, which the default dtype would round
         head.load_state_dict({"lm_head.weight": tensors["embed_tokens.weight"], **tensors} if is_tied else tensors)
-        return head.to(device, dtype).eval()
+        return head.eval()
 
 
 class _Layer(nn.Module):

@@ -185,7 +185,7 @@ class TreeGrower(Drafter):
         slots = slot_mapping(table, seq_lens, cu_seqlens_q, self.cache.page_size, total_q=offsets[-1])
         longest = max(count for _, _, count in chunks)
         step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
-        return step, torch.tensor(places).to(self.device)
+        return step, torch.tensor(places, dtype=torch.int64).to(self.device)
 
     def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
         """Returns the page table of these sequences, with room for a tree."""

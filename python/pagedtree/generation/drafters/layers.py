@@ -16,7 +16,6 @@ __all__ = [
     "LayerSizes",
     "RotaryAngles",
     "Rotation",
-    "check_ids",
     "layer_shapes",
     "sizes_by_name",
 ]
@@ -136,14 +135,6 @@ class DecoderLayer(nn.Module):
         out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
         states = states + attention.output(out)
         return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
-
-
-def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
-    """Raises ValueError for draft tokens that the target lacks."""
-    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
-    if bool(((ids < 0) | (ids >= num_tokens)).any()):
-        raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:

@@ -55,9 +55,12 @@ class MedusaHeads(nn.Module):
         if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
             raise ValueError(f"hidden_size: expected {width}, what lm_head reads, got {hidden_size}")
         # Zero blocks are the identity, so that training starts from the model's own next-token guess.
-        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size))
-        self.outputs = None if vocab_size is None else nn.Parameter(torch.zeros(num_heads, vocab_size, hidden_size))
+        dtype = torch.get_default_dtype()
+        self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=dtype))
+        self.outputs: nn.Parameter | None = None
+        if vocab_size is not None:
+            self.outputs = nn.Parameter(torch.zeros(num_heads, vocab_size, hidden_size, dtype=dtype))
         # In a tuple, so that the model's layer does not become a submodule: its weights are not the heads' to save.
         self._lm_head = (lm_head,)
 
@@ -138,7 +141,7 @@ class MedusaHeads(nn.Module):
         shapes = SHAPES if vocab_size is None else {**SHAPES, **OWN_OUTPUTS}
         stored.expect(shapes, {**sizes, "vocab_size": vocab_size or 0})
         heads = cls(sizes["hidden_size"], sizes["num_heads"], lm_head, vocab_size)
-        heads.load_state_dict({name: stored.load(name) for name in shapes})
+        heads.load_state_dict({name: stored.load(name) for name in shapes}, assign=True)
         return heads
 
     @classmethod
@@ -163,7 +166,7 @@ class MedusaHeads(nn.Module):
         tensors = {
             own: torch.stack([stored.load(f"{i}.{name}") for i in range(count)]) for name, (own, _) in PUBLISHED.items()
         }
-        heads.load_state_dict(tensors)
+        heads.load_state_dict(tensors, assign=True)
         return heads
 
 
@@ -254,7 +257,7 @@ class MedusaDrafter(Drafter):
                 return roots_only(tokens.shape[0], tokens.device)
             # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
             indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
-            rows = torch.tensor(indices).to(tokens.device)
+            rows = torch.tensor(indices, dtype=torch.int64).to(tokens.device)
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))
         if self._vocab_size is not None and logits.shape[-1] > self._vocab_size:
@@ -282,7 +285,7 @@ class MedusaDrafter(Drafter):
         if self._newest is not None:
             (indices, hidden, commit), self._newest = self._newest, None
             self._make_room(max(indices) + 1, hidden)
-            self._store(torch.tensor(indices).to(hidden.device), hidden, commit)
+            self._store(torch.tensor(indices, dtype=torch.int64).to(hidden.device), hidden, commit)
 
     def _store(self, rows: Tensor, hidden: Tensor, commit: Commit) -> None:
         """Keeps the states at the ends of the accepted paths in these rows."""

@@ -157,7 +157,7 @@ class ModelDrafter(TreeGrower):
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
         if len(drafted) > len(self._selected):  # another drafter guessed for the others
             places = {sequence.index: i for i, sequence in enumerate(drafted)}
-            which = torch.tensor([places[sequence.index] for sequence in self._selected]).to(start.device)
+            which = torch.tensor([places[s.index] for s in self._selected], dtype=torch.int64).to(start.device)
             drafted, start = self._selected, start.index_select(0, which)
             verdict = Verdict(*(tensor.index_select(0, which) for tensor in verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
@@ -228,7 +228,7 @@ class ModelDrafter(TreeGrower):
             if begin + count == len(sequence.tokens):
                 complete.append(sequence)
                 rows.append(len(tokens) - 1)
-        ids = torch.tensor(tokens).clamp(max=self.vocab_size - 1).to(self.device)
+        ids = torch.tensor(tokens, dtype=torch.int64).clamp(max=self.vocab_size - 1).to(self.device)
         wanted = torch.tensor(rows, dtype=torch.int64).to(self.device)
         return complete, self.packed.run(ids, positions, step, wanted).logits
 
@@ -237,7 +237,7 @@ class ModelDrafter(TreeGrower):
         at the roots. Runs on the device alone.
         """
         num_rows = lengths.shape[0]
-        positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device)
+        positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device, dtype=torch.int64)
         ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
         offsets = torch.arange(num_rows + 1, dtype=torch.int32, device=lengths.device) * 2
         slots = slot_mapping(table, lengths, offsets, self.cache.page_size, total_q=2 * num_rows)

@@ -45,7 +45,7 @@ def even_offsets(batch: int, each: int, device: torch.device) -> Tensor:
 
 def rows_in_sequences(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """int64 [rows] each: the sequence of every row of a ragged batch, and its index there. At least one sequence."""
-    row = torch.arange(rows, device=offsets.device)
+    row = torch.arange(rows, device=offsets.device, dtype=torch.int64)
     sequence = torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=max(offsets.numel() - 2, 0))
     return sequence, row - offsets.long()[sequence]
 

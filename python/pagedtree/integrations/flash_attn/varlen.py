@@ -77,7 +77,7 @@ def flash_attn_varlen_func(
     if block_table is None:  # pages of one row, each where it is
         max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)
         k, v = k.unsqueeze(1), v.unsqueeze(1)
-        block_table = (cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=q.device)).int()
+        block_table = (cu_seqlens_k[:-1, None] + torch.arange(max_seqlen_k, device=q.device, dtype=torch.int64)).int()
     out = tree_attention(
         q,
         k,

@@ -51,7 +51,7 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"kv_len_arr: expected shape {[kv_indptr.numel() - 1]}, got {[*kv_len_arr.shape]}")
         seq_lens = kv_len_arr.to(device, torch.int32)
         # The pages in use, numbered as they are listed: a cache in two parts is joined for them alone.
-        listed = torch.arange(kv_indices.numel(), device=device)
+        listed = torch.arange(kv_indices.numel(), device=device, dtype=torch.int64)
         places, _ = tables(kv_indptr.to(device), listed, torch.zeros_like(seq_lens), page_size)
         self._pages, self._places = kv_indices.long(), places
         self._num_queries, self._page_size, self._heads = num_queries, page_size, num_heads

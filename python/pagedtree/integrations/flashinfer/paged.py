@@ -175,4 +175,6 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
 
 def _scale(value: float | Tensor | None, device: torch.device) -> Tensor | None:
-    return value if value is None or isinstance(value, Tensor) else torch.full((1,), value, device=device)
+    if value is None or isinstance(value, Tensor):
+        return value
+    return torch.full((1,), value, device=device, dtype=torch.float32)

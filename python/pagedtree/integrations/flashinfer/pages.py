@@ -66,7 +66,7 @@ def page_table(
         raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
     if max_pages is None:
         max_pages = min(max(int(counts.max()), 0), indices.numel()) if counts.numel() else 0
-    column = torch.arange(max_pages, device=indptr.device)
+    column = torch.arange(max_pages, device=indptr.device, dtype=torch.int64)
     at = indptr[:-1, None].long() + column
     known = (column < counts[:, None]) & (at >= 0) & (at < indices.numel())
     at = torch.where(known, at, 0)
@@ -157,7 +157,7 @@ def get_batch_indices_positions(
     expect_dims("[B + 1]", append_indptr=append_indptr)
     if seq_lens.shape != (append_indptr.numel() - 1,):
         raise ValueError(f"seq_lens: expected shape {[append_indptr.numel() - 1]}, got {[*seq_lens.shape]}")
-    row = torch.arange(nnz, device=append_indptr.device)
+    row = torch.arange(nnz, device=append_indptr.device, dtype=torch.int64)
     ends = append_indptr[1:].long()
     sequence = torch.searchsorted(ends, row, right=True)
     behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # what is added to a row's number

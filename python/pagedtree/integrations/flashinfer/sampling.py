@@ -67,12 +67,13 @@ def chain_speculative_sampling(
     if seed is not None and offset is not None:
         generator = torch.Generator(device).manual_seed((seed * 0x9E3779B97F4A7C15 + offset) % 2**63)
 
-    nodes = torch.arange(n + 1, device=device)
+    nodes = torch.arange(n + 1, device=device, dtype=torch.int64)
     starts = torch.arange(b + 1, dtype=torch.int32, device=device) * (n + 1)
     trees = build_trees((nodes - 1).int().repeat(b), starts, max_nodes=n + 1, max_depth=n)
-    coins = torch.rand(b, n + 2, generator=generator, device=device)
+    coins = torch.rand(b, n + 2, generator=generator, device=device, dtype=torch.float32)
     drafts = torch.nn.functional.pad(draft_token_ids.long(), (1, 0))  # the root's is ignored
-    rows = torch.arange(b, device=device)[:, None] * n + nodes.clamp(max=max(n - 1, 0))  # the last has no children
+    begin = torch.arange(b, device=device, dtype=torch.int64)[:, None] * n
+    rows = begin + nodes.clamp(max=max(n - 1, 0))  # the last has no children
     streams = torch.zeros(b, dtype=torch.int64, device=device)  # not used: all coins are given
     verdict = verify_rejection(
         target_probs.flatten(0, 1).float().log(),

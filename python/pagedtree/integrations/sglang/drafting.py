@@ -34,7 +34,7 @@ class PagedTreeDraftBackend:
         drafts = forward_batch.out_cache_loc.view(-1, topk, self.num_steps)  # in order of branches, then steps
         table = torch.nn.functional.pad(prefix, (0, self.num_steps)).repeat_interleave(topk, 0)
         lens = lens.repeat_interleave(topk)
-        places = lens[:, None] + torch.arange(self.num_steps, device=lens.device)
+        places = lens[:, None] + torch.arange(self.num_steps, device=lens.device, dtype=torch.int64)
         table = table.scatter(1, places, drafts.flatten(0, 1).to(table.dtype))
         offsets = torch.arange(table.shape[0] + 1, dtype=torch.int32, device=lens.device)
         for step, backend in enumerate(self.attn_backends):

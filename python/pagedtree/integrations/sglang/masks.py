@@ -30,7 +30,7 @@ def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
     seq_lens = seq_lens.clamp(0, INT32_MAX)
     rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
     begin = (rows.cumsum(0) - rows) * n + rows - n
-    nodes = torch.arange(n, device=seq_lens.device)
+    nodes = torch.arange(n, device=seq_lens.device, dtype=torch.int64)
     return begin[:, None, None] + rows[:, None, None] * nodes[:, None] + nodes
 
 

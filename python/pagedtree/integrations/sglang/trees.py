@@ -87,12 +87,12 @@ def build_tree_kernel_efficient(
         expect(name, link, (bs, n))
 
     parents = _selected_parents(parent_list, selected_index, topk)
-    nodes = torch.arange(n, device=parents.device)
+    nodes = torch.arange(n, device=parents.device, dtype=torch.int64)
     children = parents[:, None, :] == nodes[:, None]
     younger = (parents[:, :, None] == parents[:, None, :]) & (parents < n)[:, :, None] & (nodes > nodes[:, None])
     for link, candidates in ((retrive_next_token, children), (retrive_next_sibling, younger)):
         link.copy_(torch.where(candidates.any(-1), candidates.byte().argmax(-1), -1))
-    retrive_index.copy_(torch.arange(bs * n, device=parents.device).view(bs, n))
+    retrive_index.copy_(torch.arange(bs * n, device=parents.device, dtype=torch.int64).view(bs, n))
 
     up = torch.nn.functional.pad(parents, (0, 1), value=n)
     at, levels = nodes.expand(bs, n), torch.zeros_like(parents)
@@ -149,13 +149,13 @@ def reconstruct_indices_from_tree_mask(
     expect("positions", positions, (bs * n,))
     for name, link in zip(LINKS, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
         expect(name, link, (bs, n))
-    node = torch.arange(n, device=tree_mask.device)
+    node = torch.arange(n, device=tree_mask.device, dtype=torch.int64)
     sees = (tree_mask.view(torch.uint8).reshape(bs, n, n) != 0) & (node < node[:, None])
     parent = torch.where(sees, node, -1).amax(-1) if n else sees.sum(-1)
     sibling = (parent[:, :, None] == parent[:, None, :]) & (parent >= 0)[:, :, None] & (node > node[:, None])
     for link, later in ((retrive_next_token, sees.transpose(1, 2)), (retrive_next_sibling, sibling)):
         link.copy_(torch.where(later.any(-1), later.byte().argmax(-1), -1) if n else parent)
-    retrive_index.copy_(torch.arange(bs * n, device=node.device).view(bs, n))
+    retrive_index.copy_(torch.arange(bs * n, device=node.device, dtype=torch.int64).view(bs, n))
     positions.copy_((verified_seq_len[:, None] + sees.sum(-1)).flatten())
 
 
@@ -166,14 +166,14 @@ def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -
     come last.
     """
     bs, n = next_token.shape
-    nodes = torch.arange(n, device=next_token.device).expand(bs, n)
+    nodes = torch.arange(n, device=next_token.device, dtype=torch.int64).expand(bs, n)
     none = nodes.new_full((bs, n + 1), n)
     links = (torch.where((link > 0) & (link < n), link.long(), n) for link in (next_token, next_sibling))
     parent, elder = (none.scatter(1, link, nodes) for link in links)
     parent[:, n] = elder[:, n] = n
     up = torch.where(parent < n, parent, elder)  # the node before each node on the way from the root
     up[:, 0] = 0
-    eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device), elder)
+    eldest = torch.where(parent < n, torch.arange(n + 1, device=nodes.device, dtype=torch.int64), elder)
     hops = torch.ones_like(up)
     hops[:, 0] = 0
     for _ in range(n.bit_length()):  # twice as far each time; a node that has not arrived after n moves is in a circle

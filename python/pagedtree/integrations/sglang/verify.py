@@ -112,7 +112,7 @@ def tree_speculative_sampling_target_only(
     expect("target_probs", target_probs, (bs, n, target_probs.shape[-1]))
 
     drafts = candidates.gather(1, order)
-    flat = order + torch.arange(bs, device=order.device)[:, None] * n
+    flat = order + torch.arange(bs, device=order.device, dtype=torch.int64)[:, None] * n
     probs = target_probs.flatten(0, 1).index_select(0, flat.flatten()).float()
     coins = uniform_samples.gather(1, order)
     coins = _deciding_coins(coins, probs, drafts, trees, threshold_single, max(threshold_acc, 1e-9))
@@ -142,7 +142,7 @@ def _deciding_coins(
     bs, n = drafts.shape
     vocab = probs.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
-    rows = parents + torch.arange(bs, device=parents.device)[:, None] * n
+    rows = parents + torch.arange(bs, device=parents.device, dtype=torch.int64)[:, None] * n
     p = probs[rows, drafts.clamp(0, vocab - 1)].double().nan_to_num(0)
     child = trees.depths.view(bs, n) > 0
     elder = (parents[:, :, None] == parents[:, None, :]).tril(-1) & child[:, None, :]

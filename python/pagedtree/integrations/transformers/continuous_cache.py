@@ -60,7 +60,7 @@ def attend_continuous(
         index = index if index.numel() else slots
     else:
         k_cache, v_cache = _gathered(cache, key, value, layer, kwargs)
-        index = torch.arange(k_cache.shape[0], device=query.device)
+        index = torch.arange(k_cache.shape[0], device=query.device, dtype=torch.int64)
     out = tree_attention(
         query[0].transpose(0, 1), k_cache, v_cache, _page_table(index, cu_seqlens_k, int(longest), k_cache.shape[1]),
         cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int(),
@@ -72,7 +72,7 @@ def attend_continuous(
 def _page_table(index: Tensor, cu_seqlens_k: Tensor, longest: int, page_size: int) -> Tensor:
     """Returns int32 [B, max_pages] of sequences whose slots lie one after the other in `index`, each from a page's
     start on."""
-    first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device)
+    first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device, dtype=torch.int64)
     return (index[first.clamp(max=index.shape[0] - 1)] // page_size).int()
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -112,8 +112,9 @@ def _fits(rotated: _Rotated) -> bool:
 def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -> bool:
     """Tells whether the function rotates the halves of the first columns of heads, tried on numbers of fp32."""
     generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 3, head_dim, generator=generator, device="cpu") for heads in (4, 2))
-    half = torch.randn(2, 1, 3, columns // 2, generator=generator, device="cpu")
+    drawn = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    q, k = (drawn(1, heads, 3, head_dim) for heads in (4, 2))
+    half = drawn(2, 1, 3, columns // 2)
     try:
         found_q, found_k = function(q, k, *torch.cat([half, half], dim=-1))
     except (IndexError, RuntimeError, TypeError, ValueError):  # it rotates something else

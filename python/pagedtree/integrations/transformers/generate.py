@@ -291,7 +291,7 @@ def generate(
     if isinstance(input_ids, Tensor):
         filler = pad if pad is not None else next(iter(eos_ids), 0)
         return _padded(input_ids, prompts, sequences, n, filler), stats
-    return [torch.tensor(sequence.tokens, device=device) for sequence in sequences], stats
+    return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences], stats
 
 
 @contextmanager
@@ -299,11 +299,11 @@ def _streamed(
     streamer: Any, prompt: list[int], callback: Callable[[int, list[int]], object] | None
 ) -> Iterator[Callable[[int, list[int]], object]]:
     """A callback that hands tokens to the streamer, one by one as transformers does, and then calls the other one."""
-    streamer.put(torch.tensor([prompt]))
+    streamer.put(torch.tensor([prompt], dtype=torch.int64))
 
     def put(sequence: int, tokens: list[int]) -> object:
         for token in tokens:
-            streamer.put(torch.tensor([token]))
+            streamer.put(torch.tensor([token], dtype=torch.int64))
         return None if callback is None else callback(sequence, tokens)
 
     try:

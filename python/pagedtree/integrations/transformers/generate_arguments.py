@@ -199,7 +199,7 @@ def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> 
 
 def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
     try:
-        given = torch.arange(num_sequences) if seeds is None else torch.as_tensor(seeds)
+        given = torch.arange(num_sequences, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"seeds: expected {num_sequences} integers, {error}") from None
     if given.shape != (num_sequences,) or given.is_floating_point():

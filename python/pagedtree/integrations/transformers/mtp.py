@@ -89,7 +89,8 @@ class MtpHead(nn.Module):
         self.projection = nn.Linear(2 * hidden, hidden, bias=False, device=device, dtype=dtype)
         self.layer, self._config = _copied_layer(model)
         self._latent = latent_layers(self.layer)
-        self.register_buffer("target_ids", torch.arange(target.lm_head.weight.shape[0]).to(device), persistent=False)
+        ids = torch.arange(target.lm_head.weight.shape[0], dtype=torch.int64)
+        self.register_buffer("target_ids", ids.to(device), persistent=False)
         # In a tuple, so that the target's modules do not become submodules.
         self._of_target = (target.embed_tokens, target.lm_head, norm, rotary)
 

@@ -62,7 +62,7 @@ def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
     if _holds_tensor(mask_function):
         return False  # asked about tokens that are not there it would fail, which a GPU cannot catch
     around = sorted({0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window})
-    kv = torch.tensor(around)
+    kv = torch.tensor(around, dtype=torch.int64)
     q = kv[:, None]
     zero = torch.zeros((), dtype=torch.int64)
     visible = mask_function(zero, zero, q, kv)

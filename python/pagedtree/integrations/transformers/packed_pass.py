@@ -39,7 +39,7 @@ class PackedPass:
         if id(cos) not in self._rotations:
             half = cos.shape[-1] // 2
             table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1)
-            positions = torch.arange(table.shape[0], device=table.device)
+            positions = torch.arange(table.shape[0], device=table.device, dtype=torch.int64)
             self._rotations[id(cos)] = cos, Rotation(positions, table)
         return self._rotations[id(cos)][1]
 

@@ -101,7 +101,7 @@ class DeviceSampling:
         req_states = self.sampler.req_states
         texts, ends = req_states.all_token_ids.gpu, req_states.total_len.gpu[slots]
         lens = (ends - req_states.prompt_len.gpu[slots]).clamp(0, length)
-        index = (ends - lens)[:, None] + torch.arange(length, device=self.device)
+        index = (ends - lens)[:, None] + torch.arange(length, device=self.device, dtype=torch.int64)
         return texts[slots[:, None], index.clamp(max=texts.shape[1] - 1)].long(), lens.int()
 
     def logprobs(
@@ -117,7 +117,7 @@ class DeviceSampling:
             return None
         local, offsets = batch.expanded_local_pos.long(), batch.cu_num_logits
         counts = offsets[1:] - offsets[:-1]
-        request = torch.arange(batch.num_reqs, device=self.device)
+        request = torch.arange(batch.num_reqs, device=self.device, dtype=torch.int64)
         request = request.repeat_interleave(counts, output_size=logits.shape[0])
         step = local.clamp(max=verdict.tokens.shape[1] - 1)
         tokens = verdict.tokens[request, step].clamp(min=0)

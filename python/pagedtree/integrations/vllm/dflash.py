@@ -66,12 +66,12 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
 
     def _chains(self, batch: Any) -> Tensor:
         """The row that each row of the pass is taken from, so that accepted paths stand together behind their roots."""
-        rows = torch.arange(batch.positions.shape[0] + 1, device=self.parents.device)
+        rows = torch.arange(batch.positions.shape[0] + 1, device=self.parents.device, dtype=torch.int64)
         assert self.accepted is not None
         path = self.accepted.accept_index
         if path is not None:
             roots = batch.logits_indices[batch.cu_num_logits[:-1].long()][:, None]
-            places = roots + torch.arange(path.shape[1], device=rows.device)
+            places = roots + torch.arange(path.shape[1], device=rows.device, dtype=torch.int64)
             # What is no node goes behind the end.
             rows[places.masked_fill(path < 0, rows.shape[0] - 1).flatten()] = (roots + path).flatten()
         return rows[:-1]

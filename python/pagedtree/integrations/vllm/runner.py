@@ -237,7 +237,8 @@ class TreeRunner:
         grammar_mask, self._grammar_mask = self._grammar_mask, None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
         sampling = self._options.step(requests)
-        seeds = torch.tensor([self._seed(r.req_id, r.sampling_params.seed) for r in requests]).to(self.device)
+        drawn = [self._seed(r.req_id, r.sampling_params.seed) for r in requests]
+        seeds = torch.tensor(drawn, dtype=torch.int64).to(self.device)
         last = self.seq_lens[: len(requests)].long() - 1
         trees, draft_tokens, positions = None, None, last
         if step is not None:
@@ -248,7 +249,7 @@ class TreeRunner:
         )
         tokens = verdict.tokens
         if step is None:
-            rows = torch.arange(len(requests), device=self.device)[:, None]
+            rows = torch.arange(len(requests), device=self.device, dtype=torch.int64)[:, None]
             self._accepted = Accepted(rows[:, 0])
         else:
             self._compact(positions.int(), verdict.accept_index, verdict.num_accepted)

@@ -106,7 +106,7 @@ class TreeScheduler(Scheduler):
             max_depth=max(sizes) - 1,
         )
         self._masks.matchers = [self._matcher(self.requests[request_id]) for request_id in request_ids]
-        tokens = torch.tensor([token for of_request in drafts for token in (-1, *of_request)])
+        tokens = torch.tensor([token for of_request in drafts for token in (-1, *of_request)], dtype=torch.int64)
         return request_ids, self._masks.fill(tokens, trees)
 
     def _matcher(self, request: Any) -> GrammarMatcher | None:

@@ -39,8 +39,8 @@ class KeptTrees:
         self.parents = torch.arange(-1, num_drafts, dtype=torch.int32, device=device).repeat(count, 1)
         self.max_nodes, self.max_depth = num_drafts + 1, max_depth or num_drafts
         self.accepted: Accepted | None = None
-        self.draft_token_confidence_probs = torch.zeros((count, num_drafts), device=device)
-        self._nodes = torch.arange(self.max_nodes, device=device)
+        self.draft_token_confidence_probs = torch.zeros((count, num_drafts), device=device, dtype=torch.float32)
+        self._nodes = torch.arange(self.max_nodes, device=device, dtype=torch.int64)
 
     def padded(self, draft: Draft) -> tuple[Tensor, Tensor]:
         """The draft tokens and the parents of trees that all have the same number of nodes."""

@@ -94,7 +94,8 @@ class BatchTuner:
                 max_nodes=max(sizes),
                 max_depth=max(sizes) - 1,
             )
-            draft = Draft(torch.tensor([token for tokens, _, _ in proposals for token in (-1, *tokens)]), trees)
+            drafted = [token for tokens, _, _ in proposals for token in (-1, *tokens)]
+            draft = Draft(torch.tensor(drafted, dtype=torch.int64), trees)
             known = [log_probs for _, _, log_probs in proposals if log_probs is not None]
             confidence = torch.from_numpy(np.concatenate(known)) if len(known) == len(sizes) else None
             step.kept = step.plan.keep(draft, confidence)

@@ -1,0 +1,46 @@
+"""What holds for every drafter: under other default dtypes of torch, and of its copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from device_case import default_dtype
+from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of
+from subject_case import NAMES, SUBJECTS
+
+from pagedtree.generation.tree_tuner import Plan
+from pagedtree.integrations.transformers import Drafter, generate
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+OURS = [name for name in NAMES["full"] if isinstance(SUBJECTS["full"].drafter(name), Drafter)]
+
+
+def steps(subject, drafter, **options):
+    """What is drafted in each step, and what the drafter says of it."""
+    seen = []
+    sequences, _ = generate(
+        subject.model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, **options,
+        on_step=lambda result: seen.append((result.draft_tokens.tolist(), drafter.confidence())),
+    )  # fmt: skip
+    assert lists(sequences) == subject.texts
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", OURS)
+def test_under_another_default_dtype(name, dtype, monkeypatch):
+    """The text, the drafts and their log-probabilities are the same; also where half of the nodes are verified."""
+    subject = SUBJECTS["full"]
+    expected = steps(subject, subject.drafter(name), tree=None)
+    drafter = subject.drafter(name)
+    with default_dtype(dtype):
+        found = steps(subject, drafter, tree=None)
+        monkeypatch.setattr(Plan, "count", lambda plan, worth: len(worth) // 2)
+        steps(subject, drafter, tree="auto")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    for (_, a), (_, b) in zip(found, expected, strict=True):
+        assert a is b or torch.equal(a, b)
