@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -44,3 +47,16 @@ def test_under_another_default_dtype(name, dtype, monkeypatch):
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, a), (_, b) in zip(found, expected, strict=True):
         assert a is b or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_copies(name):
+    """Before and after use: a copy drafts what a new drafter drafts, or what the used one drafts with its memory."""
+    subject = SUBJECTS["full"]
+    drafter, others = subject.drafter(name), [subject.drafter(name)]
+    for _ in range(2):
+        others += [copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))]
+        steps(subject, drafter, tree="auto")
+        drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in others]
+        assert all(each == drafted[0] for each in drafted)
+        others = [copy.deepcopy(drafter)]

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, greedy, lists, tiny
+from generate_case import VOCAB, greedy, holds_in_a_child, lists, tiny
 from transformers import BatchEncoding
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees
@@ -233,6 +233,32 @@ def test_two_threads_with_one_model_take_turns():
     assert outcomes == {"first": expected, "second": expected}
     assert active == sorted(active)  # all of the first, then all of the second
     assert model.config._attn_implementation == draft.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_waits_for_no_thread_of_its_parent():
+    """One is in the middle of a call with the same model, which has our attention then."""
+    model, prompt = tiny(0), torch.tensor([5, 6, 7])
+    expected, runs, end = greedy(model, prompt, 12), threading.Event(), threading.Event()
+
+    def call(callback=None):
+        return lists(generate(model, [prompt], max_new_tokens=12, callback=callback)[0]) == [expected]
+
+    thread = threading.Thread(target=call, args=(lambda *new: (runs.set(), end.wait(timeout=60))[0],))
+    thread.start()
+    assert runs.wait(timeout=60)
+    is_right = holds_in_a_child(call)
+    end.set()
+    thread.join()
+    assert is_right
+
+    def fork(*new):  # by the thread that has the turn: the call within it nests, as one in a callback
+        forked.append(holds_in_a_child(call))
+        return True
+
+    forked = []
+    call(fork)
+    assert forked == [True]
 
 
 def test_turns_end_and_nest():

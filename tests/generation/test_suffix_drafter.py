@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 
@@ -9,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from generate_case import greedy, lists, prompts_of, tiny
+from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
@@ -85,6 +86,35 @@ def test_threads_share_a_memory():
     for thread in threads:
         thread.join()
     assert not wrong and len(memory) == 400
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_copies_have_whole_texts(monkeypatch):
+    """Of a thread that stores a memory, and of one that forks, while another is in the middle of `add`."""
+    memory, stored, forked, threads = TextMemory(400, context=2, max_ngram=4), [], [], []
+    text, hashes = [1, 2, 3, 4, 1, 2, 9], TextMemory._hashes
+    memory.add([5] * 30)
+
+    def found(other):
+        return other.continuations([8, 1, 2], 1, 4)[:, -2].tolist()
+
+    def in_the_middle(self, tokens):
+        store = threading.Thread(target=lambda: stored.append(pickle.loads(pickle.dumps(memory))))
+        fork = threading.Thread(target=lambda: forked.append(holds_in_a_child(lambda: found(memory) == [3, 9])))
+        threads.extend([store, fork])
+        for thread in threads:
+            thread.start()
+            thread.join(timeout=0.1)  # lets it go on, if it may
+        return hashes(self, tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TextMemory, "_hashes", in_the_middle)
+        memory.add(text)
+    for thread in threads:
+        thread.join()
+    assert found(memory) == found(stored[0]) == [3, 9] and forked == [True]
+    stored[0].add([8, 1, 2, 7])
+    assert found(memory) == [3, 9] and 7 in found(stored[0])
 
 
 @pytest.mark.parametrize(

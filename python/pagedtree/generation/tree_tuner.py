@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import math
 import statistics
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +26,7 @@ from torch import Tensor
 from pagedtree import Draft, select_nodes
 from pagedtree.check_draft import rows_of
 
-__all__ = ["Kept", "Outcome", "Plan", "TreeTuner"]
+__all__ = ["Kept", "Outcome", "Plan", "TreeTuner", "TunerOf"]
 
 # Until steps are measured, a drafted row is taken to cost what a token of a prompt did, and a plain step as much as so
 # many rows.
@@ -313,3 +315,13 @@ class TreeTuner:
             self.costs[batch_size] = new = StepCosts(near.plain, near.once, near.row, near.level)
             new.age, new.most_rows = near.age, near.most_rows
         return self.costs[batch_size]
+
+
+class TunerOf(NamedTuple):
+    """What a drafter has learnt, and with which target. Copies of the drafter, also pickled ones, have None instead."""
+
+    model: weakref.ref[Any]
+    tuner: TreeTuner
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -14,7 +13,7 @@ from pagedtree import Commit, Draft, DraftTree, TreeBatch, Verdict, best_first_t
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.generation.tree_tuner import TunerOf
 
 __all__ = [
     "Drafter",
@@ -149,7 +148,7 @@ class Drafter:
     is_capturable: bool = False
     num_weights: int = 0
     networks: tuple[Any, ...] = ()
-    tuner: tuple[weakref.ref[Any], TreeTuner] | None = None  # what `generate(tree="auto")` learnt, and with which model
+    tuner: TunerOf | None = None  # what `generate(tree="auto")` learnt
 
     def check_target(self, model: PackedModel) -> None:
         """Is called before `begin` with the target; raises ValueError for one that this drafter is not made for: of

@@ -49,6 +49,8 @@ class _Bounded:
         self._last: Tensor | None = None  # int32 [sequences + 1], the last positions, for captured steps
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_drafter" or name.startswith("__"):  # asked for by what copies or pickles the object
+            raise AttributeError(name)
         return getattr(self._drafter, name)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:

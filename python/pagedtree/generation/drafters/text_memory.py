@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +22,17 @@ FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NO_TOKEN = -1
 MAX_NGRAM, MAX_LENGTH = 64, 1024
 
+# Of all memories, so that a copy has no lock of its own. A forked process gets whole texts, and a lock that is free.
+_lock = threading.Lock()
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+
 
 class TextMemory:
     """A ring of the newest `max_tokens` tokens of texts, in which each place knows the one before it that ends alike.
 
     Places whose last `context` tokens have the same hash are a chain, from the newest to the oldest, as in LZ77's
     compressors: a look-up walks along at most 16 of them, whatever the memory holds. It takes 20 to 28 bytes a token.
-    Threads may share it.
+    Threads may share it, and pickle stores it.
 
     Args:
         max_tokens: what is older than so many tokens is forgotten.
@@ -50,7 +57,10 @@ class TextMemory:
         self._before = np.full(self._size, -1, dtype=np.int64)  # the place before it in its chain
         self._newest = np.full(1 << bits, -1, dtype=np.int64)  # of each hash
         self._count = 0  # tokens that were ever added; a place is such a number
-        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        with _lock:  # what others add meanwhile comes behind the copy
+            return copy.deepcopy(vars(self))
 
     def __len__(self) -> int:
         """Tokens that it holds."""
@@ -61,7 +71,7 @@ class TextMemory:
         text = np.asarray(tokens, dtype=np.int32)[max(len(tokens) - self.max_tokens + 1, 0) :]
         if len(text) < self.context:
             return
-        with self._lock:
+        with _lock:
             run = np.concatenate([[NO_TOKEN], text])  # what stands in front of a text is another one's
             places = np.arange(self._count, self._count + len(run))
             self._tokens[places % self._size] = run
@@ -91,7 +101,7 @@ class TextMemory:
         if len(end) < self.context:
             return np.empty((0, self.max_ngram + length + 1), dtype=np.int64)
         hashed = self._hash_of(end[-self.context :])
-        with self._lock:
+        with _lock:
             return _C.former_continuations(
                 self._tokens,
                 self._before,

@@ -21,7 +21,7 @@ from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.token_options import RequestRows, TokenOptions
-from pagedtree.generation.tree_tuner import TreeTuner
+from pagedtree.generation.tree_tuner import TreeTuner, TunerOf
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
@@ -371,12 +371,11 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
         return None
     known = getattr(drafter, "tuner", None)  # any object with `observe` is a drafter
-    if known is None or known[0]() is not model:
+    if known is None or known.model() is not model:
         max_depth = getattr(drafter, "max_depth", 0) or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
         kinds = (bool(getattr(drafter, name, False)) for name in ("grows_by_level", "has_free_guesses"))
-        known = weakref.ref(model), TreeTuner(max_depth, *kinds)
-        drafter.tuner = known
-    return known[1]
+        drafter.tuner = known = TunerOf(weakref.ref(model), TreeTuner(max_depth, *kinds))
+    return known.tuner
 
 
 def _padded(

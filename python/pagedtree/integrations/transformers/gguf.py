@@ -9,7 +9,6 @@ import io
 import os
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,14 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pagedtree.integrations.transformers.turns import in_turn
+
 __all__ = ["dequantized", "is_gguf"]
 
 PACKAGES = ("gguf", "accelerate")
 MAGIC = b"GGUF"
 # Tensors that hold plain numbers. All other types are blocks of small integers with a scale.
 FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-TURN = threading.Lock()  # to write; while one thread does, sys.stderr is redirected for all of them
 
 
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
@@ -52,7 +51,7 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     _check_file(path)
     parent = _cache() if folder is None else Path(folder)
     kept = parent / f"{path.stem[:40]}-{_digest(path)}"
-    with TURN:
+    with in_turn(dequantized):  # while one thread writes, sys.stderr is redirected for all of them
         if not kept.is_dir():
             _write(path, kept)
     return kept

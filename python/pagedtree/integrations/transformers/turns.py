@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,3 +31,14 @@ def in_turn(*things: object) -> Iterator[None]:
             for thing in taken:
                 del _owners[thing]
             _changed.notify_all()
+
+
+def _forget_others() -> None:
+    """In a forked process the other threads, which would end their blocks, do not exist."""
+    global _changed
+    _changed = threading.Condition()
+    for thing in [thing for thing, thread in _owners.items() if thread != threading.get_ident()]:
+        del _owners[thing]
+
+
+os.register_at_fork(after_in_child=_forget_others)
