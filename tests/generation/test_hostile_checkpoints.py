@@ -362,6 +362,21 @@ def test_draft_tokens_that_the_target_lacks(model, tmp_path, ids, message):
         EagleHead.from_pretrained(tmp_path, model)
 
 
+def test_a_block_drafter_has_the_embedding_and_output_layer_of_the_target(model, tmp_path):
+    block_model(model).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name, weight in (
+        ("embed_tokens.weight", model.model.embed_tokens.weight.detach()),
+        ("lm_head.weight", model.lm_head.weight.detach()),
+    ):
+        save_file({**tensors, name: weight.clone()}, path)
+        BlockDraftModel.from_pretrained(tmp_path, model)
+        save_file({**tensors, name: weight.flip(0).contiguous()}, path)
+        with pytest.raises(ValueError, match=f"{name}: expected the target's values, which are used, got others"):
+            BlockDraftModel.from_pretrained(tmp_path, model)
+
+
 def test_many_draft_tokens_take_no_memory(model, tmp_path):
     """Rows of the target's output layer are copied for each draft token: the file says only that they are many."""
     tiny_eagle(model).save_pretrained(tmp_path)

@@ -137,6 +137,50 @@ def test_a_trained_layer_is_accepted():
     assert stats.mean_accepted > 1
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(f"{prefix}embed_tokens.weight" for prefix in ("model.layers.3.", "", "model.")),
+        *("model.layers.3.shared_head.head.weight", "lm_head.weight"),
+    ],
+)
+def test_a_checkpoint_with_another_embedding_or_output_layer(tmp_path, name):
+    """That of the layer counts, then that of the folder; the target's is shared where it has the same values."""
+    model, is_output = FORMS["glm4_moe"][0](), "head" in name
+    head, place = random_head(model, "glm4_moe"), 1 if is_output else 0
+    write_layer(model, head, "glm4_moe", tmp_path)
+    path, layer = tmp_path / "model.safetensors", head._of_target[place]
+    tensors, weight = load_file(path), layer.weight.detach().clone()
+    del tensors["model.layers.3.shared_head.head.weight" if is_output else "model.layers.3.embed_tokens.weight"]
+    for same in (weight, torch.cat([weight, weight[:5]]), weight[:-5].double()):
+        save_file({**tensors, name: same.contiguous()}, path)
+        assert MtpHead.from_pretrained(tmp_path, model)._of_target[place] is layer
+    save_file({**tensors, name: weight.flip(0).contiguous()}, path)
+    loaded, tokens, states = MtpHead.from_pretrained(tmp_path, model), torch.arange(9), torch.randn(9, 128)
+    with torch.no_grad():
+        found, expected = loaded.logits(loaded(tokens, states, tokens)), head.logits(head(tokens, states, tokens))
+        if not is_output:
+            expected = head.logits(head(VOCAB - 1 - tokens, states, tokens))
+        assert torch.equal(found.flip(-1) if is_output else found, expected)
+    assert torch.equal(layer.weight, weight)
+    save_file({**tensors, name: weight.flip(0)[:-1].contiguous()}, path)
+    with pytest.raises(ValueError, match=f"{name}: expected 128 rows as the target's, got 127"):
+        load_drafter(tmp_path, model)
+
+
+def test_a_folder_of_a_layer_alone_has_nothing_else(tmp_path):
+    model = FORMS["mimo"][0]()
+    write_layer(model, random_head(model, "mimo"), "mimo", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    with pytest.raises(ValueError, match=r"norm\.weight: expected no such tensor"):
+        save_file(tensors, path)
+        load_drafter(tmp_path, model)
+    del tensors["norm.weight"]
+    save_file({**tensors, "lm_head.weight": model.lm_head.weight, "verifier_norm.weight": torch.ones(128)}, path)
+    load_drafter(tmp_path, model)
+
+
 REFUSED = [
     ("hnorm.weight", lambda t: t[:5], "expected .* got \\[5\\]"),
     ("mlp.experts.1.up_proj.weight", None, "expected a tensor .*experts.1.up_proj.weight, .* got none"),

@@ -15,15 +15,15 @@ from torch.nn import functional as F
 
 from pagedtree.generation.drafters.block_config import FEATURES, BlockDraftConfig
 from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalConvolution
-from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, draft_ids, save_checkpoint
-from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
-from pagedtree.generation.drafters.layers import (
-    DecoderLayer,
-    RotaryAngles,
-    Rotation,
-    layer_shapes,
-    sizes_by_name,
+from pagedtree.generation.drafters.checkpoint import (
+    WEIGHTS_NAME,
+    StoredTensors,
+    draft_ids,
+    have_same_values,
+    save_checkpoint,
 )
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rotation, layer_shapes, sizes_by_name
 from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.generation.drafters.target import Target
 
@@ -187,7 +187,8 @@ class BlockDraftModel(nn.Module):
         device, dtype = target.place
         entries = ConfigEntries.load(path)
         config = BlockDraftConfig._read(entries)
-        num_tokens, width = target.embed_tokens.weight.shape  # type: ignore[misc]
+        tokens = cast(Tensor, target.embed_tokens.weight)
+        num_tokens, width = tokens.shape
         if config.hidden_size != width:
             entries.refuse("hidden_size", f"the target's {width}")
         if config.mask_token_id >= num_tokens:
@@ -205,6 +206,9 @@ class BlockDraftModel(nn.Module):
         ids = None
         if config.draft_vocab_size is not None:
             ids = draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
+        for name, weight in (("embed_tokens.weight", tokens), ("lm_head.weight", target.lm_head.weight)):
+            if name in stored and name not in shapes and not have_same_values(stored.load(name), weight):
+                raise ValueError(f"{path}: {name}: expected the target's values, which are used, got others")
         drafter = cls(config, target.embed_tokens, target.lm_head)
         drafter.target_ids = ids
         drafter.to(device, dtype)  # before it has values, which the default dtype would round

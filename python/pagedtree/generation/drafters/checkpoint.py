@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
 
-__all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "save_checkpoint"]
+__all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "have_same_values", "save_checkpoint"]
 
 WEIGHTS_NAME = "model.safetensors"
 
@@ -111,6 +111,12 @@ class StoredTensors:
 
     def load(self, name: str) -> Tensor:
         return self._tensors[name].load()
+
+
+def have_same_values(stored: Tensor, weight: Tensor) -> bool:
+    """Tells whether the rows that both have are the same, in the dtype of `weight`."""
+    pairs = zip(stored.split(4096), weight.detach().split(4096), strict=False)  # bounds the memory
+    return all(torch.equal(a[: len(b)].to(b), b[: len(a)]) for a, b in pairs)
 
 
 def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import Drafter, EagleDrafter
-from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors
+from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, have_same_values
 from pagedtree.generation.drafters.target import Target, check_attention
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
@@ -24,8 +24,12 @@ from pagedtree.integrations.transformers.packed_pass import PackedPass
 __all__ = ["MtpDrafter", "MtpHead", "load_drafter"]
 
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors")
-# What a checkpoint repeats of the target, whose own is used, and what follows from its config.
-NOT_READ = ("embed_tokens.weight", "shared_head.head.weight", "self_attn.rotary_emb.inv_freq")
+# Embedding and output layer in a checkpoint: behind the prefix of the MTP layer, then among the model's own tensors.
+ENDS = (
+    ["{}embed_tokens.weight", *(f"{outer}embed_tokens.weight" for outer in ("", "model.", "model.language_model."))],
+    ["{}shared_head.head.weight", "lm_head.weight", "language_model.lm_head.weight"],
+)
+FROM_CONFIG = "self_attn.rotary_emb.inv_freq"  # follows from the target's
 
 
 class Layout(NamedTuple):
@@ -51,7 +55,7 @@ AMONG_LAYERS = Layout("model.layers.{}.", "enorm", "hnorm", "eh_proj", "shared_h
 LAYOUTS = (
     Layout("mtp.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),  # Qwen3-Next and 3.5
     Layout("model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "", True),
-    # speculators'
+    # speculators', in a folder without the model
     Layout("mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
 )
 
@@ -67,7 +71,7 @@ class MtpHead(nn.Module):
         state = final_norm(layer(joined))
 
     The layer is a copy of the target's last one with full attention, latent or not, dense or with experts, with other
-    weights; embedding, output layer and rotary embedding are the target's.
+    weights. The rotary embedding is the target's, and so are embedding and output layer unless a checkpoint has others.
 
     Args:
         model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
@@ -154,8 +158,9 @@ class MtpHead(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
         """Returns the first MTP layer for `model` from its own checkpoint, or from a folder that speculators wrote.
 
-        Names, shapes and types are checked before any weight is read. ValueError names the tensor that is missing, not
-        known or of another form; OSError is raised for files that cannot be read.
+        Embedding and output layer are the target's where the checkpoint has none or the same values; others are kept
+        beside the target's. Names, shapes and types are checked before any weight is read. ValueError names the tensor
+        that is missing, not known or of another form; OSError is raised for files that cannot be read.
         """
         path = Path(path)
         stored = StoredTensors(path, WEIGHTS_NAMES)
@@ -169,15 +174,21 @@ class MtpHead(nn.Module):
         own = head.state_dict()
         names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in own.items()}
         shapes = {name: shape for each in names.values() for name, shape in each.items()}
+        embed, output, *rest = head._of_target
+        ends = [(embed, _found(ENDS[0], layout, stored)), (output, _found(ENDS[1], layout, stored))]
+        if ends[1][1] is None and output.weight is embed.weight:  # then they are tied in the checkpoint, too
+            ends[1] = output, ends[0][1]
+        # Padding may add rows.
+        shapes |= {name: (stored.first_size(name) or 0, end.weight.shape[1]) for end, name in ends if name is not None}
         sizes = {str(size): size for shape in shapes.values() for size in shape}
-        repeated = [layout.prefix + name for name in NOT_READ]
-        others = [name for name in stored.names if not name.startswith(layout.prefix)]
-        stored.expect(
-            {name: ", ".join(map(str, shape)) for name, shape in shapes.items()}, sizes, ignored=[*repeated, *others]
-        )
+        others = ("mtp_layers.", "verifier_") if layout == LAYOUTS[-1] else ("",)
+        ignored = [n for n in stored.names if n.startswith(others) and not n.startswith(layout.prefix)]
+        ignored += [layout.prefix + FROM_CONFIG, *(name.format(layout.prefix) for name, *_ in ENDS)]
+        stored.expect({name: ", ".join(map(str, shape)) for name, shape in shapes.items()}, sizes, ignored=ignored)
         # One after the other, into their places: of a large model the experts are most of it.
         for name, tensor in own.items():
             _fill(tensor, names[name], stored)
+        head._of_target = (*(_end(*each, stored) for each in ends), *rest)
         return head.eval()
 
 
@@ -252,6 +263,24 @@ def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTenso
     kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     shape = rows // len(kinds), columns
     return {f"{experts}.experts.{i}.{each}.weight": shape for i in range(count) for each in kinds}
+
+
+def _found(names: Iterable[str], layout: Layout, stored: StoredTensors) -> str | None:
+    """Returns the first of these tensors that is there."""
+    return next((name for each in names if (name := each.format(layout.prefix)) in stored), None)
+
+
+def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
+    """Returns the target's embedding or output layer, or a copy that has the values of the checkpoint where these are
+    others."""
+    if name is None:
+        return end
+    own, weight = stored.load(name), cast(Tensor, end.weight)
+    if have_same_values(own, weight):
+        return end
+    if own.shape != weight.shape:
+        raise ValueError(f"{stored.folder}: {name}: expected {len(weight)} rows as the target's, got {len(own)}")
+    return copy.deepcopy(end, {id(weight): nn.Parameter(own.to(weight), requires_grad=False)})
 
 
 @torch.no_grad()
