@@ -157,6 +157,35 @@ def test_templates_that_will_not_do(run, template):
     assert status == 2 and "--chat" in error and "expected a tokenizer with a chat template, got one without" in error
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{% for m in messages %}{{ m.content + 1 }}{% endfor %}", "refuses messages of user: .*concatenate str"),
+        ("{% for t in tools %}{{ t }}{% endfor %}", "refuses messages of user: 'NoneType' object is not iterable"),
+        ("{{ strftime_later() }}", "refuses messages of user: 'strftime_later' is undefined"),
+        ("{% for m in messages %}{{ m", "refuses messages of user: unexpected end of template"),
+        ("{{ raise_exception('two\nlines') }}", "refuses messages of user: two lines$"),
+        ({"rag": TEMPLATE, "tool": TEMPLATE}, "refuses messages of user: .*multiple chat templates"),
+        ("<s>{% for m in messages %}{% for c in m.content %}{{ c.text }}{% endfor %}<end>{% endfor %}", "the user's"),
+        ("{# nothing #}", "expected a template that has the user's message, got one without"),
+        ("<s>w7", "expected a template that has the user's message, got one without"),
+        ("<s>{{ messages[-1].content }}", None),
+        ("<s>{{ messages[-1].content | upper | trim }}", None),
+    ],
+)
+def test_templates_that_fail_or_leave_a_message_out(folder, text, message):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = text
+    if message is not None:
+        with pytest.raises(ValueError, match=f"^chat: .*{message}") as error:
+            chat_prompt(tokenizer, "w7 w8")
+        assert "\n" not in str(error.value)
+        return
+    assert chat_prompt(tokenizer, "w7 w8")
+    with pytest.raises(ValueError, match="a template that has the system's message"):
+        chat_prompt(tokenizer, "w7 w8", "w5")
+
+
 @pytest.mark.parametrize("more", [[], ["--num-nodes", "5"], ["--rule", "block", "--temperature", "0.9"]])
 def test_block_drafter(folder, run, calls, more):
     sampling = more[2:]

@@ -287,6 +287,29 @@ def test_turns_end_and_nest():
     assert len(taken) == 3
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["model", "draft model"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda model: torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}),
+            r"layers that treat each token by itself, got those of torch.ao.quantization \(quantize_dynamic",
+        ),
+        (
+            lambda model: model.set_output_embeddings(torch.nn.Sequential(model.lm_head)) or model,
+            "an embedding and an output layer with a weight, got a Sequential",
+        ),
+    ],
+)
+def test_layers_that_are_refused(model, kind, change, message):
+    with pytest.raises(ValueError, match=f"model: expected {message}"):
+        if kind == "model":
+            generate(change(tiny(0)), [[5, 6]], max_new_tokens=2)
+        else:
+            generate(model, [[5, 6]], drafter=ModelDrafter(change(tiny(0))), max_new_tokens=2)
+
+
 def test_bad_drafters(model):
     class Short:
         def propose(self, tokens, lengths):

@@ -102,6 +102,16 @@ NOT_THERE = {
 }  # fmt: skip
 
 
+def test_a_model_without_one(model, plain, monkeypatch):
+    """It ends no sequence, pads with 0 and asks for nothing."""
+    monkeypatch.setattr(model, "generation_config", None)
+    texts, new = plain
+    for drafter in (None, NgramDrafter(8)):
+        assert lists(generate(model, PROMPTS, drafter=drafter, max_new_tokens=NEW_TOKENS)[0]) == texts
+    batch, _ = generate(model, PROMPTS[0].expand(2, -1), max_new_tokens=NEW_TOKENS, eos_token_id=new[4], params=None)
+    assert lists(batch) == [texts[0][: len(PROMPTS[0]) + new.index(new[4]) + 1]] * 2
+
+
 def test_every_field_has_a_place():
     tables = (SERVED, SAMPLED, SAMPLED_REFUSED, REFUSED, WITHOUT_EFFECT, {"stop_strings": ""})
     known = [name for table in tables for name in table]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import TemplateError
-
 __all__ = ["chat_prompt", "turn_ends"]
 
 # A word that no template has of its own.
@@ -23,12 +21,18 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
         system: the system's message; None: the template's own, if it has one.
 
     Raises:
-        ValueError: the tokenizer has no template, or the template refuses the messages.
+        ValueError: the tokenizer has no template, or one that fails with the messages or leaves one of them out.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: expected a tokenizer with a chat template, got one without")
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": message.rstrip("\r\n")})
+    text = _rendered(tokenizer, messages, add_generation_prompt=True, tokenize=False)
+    for i, each in enumerate(messages):
+        # Looked for by another message in its place: a template may trim, shorten or quote what it gets.
+        others = [*messages[:i], {**each, "content": ANSWER + each["content"]}, *messages[i + 1 :]]
+        if _rendered(tokenizer, others, add_generation_prompt=True, tokenize=False) == text:
+            raise ValueError(f"chat: expected a template that has the {each['role']}'s message, got one without")
     ids: list[int] = _rendered(tokenizer, messages, add_generation_prompt=True, return_dict=False)
     return ids
 
@@ -48,6 +52,6 @@ def turn_ends(tokenizer: Any) -> list[int]:
 def _rendered(tokenizer: Any, messages: list[dict[str, str]], **how: Any) -> Any:
     try:
         return tokenizer.apply_chat_template(messages, **how)
-    except TemplateError as error:
-        roles = " and ".join(message["role"] for message in messages)
-        raise ValueError(f"chat: the tokenizer's template refuses messages of {roles}: {error}") from None
+    except Exception as error:  # a template is a program
+        roles, what = " and ".join(message["role"] for message in messages), " ".join(str(error).split())
+        raise ValueError(f"chat: the tokenizer's template refuses messages of {roles}: {what}") from None

@@ -160,7 +160,7 @@ def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
 
 def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
     """Returns the tokens that end a sequence: those given, else those of the model's generation config."""
-    given = model.generation_config.eos_token_id if eos_token_id is None else eos_token_id
+    given = getattr(model.generation_config, "eos_token_id", None) if eos_token_id is None else eos_token_id
     if given is None:
         return []
     values = given.tolist() if hasattr(given, "tolist") else given
@@ -169,7 +169,7 @@ def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
 
 def pad_token(model: Any, pad_token_id: Any) -> int | None:
     """Returns the token that fills rows: the one given, else that of the model's generation config."""
-    given = model.generation_config.pad_token_id if pad_token_id is None else pad_token_id
+    given = getattr(model.generation_config, "pad_token_id", None) if pad_token_id is None else pad_token_id
     return None if given is None else integer("pad_token_id", given)
 
 

@@ -155,6 +155,8 @@ def config_fields(
     Raises ValueError, naming them, for fields that have no counterpart and for values that transformers does not take.
     """
     config = model.generation_config
+    if config is None:
+        return ConfigFields()
     # Values that a call of `model.generate` takes where the config has none; transformers 4.57 has them in the config.
     defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     values = {name: getattr(config, name, None) for name in KNOWN}

@@ -51,6 +51,16 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
         raise ValueError(f"model: expected a forward that takes position_ids, that of {name} does not")
+    if any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules()):
+        raise ValueError(
+            "model: expected layers that treat each token by itself, got those of torch.ao.quantization"
+            " (quantize_dynamic and others), which scale all tokens of a pass together"
+        )
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if layer is not None and not isinstance(getattr(layer, "weight", None), Tensor):
+            raise ValueError(
+                f"model: expected an embedding and an output layer with a weight, got a {type(layer).__name__}"
+            )
     # transformers 4.57 hands the keys of one layer to another in its cache, which is not used here.
     if getattr(config, "num_kv_shared_layers", 0) and any(
         getattr(module, "kv_shared_layer_index", None) is not None for module in model.modules()
