@@ -3,7 +3,7 @@
     python tests/fuzz.py [--seconds 60] [--cases N] [--seed N] [--backend simt] [--only NAME ...]
 
 Run by `make fuzz`. Hypothesis takes a valid call of `calls` and changes one to three of its
-arguments: values, shapes, strides, dtypes, devices, types. A finding is
+arguments: values, shapes, strides, dtypes, devices, types; and torch's default dtype. A finding is
 
 - another exception than ValueError, TypeError or NotImplementedError, or one whose message names no argument;
 - a write outside of the arguments' memory, or to an argument that the function only reads;
@@ -39,6 +39,7 @@ import calls.checkpoints
 import torch
 from calls import Call, changed, parts_of, tensors_of
 from calls.ops import VOCAB
+from device_case import default_dtype
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -304,12 +305,14 @@ def search(cases: int, seed_: int, only: Sequence[str], say: Callable[[str], Non
             except REFUSALS:  # a SamplingParams that refuses the value by itself
                 continue
             changes.append(f"{where}: {said}")
-        text = f"{name}({'; '.join(changes)})"
+        default = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+        text = f"{name}({'; '.join(changes)}), default dtype {default}"
         say(text)
         made += 1
         faulthandler.dump_traceback_later(SECONDS_A_CALL, exit=True)
         try:
-            run(call)
+            with default_dtype(default):
+                run(call)
         except AssertionError as error:
             raise Finding(name, f"{text}\n    {error}") from error.__cause__
         finally:
