@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from weakref import ref
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from block_case import block_model
 from generate_case import MODELS, NEW_TOKENS, VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
 from latent_case import tiny_latent
 from packed_case import linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import (
     BlockDrafter,
@@ -54,6 +57,11 @@ def drafter_of(name, model):
     return {"none": None, "ngram": NgramDrafter(num_nodes=8)}[name]
 
 
+def dense_weights(model):
+    """References to them that do not hold them."""
+    return [ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+
+
 NETWORKS = {"model": 15, "combined": 15, "eagle": 9, "block": 15}
 
 
@@ -61,11 +69,11 @@ NETWORKS = {"model": 15, "combined": 15, "eagle": 9, "block": 15}
 def test_text_is_that_of_dense_weights(name):
     model = tiny(0)
     prompts = prompts_of(LENGTHS)
-    drafter, seen = drafter_of(name, model), []
+    drafter, seen, weights = drafter_of(name, model), [], dense_weights(model)
     networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
 
     def on_step(result):
-        assert packed_layers(model) == linear_layers(model)
+        assert packed_layers(model) == linear_layers(model) and not any(weight().numel() for weight in weights)
         seen.append(sum(len(packed_layers(net)) for net in networks))
 
     options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "on_step": on_step, "pack_weights": True}
@@ -121,6 +129,57 @@ def test_generate_packs_where_it_pays(options, expected):
     assert found == {expected} and not packed_layers(model)
 
 
+@pytest.mark.parametrize("load", ["as stored", "converted", "state", "assigned"])
+def test_a_loaded_model_is_packed_and_not_copied(load, tmp_path):
+    """transformers leaves weights in a private mapping of their file, where no conversion copies them."""
+    tiny(0).save_pretrained(tmp_path)
+    if load in ("as stored", "converted"):
+        dtype = torch.float32 if load == "as stored" else torch.bfloat16
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    else:
+        model = tiny(1)
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=load == "assigned")
+    weights, found = dense_weights(model), []
+
+    def callback(sequence, tokens):
+        found.append((packed_layers(model), sum(weight().numel() for weight in weights)))
+        return True
+
+    generate(model, prompts_of((5,)), max_new_tokens=64, n=4, callback=callback)
+    assert found[0] == (linear_layers(model), 0) and all(weight().numel() for weight in weights)
+
+
+@pytest.mark.parametrize("pack_weights", [None, True])
+def test_weights_of_two_models(pack_weights):
+    """By itself `generate` leaves them dense, and packs a copy where it is asked to."""
+    model, other = tiny(0), tiny(1)
+    other.lm_head.weight = model.lm_head.weight  # the very parameter; the third one shares memory
+    third = tiny(2)
+    third.load_state_dict(model.state_dict(), assign=True)
+    prompts, texts, packed = prompts_of((5, 17)), {}, []
+    expected = {each: [greedy(each, prompt, 64) for prompt in prompts] for each in (model, other, third)}
+
+    def call(each):
+        step = {"on_step": lambda _: packed.append(len(packed_layers(model)))} if each is model else {}
+        options = {"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4), "pack_weights": pack_weights}
+        texts[each] = lists(generate(each, prompts, **options, **step)[0])
+
+    with packed_weights(model):
+        call(other)
+        call(third)
+        assert texts == {other: expected[other], third: expected[third]}
+    threads = [threading.Thread(target=call, args=(each,)) for each in (model, other, third)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert texts == expected and set(packed) == {15 if pack_weights else 0}
+    assert (
+        third.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
+        and other.lm_head.weight is model.lm_head.weight
+    )
+
+
 def test_an_open_block_stays_open():
     model, prompts = tiny(0), prompts_of(LENGTHS)
     expected = [greedy(model, prompt) for prompt in prompts]
@@ -165,8 +224,11 @@ def test_threads_take_turns():
     assert [found[number] for number in range(3)] == [expected] * 3 and not packed_layers(model)
 
 
-def test_packing_and_unpacking_wait_for_calls_in_other_threads():
+@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
+def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
+    """The other call may be of another model that shares a layer."""
     model, packed, leave, unpacked = tiny(0), threading.Event(), threading.Event(), threading.Event()
+    used = model.get_submodule(part)
 
     def hold():
         with packed_weights(model):
@@ -175,11 +237,11 @@ def test_packing_and_unpacking_wait_for_calls_in_other_threads():
         unpacked.set()
 
     thread = threading.Thread(target=hold)
-    with in_turn(model):
+    with in_turn(used):
         thread.start()
         assert not packed.wait(0.1) and not packed_layers(model)
     assert packed.wait(60)
-    with in_turn(model):
+    with in_turn(used):
         leave.set()
         assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
     assert unpacked.wait(60) and not packed_layers(model)

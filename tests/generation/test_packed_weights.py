@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import tempfile
+from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,7 +50,7 @@ def test_parameters_come_back_with_the_same_bits(dtype):
         model.model.layers[0].mlp.up_proj.weight[7, :4] = special
         bits(model.model.layers[0].mlp.up_proj.weight)[8, 0] = -3  # a NaN of other bits
     model.model.layers[1].requires_grad_(False)
-    before = {name: (parameter, parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    before = {name: (ref(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with packed_weights(model) as count:
         assert count == len(packed_layers(model)) == 15
@@ -57,15 +60,15 @@ def test_parameters_come_back_with_the_same_bits(dtype):
         shapes = {name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()}
         assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == gradients
         # Nothing is there twice: the dense forms are gone.
-        dense = [parameter for parameter, _ in before.values() if not any(parameter is p for p in model.parameters())]
+        dense = [parameter() for parameter, _ in before.values() if parameter() not in set(model.parameters())]
         assert len(dense) == 15 and all(p.numel() == p.untyped_storage().nbytes() == 0 for p in dense)
     assert not packed_layers(model) and all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
     after = dict(model.named_parameters())
     assert after.keys() == before.keys() == shapes.keys()
     for name, (parameter, old) in before.items():
-        assert after[name] is parameter and shapes[name] == (old.shape, dtype)
-        assert torch.equal(bits(parameter), bits(old)) and parameter.is_contiguous()
-        assert parameter.requires_grad == gradients[name]
+        assert after[name] is parameter() and shapes[name] == (old.shape, dtype)
+        assert torch.equal(bits(after[name]), bits(old)) and after[name].is_contiguous()
+        assert after[name].requires_grad == gradients[name]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -115,11 +118,6 @@ class Scaled(nn.Linear):
 
 def other_kinds():
     """Layers that stay as they are, by why."""
-    whole = torch.randn(2, 8, 8)
-    shared = torch.randn(8, 8)
-    first, second, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-    first.weight = nn.Parameter(whole[0])
-    second.weight, third.weight = nn.Parameter(shared), nn.Parameter(shared)
     patched, transposed, parametrized = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
     patched.forward = lambda x: x
     transposed.weight = nn.Parameter(torch.randn(8, 8).T)
@@ -132,8 +130,6 @@ def other_kinds():
     return {
         "subclass": Scaled(8, 8),
         "forward of its own": patched,
-        "part": first,
-        "aliases": nn.Sequential(second, third),
         "transposed": transposed,
         "parametrized": parametrized,
         "weight norm": normed,
@@ -171,12 +167,79 @@ def test_small_weights_stay_as_they_are(dtype, num_in, count, monkeypatch):
 
 def test_weights_of_several_layers_are_packed_once():
     first, second, other = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
-    second.weight = weight = first.weight
-    model = nn.Sequential(first, second, other, first)
+    second.weight = first.weight
+    weight, model = ref(first.weight), nn.Sequential(first, second, other, first)
     with packed_weights(model, first, model) as count:
         assert count == 3 and first.weight is second.weight and first.weight is not other.weight
-        assert weight.numel() == 0
-    assert first.weight is second.weight is weight and weight.shape == (8, 8)
+        assert weight().numel() == 0
+    assert first.weight is second.weight is weight() and first.weight.shape == (8, 8)
+
+
+def in_another_module(layer):
+    other = nn.Linear(8, 8)
+    other.weight = layer.weight
+    return other
+
+
+def part_of_a_tensor(layer):
+    layer.weight = nn.Parameter(torch.randn(2, 8, 8)[0])
+
+
+def array_of_another_layer(layer):
+    array = np.zeros((8, 8), np.float32)
+    layer.weight, layer.other = (nn.Parameter(torch.from_numpy(array)) for _ in range(2))
+
+
+def file_of_other_processes(layer):
+    with tempfile.TemporaryFile() as file:
+        layer.weight = nn.Parameter(torch.from_numpy(np.memmap(file, np.float32, shape=(8, 8))))
+
+
+HOLDERS = {
+    "variable": lambda layer: layer.weight,
+    "module": in_another_module,
+    "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1),
+    "data": lambda layer: layer.weight.data,
+    "array": lambda layer: layer.weight.detach().numpy(),
+    "storage": lambda layer: layer.weight.untyped_storage(),
+    "state": lambda layer: layer.state_dict(),
+    "view": lambda layer: layer.weight[1:],
+    "graph": lambda layer: layer(torch.randn(3, 8, requires_grad=True)),
+    "shared memory": nn.Module.share_memory,
+    "file": file_of_other_processes,
+    "part": part_of_a_tensor,
+    "another layer": array_of_another_layer,
+}
+
+
+@pytest.mark.parametrize("copy_held", [False, True])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_weight_that_others_hold_keeps_its_memory(name, copy_held):
+    layer = nn.Linear(8, 8)
+    holder = HOLDERS[name](layer)  # noqa: F841 - held
+    parameter, address, x = ref(layer.weight), layer.weight.data_ptr(), torch.randn(3, 8)
+    expected = layer(x).detach()
+
+    def check():
+        dense = parameter()
+        assert dense.data_ptr() == address and dense.untyped_storage().nbytes() >= dense.nbytes
+        torch.testing.assert_close(F.linear(x, dense, layer.bias), expected)
+        torch.testing.assert_close(layer(x), expected)
+
+    with torch.no_grad(), pytest.raises(KeyError), packed_weights(layer, copy_held=copy_held) as count:
+        assert count == copy_held
+        check()
+        raise KeyError
+    check()
+    assert layer.weight is parameter()
+
+
+def test_a_weight_follows_who_writes_to_its_memory():
+    layer = nn.Linear(8, 8).share_memory()
+    array = layer.weight.detach().numpy()
+    with packed_weights(layer):
+        array[:] = 3
+    assert (layer.weight == 3).all()
 
 
 def test_tied_embeddings_stay_dense_beside_the_packed_output_layer():

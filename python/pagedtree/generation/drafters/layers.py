@@ -87,16 +87,19 @@ class Attention(nn.Module):
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
         """States [..., inputs] to queries [..., Hq, D]."""
-        return _rotated(self.q_norm(self._heads(self.q_proj(states))), rotation)
+        return self._rotated(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """States [..., inputs] to keys and values, [..., Hkv, D] each."""
-        keys = self.k_norm(self._heads(self.k_proj(states)))
-        return _rotated(keys, rotation), self._heads(self.v_proj(states))
+        return self._rotated(self.k_proj(states), self.k_norm, rotation), self._heads(self.v_proj(states))
 
     def output(self, heads: Tensor) -> Tensor:
         """Turns heads' results [..., Hq, D] into [..., hidden_size]."""
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
+
+    def _rotated(self, projected: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
+        # Under torch.autocast norms and rotation give float32, but the projections of the values do not.
+        return _rotated(norm(self._heads(projected)), rotation).to(projected.dtype)
 
     def _heads(self, states: Tensor) -> Tensor:
         return states.unflatten(-1, (-1, self.head_dim))

@@ -24,7 +24,7 @@ from pagedtree.integrations.transformers.latent import attend_latent, is_absorbe
 from pagedtree.integrations.transformers.packed_pass import current_pass
 from pagedtree.integrations.transformers.rotary import check_constant
 
-__all__ = ["NAME", "attention_forward", "register"]
+__all__ = ["NAME", "attention_forward", "autocast_dtype", "register"]
 
 NAME = "pagedtree"
 
@@ -77,8 +77,11 @@ def attention_forward(
     }
     layer: Any = getattr(module, "layer_idx", None)
     packed = current_pass.get()
+    # The rotation is known by the very tensors that the layer hands over.
+    rotation = None if packed is None else rotation_of(packed, query, key)
+    query, key, value = _in_autocast(query, key, value)
     if packed is not None:
-        seen, rotation = packed.mask.window_of(attention_mask), rotation_of(packed, query, key)
+        seen = packed.mask.window_of(attention_mask)
         if is_absorbed(module):
             return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
@@ -92,6 +95,21 @@ def attention_forward(
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     return _attend_dense(query, key, value, attention_mask, is_causal, window, options), None
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype in which torch.autocast computes attention now; None outside of it."""
+    if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which does not know meta
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
+    """Converts them as torch.autocast does for torch's own attention."""
+    dtype = autocast_dtype(states[0].device)
+    if dtype is None:
+        return states
+    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in states)
 
 
 def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ the layer's first pass came to the attention as it was. All others go on as befo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedtree.generation.paged_step import Rotation
+from pagedtree.integrations.transformers.forwards import with_forwards
 from pagedtree.integrations.transformers.packed_pass import PackedPass, current_pass
 
 __all__ = ["RotaryLayer", "rotary_layers", "rotated_in_attention", "rotation_of"]
@@ -146,15 +147,6 @@ def _takes(function: Any, *names: str) -> bool:
     return callable(function) and (*inspect.signature(function).parameters,)[: len(names)] == names
 
 
-@contextmanager
-def rotated_in_attention(layers: Iterable[RotaryLayer]) -> Iterator[None]:
+def rotated_in_attention(layers: Iterable[RotaryLayer]) -> AbstractContextManager[None]:
     """Inside the block packed passes leave the rotation of these layers to the attention, where that fits."""
-    with ExitStack() as stack:
-        for layer in layers:
-            own = vars(layer.module)
-            # A model that drafts for itself is here twice, one block within the other.
-            before = {"forward": own["forward"]} if "forward" in own else {}
-            stack.callback(own.update, before)
-            stack.callback(own.pop, "forward")
-            own["forward"] = layer.forward()
-        yield
+    return with_forwards((layer.module, layer.forward()) for layer in layers)

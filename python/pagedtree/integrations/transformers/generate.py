@@ -24,6 +24,7 @@ from pagedtree.generation.token_options import RequestRows, TokenOptions
 from pagedtree.generation.tree_tuner import TreeTuner, TunerOf
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
+from pagedtree.integrations.transformers.attention import autocast_dtype
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.packed_weights import check_packable, packed_weights, pays
@@ -139,7 +140,8 @@ def generate(
         pack_weights: whether the linear layers of the model, and of the drafter's, compute with packed weights during
             the call (`packed_weights`; on CPUs alone). None = where that is likely to pay: in calls that would take at
             least 64 passes without drafts, in fp32 and fp16 only with at least 4 tokens a pass, drafts included; not
-            with shards. Where nothing can be packed, True raises ValueError.
+            with shards, and without weights that anybody else holds, for which True takes memory a second time. Where
+            nothing can be packed, and within torch.autocast, True raises ValueError.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
@@ -261,6 +263,7 @@ def generate(
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:
         _check_recurrent(drafter)
+    is_asked_to_pack = bool(pack_weights)
     if pack_weights:
         check_packable(model)
     elif pack_weights is None and sequences:
@@ -278,7 +281,8 @@ def generate(
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         with ExitStack() as stack:
             if pack_weights:
-                stack.enter_context(packed_weights(model, *(net for net in networks if isinstance(net, nn.Module))))
+                nets = [net for net in networks if isinstance(net, nn.Module)]
+                stack.enter_context(packed_weights(model, *nets, copy_held=is_asked_to_pack))
             if streamer is not None:
                 callback = stack.enter_context(_streamed(streamer, prompts[0], callback))
             engine = Engine(
@@ -352,6 +356,10 @@ def _check_graph(
     has_grammars: bool,
 ) -> None:
     """Raises ValueError for what a captured step cannot do."""
+    if autocast_dtype(device) is not None:
+        raise ValueError(
+            "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"
+        )
     check_device(device)
     for name, each in (("model", model), ("drafter", getattr(drafter, "model", None))):
         check_constant(f"cuda_graph: {name}", each)

@@ -18,6 +18,7 @@ from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
+from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.fused_rotary import rotary_layers, rotated_in_attention
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_linear import PackedRows
@@ -108,6 +109,7 @@ class TransformersModel(PackedModel):
     """
 
     def __init__(self, model: Any) -> None:
+        model = model._modules.get("_orig_mod", model)  # of torch.compile(model)
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
         self.rotary_layers = rotary_layers(model)
@@ -159,6 +161,7 @@ class TransformersModel(PackedModel):
     @contextmanager
     def use(self, is_long: bool | None = None) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(uncompiled(self.model))
             stack.enter_context(use_attention(self.model))
             stack.enter_context(on_trees(self.recurrent_layers))
             stack.enter_context(rotated_in_attention(self.rotary_layers))

@@ -21,6 +21,8 @@ class PackedLinear(nn.Linear):
             raise RuntimeError(
                 f"packed_weights: expected input of {weight.dtype} and {weight.shape[1]} columns for a packed linear"
                 f" layer, got {input.dtype} and shape {[*input.shape]}"
+                + " within torch.autocast"
+                * torch.is_autocast_enabled("cpu")
             )
         if torch.is_grad_enabled():
             return cast(Tensor, _ForwardOnly.apply(input, weight, bias))

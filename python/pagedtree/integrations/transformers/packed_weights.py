@@ -6,17 +6,18 @@ them, so a pass over few tokens comes closer to the speed of the memory, and mor
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.packed_linear import PackedLinear, PackedRows, SharedProduct, packed_form
 from pagedtree.integrations.transformers.turns import in_turn
+from pagedtree.integrations.transformers.weight_holders import WeightHolders, can_count
 
 __all__ = ["PackedLinear", "check_packable", "packed_weights", "pays"]
 
@@ -39,7 +40,7 @@ APART = ("cross", "encoder")
 
 
 class _Weight(NamedTuple):
-    """A weight that can be packed, the layers that compute with it, and whether its dense form has other users."""
+    """A weight that can be packed, the layers that compute with it, and whether its dense form stays for others."""
 
     layers: list[nn.Linear]
     dense: nn.Parameter
@@ -96,7 +97,7 @@ class _Packed:
 
 
 @contextmanager
-def packed_weights(*models: nn.Module) -> Iterator[int]:
+def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
     """Inside the block linear layers of the models compute with packed weights, on CPUs that oneDNN has them for.
 
     A pass over few tokens takes less time. `generate` packs for the time of a call where that pays; hold the block open
@@ -104,26 +105,33 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
     not their training: backward raises RuntimeError.
 
     Weights are packed one after another, and dense forms freed at once, so the models need no more memory. A matrix
-    that is the embedding, too (tied weights), stays dense for the embedding and is packed besides. q_proj, k_proj and
-    v_proj of a module become one matrix, gate_proj and up_proj another: the first that is called with a tensor
-    multiplies it for all, and the others take their columns of the product if they get that very tensor, unchanged.
-    Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's layout, which
-    torch's dense operations refuse with an error: saving, moving and loading weights belong outside. At the end, also
-    after an exception, the very same parameters have the very same bits again. Blocks may be nested; the inner one
-    packs what is left. Packing waits for calls of `generate` on the models in other threads. Do not run them yourself
-    in another thread meanwhile.
+    that is the embedding, too (tied weights), stays dense for the embedding and is packed besides. So does a weight
+    that anybody else holds: another module, an optimizer or a variable has the parameter, or its memory is that of
+    another tensor or a NumPy view, too, or shared with other processes. It keeps its memory and its bits; a value that
+    is written to it meanwhile counts after the block. An array from which `torch.from_numpy` made it is not seen.
+
+    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another: the first that is called
+    with a tensor multiplies it for all, and the others take their columns of the product if they get that very tensor,
+    unchanged. Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's
+    layout, which torch's dense operations refuse with an error: saving, moving and loading weights belong outside, and
+    torch.autocast, too. A model that `torch.compile` has compiled runs as it was written. At the end, also after an
+    exception, the very same parameters have the very same bits again. Blocks may be nested; the inner one packs what is
+    left. Packing waits for calls of `generate` on the models in other threads. Do not run them yourself in another
+    thread meanwhile.
 
     Packed are layers of the exact type `torch.nn.Linear` on the CPU, in bf16 and fp16 (where oneDNN computes in them)
     with a matrix of at least 32768 elements, in fp32 of at least 524288. Others stay as they are: subclasses,
-    quantised, offloaded, sharded and parametrised layers; those whose weight is a part of a larger tensor or shares its
-    memory with another parameter; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly.
-    In fp32 and fp16 passes of one and two tokens take more time with packed weights, larger ones less.
+    quantised, offloaded, sharded and parametrised layers; kv_b_proj of latent attention and dt_proj of Mamba, whose
+    weights are read directly. In fp32 and fp16 passes of one and two tokens take more time with packed weights, larger
+    ones less.
 
     Results differ from those of dense weights by rounding. They have the same bits in each run. How the sums of a token
     are rounded may depend on how many tokens the pass has, as it may without packing.
 
     Args:
         models: the models, any torch.nn.Module.
+        copy_held: whether weights that others hold are packed, too, which takes memory a second time; else they stay
+            dense.
 
     Yields how many layers it packed: 0 without oneDNN, or where none of the layers is of that kind. Raises TypeError
     for what is no module.
@@ -132,14 +140,17 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
         if not isinstance(model, nn.Module):
             raise TypeError(f"models: expected torch.nn.Module, got {type(model).__name__}")
     packed: list[_Packed] = []
+    stack = ExitStack()
     try:
         with in_turn(*models):
-            for weights in _candidates(models):
+            for weights in _candidates(models, copy_held):
                 packed.append(_Packed.of(weights))
                 packed[-1].use()
+            for model in models if packed else ():
+                stack.enter_context(uncompiled(model))
         yield sum(len(weight.layers) for each in packed for weight in each.weights)
     finally:
-        with in_turn(*models):
+        with in_turn(*models), stack:
             while packed:
                 packed.pop().undo()
 
@@ -147,12 +158,17 @@ def packed_weights(*models: nn.Module) -> Iterator[int]:
 def pays(model: Any, num_passes: int, num_tokens: int) -> bool:
     """Tells whether so many passes of `num_tokens` tokens are worth packing the model, and unpacking it again."""
     is_fast = model.dtype == torch.bfloat16 or num_tokens >= MIN_TOKENS
-    return model.device.type == "cpu" and is_fast and num_passes >= MIN_PASSES
+    is_dense = torch.is_autocast_enabled("cpu")  # which converts dense weights alone
+    return model.device.type == "cpu" and not is_dense and is_fast and num_passes >= MIN_PASSES
 
 
 def check_packable(model: nn.Module) -> None:
     """Raises ValueError where nothing of the model can be packed; it says why."""
-    if any(isinstance(module, PackedLinear) for module in model.modules()) or _candidates((model,)):
+    if torch.is_autocast_enabled("cpu"):
+        raise ValueError(
+            "pack_weights: expected None or False within torch.autocast, which converts dense weights alone"
+        )
+    if any(isinstance(module, PackedLinear) for module in model.modules()) or _candidates((model,), True):
         return
     if not _dtypes():
         raise ValueError("pack_weights: expected a torch that has oneDNN's packed linear layers, got one without them")
@@ -168,7 +184,7 @@ def _dtypes() -> set[torch.dtype]:
     ops = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return set()
-    if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise")):
+    if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise") and can_count()):
         return set()
     found = {torch.float32}
     for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
@@ -177,27 +193,21 @@ def _dtypes() -> set[torch.dtype]:
     return found
 
 
-def _candidates(models: tuple[nn.Module, ...]) -> list[list[_Weight]]:
+def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_Weight]]:
     """Returns the weights that can be packed, those together that shall become one matrix."""
     named = {id(module): (name, module) for model in models for name, module in model.named_modules()}
     modules = [module for _, module in named.values()]
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}
-    users: dict[int, int] = Counter()
-    owners: dict[int, set[int]] = {}
-    for module in modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided:
-                users[id(tensor)] += 1
-                owners.setdefault(tensor.untyped_storage().data_ptr(), set()).add(id(tensor))
     dtypes, layers = _dtypes(), cast(dict[int, list[Any]], {})
     for module in modules:
         if _is_plain(module, dtypes) and id(module) not in read_directly:
             layers.setdefault(id(module.weight), []).append(module)
     weights: dict[int, _Weight] = {}  # by the first of its layers
-    for each in layers.values():
-        dense = each[0].weight
-        if len(owners[dense.untyped_storage().data_ptr()]) == 1:
-            weights[id(each[0])] = _Weight(each, dense, users[id(dense)] > len(each))
+    holders = WeightHolders(modules)
+    for key, each in layers.items():
+        is_held = holders.has_others(each[0])
+        if copy_held or not is_held:
+            weights[id(each[0])] = _Weight(each, each[0].weight, is_held or holders.users[key] > len(each))
     groups = []
     for name, module in named.values():
         for names in SIBLINGS if not any(part in name for part in APART) else ():
@@ -213,7 +223,7 @@ def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
     """Lists the layers that are there, if they can be one matrix; else none."""
     found = [weight for weight in weights if weight is not None]
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
-    is_alone = all(len(weight.layers) == 1 and not weight.keeps_dense for weight in found)
+    is_alone = all(len(weight.layers) == 1 for weight in found)
     return found if len(found) > 1 and len(kinds) == 1 and is_alone else []
 
 
@@ -228,6 +238,5 @@ def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
         return False
     if weight.device.type != "cpu" or weight.layout is not torch.strided or weight.dtype not in dtypes:
         return False
-    is_whole = weight.is_contiguous() and weight.untyped_storage().nbytes() == weight.nbytes
     has_bias_of_its_kind = module.bias is None or module.bias.dtype == weight.dtype
-    return is_whole and has_bias_of_its_kind and weight.numel() > 0
+    return weight.is_contiguous() and has_bias_of_its_kind and weight.numel() > 0

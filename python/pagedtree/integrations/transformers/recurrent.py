@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedtree.generation.recurrent_step import RecurrentStep
+from pagedtree.integrations.transformers.forwards import compiled_from, with_forwards
 from pagedtree.integrations.transformers.packed_pass import current_pass
 
 __all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
@@ -79,7 +80,7 @@ def _check(layer: Any) -> None:
     rule = KNOWN[name]
     if not {CONVOLUTION, rule} <= set(inspect.unwrap(type(layer).forward).__code__.co_names):
         raise ValueError(f"model: expected {name} as transformers 5.23 writes it, got one that does not call {rule}")
-    if "forward" in vars(layer):  # it would not be called
+    if "forward" in vars(layer) and compiled_from(layer) is None:  # it would not be called
         raise ValueError(f"model: expected {name} as it was made, got one whose forward was replaced (offloaded?)")
     activation = getattr(layer, "activation", None)
     if activation not in ("silu", "swish", None):
@@ -92,17 +93,9 @@ def _check(layer: Any) -> None:
             )
 
 
-@contextmanager
-def on_trees(layers: Iterable[nn.Module]) -> Iterator[None]:
+def on_trees(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Inside the block these layers run packed passes (`PackedPass`), and other passes as before."""
-    layers = list(layers)
-    for layer in layers:
-        setattr(layer, "forward", _forward_of(layer))  # noqa: B010
-    try:
-        yield
-    finally:
-        for layer in layers:
-            delattr(layer, "forward")
+    return with_forwards((layer, _forward_of(layer)) for layer in layers)
 
 
 def _forward_of(layer: Any) -> Callable[..., Tensor]:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import nn
+
 __all__ = ["in_turn"]
 
 _changed = threading.Condition()
@@ -15,11 +17,12 @@ _owners: dict[int, int] = {}  # thread by id of the object that it uses
 
 @contextmanager
 def in_turn(*things: object) -> Iterator[None]:
-    """While a thread is inside the block, no other thread is in such a block with any of these things.
+    """While a thread is inside the block, no other is in such a block with any of these things, or of their modules.
 
     They are taken all at once, so that threads with several things in common cannot wait for each other.
     """
-    wanted, thread = {id(thing) for thing in things}, threading.get_ident()
+    modules = [module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()]
+    wanted, thread = {id(thing) for thing in (*things, *modules)}, threading.get_ident()
     with _changed:
         _changed.wait_for(lambda: all(_owners.get(thing, thread) == thread for thing in wanted))
         taken = [thing for thing in wanted if thing not in _owners]  # a block around this one may hold some already

@@ -1,0 +1,48 @@
+"""Forward functions of modules, replaced for the time of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+__all__ = ["compiled_from", "uncompiled", "with_forwards"]
+
+
+@contextmanager
+def with_forwards(
+    forwards: Iterable[tuple[nn.Module, Callable[..., Any] | None]], name: str = "forward"
+) -> Iterator[None]:
+    """Inside the block the modules have these functions as attributes `name` of their own."""
+    with ExitStack() as stack:
+        for module, forward in forwards:
+            own = vars(module)
+            # A model that drafts for itself is here twice, one block within the other.
+            stack.callback(own.update, {name: own[name]} if name in own else {})
+            stack.callback(own.pop, name, None)
+            own[name] = forward
+        yield
+
+
+@contextmanager
+def uncompiled(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model's modules run as they would without `torch.compile`."""
+    modules = list(model.modules())
+    called = [(module, None) for module in modules if module._compiled_call_impl is not None]
+    with with_forwards(called, "_compiled_call_impl"), with_forwards(_plain_forwards(modules)):
+        yield
+
+
+def compiled_from(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns the function that `torch.compile` made the module's forward from; None where it did not."""
+    forward: Callable[..., Any] | None = getattr(module.forward, "_torchdynamo_orig_callable", None)
+    return forward
+
+
+def _plain_forwards(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    for module in modules:
+        if (forward := compiled_from(module)) is not None:
+            yield module, forward if "forward" in vars(module) else MethodType(forward, module)

@@ -1,0 +1,133 @@
+"""`generate` on models that `torch.compile` has compiled, and within `torch.autocast`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from block_case import block_model
+from generate_case import NEW_TOKENS, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
+from hybrid_case import tiny_hybrid
+from latent_case import tiny_latent
+from packed_case import of_any_size, packed_layers  # noqa: F401 - a fixture
+
+from pagedtree.integrations.transformers import (
+    BlockDrafter,
+    EagleDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    generate,
+    packed_weights,
+)
+from pagedtree.integrations.transformers.model import use_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPTS = (5, 17)
+
+
+class Backend:
+    """Counts what it compiles, and what of that runs."""
+
+    def __init__(self):
+        self.num_runs = 0
+
+    def __call__(self, graph, inputs):
+        def run(*args):
+            self.num_runs += 1
+            return graph.forward(*args)
+
+        return run
+
+
+def compiled_model(how, backend):
+    torch._dynamo.reset()
+    model = tiny(0)
+    if how == "model":
+        return torch.compile(model, backend=backend)
+    if how == "in place":
+        model.compile(backend=backend)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, backend=backend)
+    elif how == "layers":
+        for layer in model.model.layers:
+            layer.self_attn.forward = torch.compile(layer.self_attn.forward, backend=backend)
+    else:
+        model.model.layers[1] = torch.compile(model.model.layers[1], backend=backend)
+    return model
+
+
+@pytest.mark.parametrize(("how", "is_warm"), [
+    ("model", False), ("in place", True), ("forward", False), ("layers", False), ("replaced layer", True),
+])  # fmt: skip
+def test_compiled_models(how, is_warm):
+    backend, prompts = Backend(), prompts_of(PROMPTS)
+    expected = [greedy(tiny(0), prompt) for prompt in prompts]
+    model = compiled_model(how, backend)
+    if is_warm:
+        assert [greedy(model, prompt) for prompt in prompts] == expected
+    before = backend.num_runs
+    drafter = ModelDrafter(compiled_model(how, backend), num_nodes=4) if how == "model" else NgramDrafter(4)
+    for pack_weights in (False, True):
+        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, pack_weights=pack_weights)
+        assert lists(sequences) == expected
+    with packed_weights(model) as count:
+        assert count == 15 and greedy(model, prompts[0]) == expected[0]
+    assert backend.num_runs == before
+    model(prompts[0][None])
+    assert backend.num_runs > before and greedy(model, prompts[0]) == expected[0]
+
+
+def test_compiled_recurrent_layers():
+    backend, prompts = Backend(), prompts_of(PROMPTS)
+    model = tiny_hybrid()
+    expected, layer = [greedy(model, prompt) for prompt in prompts], model.model.layers[0].linear_attn
+    layer.forward = forward = torch.compile(layer.forward, backend=backend)
+    assert lists(generate(model, prompts, drafter=NgramDrafter(4), max_new_tokens=NEW_TOKENS)[0]) == expected
+    assert layer.forward is forward and not backend.num_runs
+
+
+def draft(name, model):
+    if name == "model":
+        return ModelDrafter(tiny(1), num_nodes=8)
+    if name == "eagle":
+        return EagleDrafter(tiny_eagle(model), num_nodes=8)
+    return BlockDrafter(block_model(model), num_nodes=8) if name == "block" else NgramDrafter(8)
+
+
+AUTOCAST = {
+    "full": tiny_of,
+    "window": tiny_of,
+    "deepseek_v3": tiny_latent,
+    "qwen3_next": tiny_hybrid,
+    "falcon_h1": tiny_hybrid,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own, of norms in autocast
+@pytest.mark.parametrize(("name", "drafter"), [
+    *((name, "ngram") for name in AUTOCAST), ("full", "model"), ("full", "eagle"), ("full", "block"),
+])  # fmt: skip
+def test_autocast(name, drafter):
+    model, prompts = AUTOCAST[name](name), prompts_of(PROMPTS)
+    with torch.autocast("cpu", torch.float16):  # in bfloat16 tokens are nearly tied
+        expected = [greedy(model, prompt) for prompt in prompts]
+        options = {"drafter": draft(drafter, model), "max_new_tokens": NEW_TOKENS}
+        assert lists(generate(model, prompts, **options)[0]) == expected
+        with use_attention(model):
+            assert [greedy(model, prompt) for prompt in prompts] == expected
+
+
+def test_nothing_is_packed_or_captured_within_autocast():
+    model, prompts = tiny(0), prompts_of(PROMPTS)
+    options = {"drafter": NgramDrafter(4), "max_new_tokens": 64}
+    with torch.autocast("cpu", torch.float16):
+        generate(model, prompts, **options, on_step=lambda _: not packed_layers(model) or pytest.fail("packed"))
+        with pytest.raises(ValueError, match=r"pack_weights: expected None or False within torch\.autocast"):
+            generate(model, prompts, **options, pack_weights=True)
+        with pytest.raises(ValueError, match=r"cuda_graph: expected False within torch\.autocast"):
+            generate(model, prompts, **options, cuda_graph=True)
+        with packed_weights(model), pytest.raises(RuntimeError, match=r"packed_weights: .* within torch\.autocast"):
+            generate(model, prompts, **options)
