@@ -9,24 +9,24 @@ enum class GrowthLaw : int32_t { kTopK, kIid, kSwor, kCoupled };
 
 // Adds a level: B sequences of C candidates, F of them the frontier; K children for each, then a frontier of G.
 struct ExpandTreeParams {
-  const int64_t* tokens;     // [B, C]
-  const int32_t* parents;    // [B, C] candidate, -1 at the root
-  const float* scores;       // [B, C] cumulative log-probability, -inf = absent
-  const int32_t* kv_index;   // [B, C] index in the draft model's tree, -1 = not fed
-  const int32_t* frontier;   // [B, F] candidates
-  const int32_t* mask;       // [B * F, mask_words] what they see in the draft model's tree
-  LogitsParams logits;       // B * F rows
-  SamplingParams sampling;   // of B; null under kTopK, like the next two
-  const int64_t* seeds;      // [B]
-  const int64_t* positions;  // [B], the roots'
-  int64_t* out_tokens;       // [B, C + F * K] out
-  int32_t* out_parents;      // [B, C + F * K] out
-  float* out_scores;         // [B, C + F * K] out
-  int32_t* out_kv_index;     // [B, C + F * K] out
-  int32_t* out_frontier;     // [B, G] out
-  int32_t* out_mask;         // [B * G, mask_words] out
-  float* draft_probs;        // [B * F, V] out, not under kTopK
-  float* frontier_scores;    // [B, G] scratch
+  const int64_t* tokens;    // [B, C]
+  const int32_t* parents;   // [B, C] candidate, -1 at the root
+  const float* scores;      // [B, C] cumulative log-probability, -inf = absent
+  const int32_t* kv_index;  // [B, C] index in the draft model's tree, -1 = not fed
+  const int32_t* frontier;  // [B, F] candidates
+  const int32_t* mask;      // [B * F, mask_words] what they see in the draft model's tree
+  LogitsParams logits;      // B * F rows
+  SamplingParams sampling;  // of B; null under kTopK, like the next two
+  const int64_t* seeds;     // [B]
+  Integers positions;       // [B], the roots'
+  int64_t* out_tokens;      // [B, C + F * K] out
+  int32_t* out_parents;     // [B, C + F * K] out
+  float* out_scores;        // [B, C + F * K] out
+  int32_t* out_kv_index;    // [B, C + F * K] out
+  int32_t* out_frontier;    // [B, G] out
+  int32_t* out_mask;        // [B * G, mask_words] out
+  float* draft_probs;       // [B * F, V] out, not under kTopK
+  float* frontier_scores;   // [B, G] scratch
   int64_t batch;
   int64_t num_candidates;  // C
   GrowthLaw law;

@@ -10,8 +10,8 @@ struct TokenLogprobsParams {
   LogitsParams logits;      // N rows
   SamplingParams sampling;  // of R; temperature null: the logits' own softmax
   OptionsParams options;    // of R
-  TokenIds tokens;          // [R]
-  TokenIds rows;            // [R] the row of logits, data null: row r
+  Integers tokens;          // [R]
+  Integers rows;            // [R] the row of logits, data null: row r
   float* logprobs;          // [R] out
   int64_t* ranks;           // [R] out
   int64_t* top_tokens;      // [R, top_n] out
@@ -22,13 +22,13 @@ struct TokenLogprobsParams {
 
 // The row of logits for entry r, -1 if it is out of range.
 PT_HOST_DEVICE int64_t logprob_row(const TokenLogprobsParams& p, int64_t r) {
-  const int64_t row = p.rows.data == nullptr ? r : token_at(p.rows, r);
+  const int64_t row = p.rows.data == nullptr ? r : integer_at(p.rows, r);
   return row >= 0 && row < p.logits.num_rows ? row : -1;
 }
 
 // The token of entry r, -1 if it is not in the vocabulary.
 PT_HOST_DEVICE int64_t logprob_token(const TokenLogprobsParams& p, int64_t r) {
-  const int64_t token = token_at(p.tokens, r);
+  const int64_t token = integer_at(p.tokens, r);
   return token >= 0 && token < p.logits.vocab ? token : -1;
 }
 

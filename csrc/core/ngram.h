@@ -2,13 +2,14 @@
 // for every backend.
 #pragma once
 
-#include "core/common.h"
+#include "core/params.h"
 
 namespace pagedtree {
 
 struct NgramProposeParams {
-  const int64_t* history;       // [B, history_width], row stride history_stride
-  const int32_t* history_lens;  // [B]
+  const int64_t* history;       // [num_histories, history_width], row stride history_stride
+  const int32_t* history_lens;  // [num_histories]
+  const int32_t* history_rows;  // [B] or null: sequence b has history b
   const int64_t* extra;         // [B, extra_width], row stride extra_stride; or null
   const uint8_t* active;        // [B] or null
   int64_t* draft_tokens;        // [B * max_nodes] out
@@ -20,7 +21,7 @@ struct NgramProposeParams {
   int32_t* places;              // [B, history_width + extra_width] scratch
   uint8_t* match_lengths;       // the same, for backends that search with many threads
   int64_t batch;
-  int64_t history_width, history_stride;
+  int64_t num_histories, history_width, history_stride;
   int64_t extra_width, extra_stride;
   int32_t max_nodes;
   int32_t max_depth;
@@ -165,8 +166,12 @@ struct NgramTexts {
 };
 
 PT_HOST_DEVICE NgramTexts ngram_texts(const NgramProposeParams& p, int64_t b) {
-  const int64_t history_len = clamp_to<int64_t>(p.history_lens[b], 0, p.history_width);
-  NgramTexts texts = {p.history + b * p.history_stride, history_len, nullptr, 0};
+  NgramTexts texts{};
+  const int64_t row = row_in_pool(p.history_rows, p.num_histories, b);
+  if (row >= 0) {
+    texts.history = p.history + row * p.history_stride;
+    texts.history_len = clamp_to<int64_t>(p.history_lens[row], 0, p.history_width);
+  }
   if (p.extra != nullptr) {
     texts.extra = p.extra + b * p.extra_stride;
     texts.extra_len = p.extra_width;

@@ -126,10 +126,10 @@ struct RowOptions {
   }
 
   PT_HOST_DEVICE bool stops_too_early() const {
-    if (o.stop_ids == nullptr || o.positions == nullptr) return false;
+    if (o.stop_ids == nullptr || o.positions.data == nullptr) return false;
     const int32_t depth = o.cu_nodes == nullptr || node == 0 ? 0 : o.depths[root + node];
-    const uint64_t predicted = static_cast<uint64_t>(o.positions[sequence]) + static_cast<uint64_t>(int64_t{depth}) + 1;
-    return static_cast<int64_t>(predicted) < o.min_position[sequence];
+    const uint64_t position = static_cast<uint64_t>(integer_at(o.positions, sequence));
+    return static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth}) + 1) < o.min_position[sequence];
   }
 
   // Whether the text, that of the path included, ends in these tokens.

@@ -31,11 +31,22 @@ struct SamplingParams {
   bool joint;  // filter_order "joint"
 };
 
-// Token ids, int32 or int64.
-struct TokenIds {
+// A vector of int32 or int64.
+struct Integers {
   const void* data;
   bool is_int64;
 };
+
+PT_HOST_DEVICE int64_t integer_at(const Integers& integers, int64_t i) {
+  return integers.is_int64 ? static_cast<const int64_t*>(integers.data)[i]
+                           : static_cast<const int32_t*>(integers.data)[i];
+}
+
+// The row of a pool of `size` rows that belongs to sequence b: rows[b], or b where `rows` is null; -1 if there is none.
+PT_HOST_DEVICE int64_t row_in_pool(const int32_t* rows, int64_t size, int64_t b) {
+  const int64_t row = rows == nullptr ? b : rows[b];
+  return row >= 0 && row < size ? row : -1;
+}
 
 // What requests forbid, favour and have said so far (core/options.h tells what becomes of a row). Every pointer may be
 // null: the option is not used. Strides count elements.
@@ -57,12 +68,12 @@ struct OptionsParams {
   const int32_t* history_start;  // [B]
   const int32_t* stop_ids;       // [B, num_stops], -1: none
   const int64_t* min_position;   // [B]
-  const int64_t* positions;      // [B] of the rows or of the roots
+  Integers positions;            // [B] of the rows or of the roots, data null: not known
   const int32_t* cu_nodes;       // [B + 1] trees, these and the following; null: row n is sequence n
   const int32_t* parents;        // [num_rows]
   const int32_t* depths;         // [num_rows]
-  TokenIds draft_tokens;         // [num_rows]
-  TokenIds draft_to_target;      // [draft_vocab], data null: drafts are target ids already
+  Integers draft_tokens;         // [num_rows]
+  Integers draft_to_target;      // [draft_vocab], data null: drafts are target ids already
   float* scratch;                // [scratch_rows, scratch_stride] for backends that cannot allocate
   int64_t batch, num_rows, draft_vocab;
   int64_t vocab;        // V, of all ranks

@@ -9,12 +9,12 @@
 namespace pagedtree {
 
 struct SampleParams {
-  LogitsParams logits;       // R rows
-  SamplingParams sampling;   // of R
-  OptionsParams options;     // of R
-  const int64_t* seeds;      // [R]
-  const int64_t* positions;  // [R]
-  int64_t* tokens;           // [R] out
+  LogitsParams logits;      // R rows
+  SamplingParams sampling;  // of R
+  OptionsParams options;    // of R
+  const int64_t* seeds;     // [R]
+  Integers positions;       // [R]
+  int64_t* tokens;          // [R] out
 };
 
 constexpr float kMaxFloat = 3.402823466e38f;

@@ -176,6 +176,10 @@ PT_HOST_DEVICE void walk_tree(const ShardWalkParams& p, int64_t b) {
   }
   KnownRows rows(p, b);
   walk_rejection(p.ratio, b, rows);
+  // A path that is cut ends with its own token, or has none.
+  const VerifyParams& verify = p.ratio.verify;
+  const int64_t last = b * (verify.max_depth + 1) + verify.num_accepted[b];
+  if (verify.accept_index[last] < 0 || verify.tokens[last] >= 0) p.ends[b].row = -1;
 }
 
 // This rank's part of the draw at a path's end.

@@ -108,12 +108,12 @@ struct ShardRows {
 
 struct ShardStepParams {
   ShardRows shard;
-  const int32_t* depths;     // [N] null without trees
-  const int64_t* seeds;      // [B], these two for kRace
-  const int64_t* positions;  // [B]
-  const int64_t* received;   // [N, words_of(last)], after kTies [ranks, N]; null at the start
-  int64_t* words;            // [N, words_of(round)] out
-  ShardRound last;           // what was received
+  const int32_t* depths;    // [N] null without trees
+  const int64_t* seeds;     // [B], these two for kRace
+  Integers positions;       // [B]
+  const int64_t* received;  // [N, words_of(last)], after kTies [ranks, N]; null at the start
+  int64_t* words;           // [N, words_of(round)] out
+  ShardRound last;          // what was received
   ShardRound round;
   int32_t digit;
   int32_t rank;

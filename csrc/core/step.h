@@ -28,8 +28,10 @@ struct CommitParams {
   const int32_t* start;         // [B]
   const int64_t* eos_ids;       // [num_eos], or [B, num_eos] with row stride eos_stride
   const int32_t* node_map;      // [num_rows]
-  int64_t* history;             // [B, history_width], row stride history_stride, written
-  int32_t* history_lens;        // [B] written; null without history
+  const int32_t* tokens_left;   // [B] how many tokens may be kept, or null
+  int64_t* history;             // [num_histories, history_width], row stride history_stride, written
+  int32_t* history_lens;        // [num_histories] written; null without history
+  const int32_t* history_rows;  // [B] or null: sequence b has history b
   int32_t* output_counts;       // [B, counts_width], row stride counts_stride, written; or null
   int32_t* new_start;           // [B] out
   int64_t* last_token;          // [B] out
@@ -45,7 +47,7 @@ struct CommitParams {
   int64_t num_rows;
   int64_t accept_stride, tokens_stride, eos_stride;
   int64_t num_eos;
-  int64_t history_width, history_stride;
+  int64_t num_histories, history_width, history_stride;
   int64_t counts_width, counts_stride;
   int32_t path_width;  // S
 };
@@ -84,31 +86,34 @@ PT_HOST_DEVICE bool is_eos(const CommitParams& p, int64_t b, int64_t token) {
   return false;
 }
 
-// How many of the verdict's tokens sequence b keeps, and whether the last of them ends the sequence; 0 if there is no
-// tree. The path stops before anything that no verdict contains: nodes that do not ascend or are outside the tree,
-// negative tokens.
+// How many of the verdict's tokens sequence b keeps, and whether the last of them ends the sequence, by itself or as
+// the last one that is left to it; 0 if there is no tree. The path stops before anything that no verdict contains:
+// nodes that do not ascend or are outside the tree, negative tokens.
 PT_HOST_DEVICE int32_t kept_tokens(const CommitParams& p, int64_t b, int64_t num_nodes, bool& ended) {
   ended = false;
   const int32_t* nodes = p.accept_index + b * p.accept_stride;
   const int64_t* tokens = p.tokens + b * p.tokens_stride;
   if (p.path_width < 1 || num_nodes < 1 || p.start[b] < 0 || nodes[0] != 0) return 0;
-  const int32_t accepted = clamp_to(p.num_accepted[b], 0, p.path_width - 1);
+  const int32_t left = p.tokens_left == nullptr ? INT32_MAX : p.tokens_left[b];
+  const int32_t most = min_of(clamp_to(p.num_accepted[b], 0, p.path_width - 1) + 1, left);
   int32_t kept = 0;
-  while (kept <= accepted && tokens[kept] >= 0) {
+  while (!ended && kept < most && tokens[kept] >= 0) {
     if (kept > 0 && (nodes[kept] <= nodes[kept - 1] || nodes[kept] >= num_nodes)) break;
     ended = is_eos(p, b, tokens[kept++]);
-    if (ended) break;
   }
+  ended = ended || kept == left;
   return kept;
 }
 
 PT_HOST_DEVICE void append_history(const CommitParams& p, int64_t b, int32_t count) {
-  const int64_t length = clamp_to<int64_t>(p.history_lens[b], 0, p.history_width);
+  const int64_t row = row_in_pool(p.history_rows, p.num_histories, b);
+  if (row < 0) return;
+  const int64_t length = clamp_to<int64_t>(p.history_lens[row], 0, p.history_width);
   const int64_t fitting = min_of<int64_t>(count, p.history_width - length);
   for (int64_t j = 0; j < fitting; ++j) {
-    p.history[b * p.history_stride + length + j] = p.tokens[b * p.tokens_stride + j];
+    p.history[row * p.history_stride + length + j] = p.tokens[b * p.tokens_stride + j];
   }
-  p.history_lens[b] = static_cast<int32_t>(length + fitting);
+  p.history_lens[row] = static_cast<int32_t>(length + fitting);
 }
 
 PT_HOST_DEVICE void count_tokens(const CommitParams& p, int64_t b, int32_t count) {

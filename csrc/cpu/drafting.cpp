@@ -37,7 +37,7 @@ void expand_node(const ExpandTreeParams& p, const IsaKernels& isa, int64_t b, in
     log_sum = std::log(isa.top_tokens(logits, p.num_children, true, tokens, scores));
     best = scores[0];
   } else {
-    const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level);
+    const int64_t position = static_cast<int64_t>(static_cast<uint64_t>(integer_at(p.positions, b)) + p.level);
     isa.draw_children(logits, sampling_of(p.sampling, b),
                       {p.law, p.num_children, static_cast<uint64_t>(p.seeds[b]), position, use_of_children(p.law, f),
                        tokens, scores, probs},

@@ -18,7 +18,7 @@ void CpuBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
       LogitRow row = logit_row(p.logits, r);
       if (p.options.used) row = isa.adjust_row(RowOptions(p.options, r, r), row, memory.scratch);
       const uint64_t seed = static_cast<uint64_t>(p.seeds[r]);
-      p.tokens[r] = isa.draw_token(row, sampling_of(p.sampling, r), seed, p.positions[r], *scratch).token;
+      p.tokens[r] = isa.draw_token(row, sampling_of(p.sampling, r), seed, integer_at(p.positions, r), *scratch).token;
     }
   });
 }

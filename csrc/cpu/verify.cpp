@@ -19,7 +19,7 @@ void CpuBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) c
       walk.begin();
       const Sampling sampling = sampling_of(p.sampling, b);
       const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
-      const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
+      const uint64_t position = p.positions.data == nullptr ? 0 : static_cast<uint64_t>(integer_at(p.positions, b));
       for (bool more = walk.num_nodes > 0; more;) {
         LogitRow row = logit_row(p.logits, walk.row());
         if (p.options.used) row = isa.adjust_row(RowOptions(p.options, b, walk.row()), row, memory.scratch);

@@ -12,8 +12,8 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_con
   ptx::cluster_sync();
   for (int64_t r = ptx::cluster_index(); r < p.logits.num_rows; r += num_clusters()) {
     const LogitRow row = row_under<kDType>(p.options, p.logits, r, r, shared.radix.block);
-    const Draw draw =
-        draw_token<kDType>(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]), p.positions[r], shared);
+    const Draw draw = draw_token<kDType>(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
+                                         integer_at(p.positions, r), shared);
     if (leads_cluster()) p.tokens[r] = draw.token;
   }
 }

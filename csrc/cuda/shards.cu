@@ -77,7 +77,8 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       const RowDistribution of_shard = shard_distribution(p.shard, of_logits, row, sampling);
       if (of_shard.uniform) kept.make_uniform();
       const int32_t depth = depth_of(p, n, b);
-      const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
+      const uint64_t position =
+          static_cast<uint64_t>(integer_at(p.positions, b)) + static_cast<uint64_t>(int64_t{depth});
       const RaceNoise<false> noise{static_cast<uint64_t>(p.seeds[b]), static_cast<int64_t>(position),
                                    p.shard.first_token};
       const uint64_t of_thread = race(kept, of_shard.scale, of_shard.filter, row.peak.token, noise);

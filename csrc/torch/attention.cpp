@@ -42,14 +42,13 @@ PagedCache paged_cache(const Tensor& t) { return {t.const_data_ptr(), t.stride(0
 void check_cache(const Check& check, const Tensor& q, const Tensor& t, int64_t head_dim, const char* name) {
   check.that(t.defined(), name, "a Tensor", "None");
   if (t.scalar_type() != q.scalar_type() && t.scalar_type() != ScalarType::Float8_e4m3fn) {
-    check.fail(name, std::string("of q's dtype ") + torch::headeronly::toString(q.scalar_type()) + " or Float8_e4m3fn",
-               torch::headeronly::toString(t.scalar_type()));
+    check.fail(name, "of q's dtype " + dtype_text(q.scalar_type()) + " or torch.float8_e4m3fn",
+               dtype_text(t.scalar_type()));
   }
-  check.tensor(t, name, {t.scalar_type()}, {kAnySize, kAnySize, kAnySize, head_dim}, Strides::kLastContiguous);
+  check.tensor(t, name, {t.scalar_type()}, {"pages", "page_size", "Hkv", {"D", head_dim}}, Strides::kLastContiguous);
   if (t.size(1) < 1) check.fail(name, "of a page size of at least 1", Check::text(t.sizes()));
-  if (t.size(2) < 1 || q.size(1) % t.size(2) != 0) {
-    check.fail(name, "of a number of heads that divides q's " + std::to_string(q.size(1)), Check::text(t.sizes()));
-  }
+  check.heads(t, name, "of a number of heads that divides q's " + std::to_string(q.size(1)),
+              [&](int64_t heads) { return heads >= 1 && q.size(1) % heads == 0; });
 }
 
 // The cache's addresses and strides must be multiples of this many bytes.
@@ -67,7 +66,7 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
 // A scale of an fp8 cache: one for all heads, or one per head. Returns the stride between heads.
 int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, const Tensor& cache, const char* name) {
   if (!scale.has_value()) return 0;
-  check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not Float8_e4m3fn",
+  check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not torch.float8_e4m3fn",
              "a tensor");
   if (scale->dim() == 0) {
     check.tensor(*scale, name, {ScalarType::Float}, {});
@@ -76,7 +75,7 @@ int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, cons
   const int64_t heads = cache.size(2);
   check.that(scale->dim() == 1 && (scale->size(0) == heads || scale->size(0) == 1), name,
              "a scalar or of shape [" + std::to_string(heads) + "]", Check::text(scale->sizes()));
-  check.tensor(*scale, name, {ScalarType::Float}, {kAnySize});
+  check.tensor(*scale, name, {ScalarType::Float}, {"Hkv"});
   return scale->size(0) == 1 ? 0 : 1;
 }
 
@@ -101,7 +100,7 @@ struct LayerArguments {
 
 // Checks all that the shape of the output depends on.
 void check_queries(const Check& check, const Tensor& q, const Tensor& v_cache) {
-  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
+  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "Hq", "D"},
                Strides::kLastContiguous);
   check.that(v_cache.defined(), "v_cache", "a Tensor", "None");
   if (v_cache.dim() != 4) {
@@ -125,21 +124,21 @@ bool is_latent(const Tensor& k_cache, const Tensor& v_cache) {
 TreeAttentionParams step_params(const Check& check, const StepArguments& a, int64_t num_tokens) {
   TreeAttentionParams p{};
   p.batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {p.batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {p.batch});
+  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {{"B", p.batch}, "max_pages"}, Strides::kLastContiguous);
+  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {{"B", p.batch}});
   p.num_tokens = num_tokens;
   if (a.tree_mask.has_value()) {
-    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {num_tokens, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {{"T", num_tokens}, "W"}, Strides::kLastContiguous);
     p.num_tokens = a.tree_mask->size(0);
     p.mask_stride = a.tree_mask->stride(0);
     p.mask_words = static_cast<int32_t>(a.tree_mask->size(1));
   }
-  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {p.batch});
+  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {{"B", p.batch}});
   check.that(a.max_seqlen_q.value_or(0) >= 0, "max_seqlen_q", "at least 0", a.max_seqlen_q.value_or(0));
   check.that(std::isfinite(a.scale.value_or(1.0)), "scale", "finite", a.scale.value_or(1.0));
   check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
   check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
-  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {kPlanSize});
+  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {{"plan", kPlanSize}});
 
   p.table = page_table_of(a.page_table, 0);
   p.seq_lens = const_pointer<int32_t>(a.seq_lens);
@@ -162,18 +161,20 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   check_head_dims(check, head_dim, head_dim_v, "q", "v_cache");
   if (num_heads < 1) check.fail("q", "of at least one head", Check::text(a.q.sizes()));
   if (p.num_tokens != kAnySize && p.num_tokens != num_tokens) {
-    check.fail("tree_mask", "of shape [" + std::to_string(num_tokens) + ", *]",
+    check.fail("tree_mask", "of shape " + Check::text({{"T", num_tokens}, "W"}),
                Check::text(std::vector<int64_t>{p.num_tokens, p.mask_words}));
   }
   check_cache(check, a.q, a.k_cache, head_dim, "k_cache");
   check_cache(check, a.q, a.v_cache, head_dim_v, "v_cache");
-  check.tensor(a.v_cache, "v_cache", {a.k_cache.scalar_type()},
-               {a.k_cache.size(0), a.k_cache.size(1), a.k_cache.size(2), head_dim_v}, Strides::kLastContiguous);
+  check.tensor(
+      a.v_cache, "v_cache", {a.k_cache.scalar_type()},
+      {{"pages", a.k_cache.size(0)}, {"page_size", a.k_cache.size(1)}, {"Hkv", a.k_cache.size(2)}, {"Dv", head_dim_v}},
+      Strides::kLastContiguous);
   check.that(backend.attention.float32 || a.q.scalar_type() != ScalarType::Float, "q",
-             "of dtype Half or BFloat16 (Float is for the CPU backend)", "Float");
+             "of dtype torch.float16 or torch.bfloat16 (torch.float32 is for the CPU backend)", "torch.float32");
   check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
   check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
-  if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {num_heads});
+  if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {{"Hq", num_heads}});
   const bool latent = is_latent(a.k_cache, a.v_cache);
   check.that(!latent || p.softcap == 0.0f, "softcap", "0 where v_cache is a view of k_cache", p.softcap);
   const std::optional<Tensor>& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
@@ -212,9 +213,11 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t n = offsets[b + 1] - offsets[b];
     const int32_t tree_len = tree_lens.empty() ? n : tree_lens[b];
-    // With a mask over fewer keys than queries, the queries need not be among the keys.
-    const int32_t least = p.tree_mask == nullptr || tree_lens.empty() || tree_len == -1 ? n : 0;
-    check.that(seq_lens[b] >= least, at("seq_lens", b), "at least " + std::to_string(least), seq_lens[b]);
+    // Without a tree, the queries need not be among the keys.
+    const int32_t least = p.tree_mask != nullptr && tree_len == 0 ? 0 : n;
+    check.that(seq_lens[b] >= least, at("seq_lens", b),
+               "at least " + std::to_string(least) + ", the sequence's rows in cu_seqlens_q, which count as keys",
+               seq_lens[b]);
     check_pages(check, table, p.table.max_pages, p.table.page_size, b, 0, seq_lens[b], p.num_pages);
     if (p.tree_mask == nullptr) {
       check.that(tree_lens.empty() || tree_len == -1, at("tree_lens", b), "-1 without a tree_mask", tree_len);
@@ -252,7 +255,8 @@ AttentionPlanParams plan_params(const TreeAttentionParams& p, const Tensor& plan
 // Runs a call whose params lack only the outputs; p.plan may be null.
 void run_attention(const Check& check, const Backend& backend, TreeAttentionParams& p, const Tensor& q,
                    const Tensor& v_cache, Tensor& out) {
-  check.tensor(out, "out", {q.scalar_type()}, {q.size(0), q.size(1), v_cache.size(3)}, Strides::kLastContiguous);
+  check.tensor(out, "out", {q.scalar_type()}, {{"T", q.size(0)}, {"Hq", q.size(1)}, {"Dv", v_cache.size(3)}},
+               Strides::kLastContiguous);
   p.out = out.mutable_data_ptr();
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
@@ -268,6 +272,21 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
   backend.tree_attention(p, ctx);
 }
 
+// A call whose queries and step have been checked; p: the step's params.
+void attend(const Check& check, const StepArguments& step, TreeAttentionParams p, const LayerArguments& layer,
+            Tensor& out, const std::optional<Tensor>& lse) {
+  const Backend& backend = backend_for(layer.q);
+  add_layer(check, backend, layer, p);
+  if (lse.has_value()) {
+    check.tensor(*lse, "lse", {ScalarType::Float}, {{"T", layer.q.size(0)}, {"Hq", layer.q.size(1)}}, Strides::kAny);
+    p.lse = mutable_pointer<float>(*lse);
+    p.lse_token_stride = lse->stride(0);
+    p.lse_head_stride = lse->stride(1);
+  }
+  if (value_checks_enabled()) check_values(check, step, p);
+  run_attention(check, backend, p, layer.q, layer.v_cache, out);
+}
+
 void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
                         const Tensor& seq_lens, const Tensor& cu_seqlens_q, const std::optional<Tensor>& tree_mask,
                         const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
@@ -276,48 +295,75 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
                         const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse) {
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
-  const Backend& backend = backend_for(q);
   const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                            max_seqlen_q, scale,    softcap,      window,    plan};
-  TreeAttentionParams p = step_params(check, step, q.size(0));
-  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, p);
-  if (lse.has_value()) {
-    check.tensor(*lse, "lse", {ScalarType::Float}, {q.size(0), q.size(1)}, Strides::kAny);
-    p.lse = mutable_pointer<float>(*lse);
-    p.lse_token_stride = lse->stride(0);
-    p.lse_head_stride = lse->stride(1);
-  }
-  if (value_checks_enabled()) check_values(check, step, p);
-  run_attention(check, backend, p, q, v_cache, out);
+  attend(check, step, step_params(check, step, q.size(0)), {q, k_cache, v_cache, sinks, k_scale, v_scale}, out, lse);
 }
 
-// What `_prepare_attention` hands to `_attend`.
-using PreparedStep = Prepared<TreeAttentionParams, 0x7d3c1f5ab2e94086>;
+// What `_prepare_attention` keeps for `_attend`.
+struct PreparedStep : Prepared {
+  Tensor page_table, seq_lens, cu_seqlens_q;
+  std::optional<Tensor> tree_mask, tree_lens, plan;
+  std::optional<int64_t> max_seqlen_q;
+  std::optional<double> scale;
+  double softcap;
+  int64_t window;
+  TreeAttentionParams params;  // for the tensors as they were
+  KeptTensors<false> tensors;  // all of these
 
-Tensor prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                         const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
-                         std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
-                         int64_t window, const std::optional<Tensor>& plan) {
+  PreparedStep(const StepArguments& a, const TreeAttentionParams& p)
+      : page_table(a.page_table),
+        seq_lens(a.seq_lens),
+        cu_seqlens_q(a.cu_seqlens_q),
+        tree_mask(a.tree_mask),
+        tree_lens(a.tree_lens),
+        plan(a.plan),
+        max_seqlen_q(a.max_seqlen_q),
+        scale(a.scale),
+        softcap(a.softcap),
+        window(a.window),
+        params(p),
+        tensors(given(a)) {}
+
+  StepArguments arguments() const {
+    return {page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan};
+  }
+
+ private:
+  static std::vector<Tensor> given(const StepArguments& a) {
+    std::vector<Tensor> all{a.page_table, a.seq_lens, a.cu_seqlens_q};
+    for (const auto* optional : {&a.tree_mask, &a.tree_lens, &a.plan}) {
+      if (optional->has_value()) all.push_back(**optional);
+    }
+    return all;
+  }
+};
+
+int64_t prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
+                          const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
+                          std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
+                          int64_t window, const std::optional<Tensor>& plan) {
   const Check check("tree_attention", page_table);
   const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                            max_seqlen_q, scale,    softcap,      window,    plan};
-  return PreparedStep::pack(page_table, {step_params(check, step, kAnySize)});
+  return keep_prepared(std::make_shared<PreparedStep>(step, step_params(check, step, kAnySize)));
 }
 
-void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step,
+void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, int64_t step,
                 const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
                 const std::optional<Tensor>& v_scale, Tensor out) {
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
-  TreeAttentionParams params = PreparedStep::unpack(check, step, "step", q, "q").front();
-  const Backend& backend = backend_for(q);
-  add_layer(check, backend, {q, k_cache, v_cache, sinks, k_scale, v_scale}, params);
-  run_attention(check, backend, params, q, v_cache, out);
+  const auto kept = prepared<PreparedStep>(check, step, "step");
+  check.device(kept->page_table, "page_table");
+  const StepArguments arguments = kept->arguments();
+  attend(check, arguments, kept->tensors.are_unchanged() ? kept->params : step_params(check, arguments, kAnySize),
+         {q, k_cache, v_cache, sinks, k_scale, v_scale}, out, std::nullopt);
 }
 
-Tensor attend(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& step,
-              const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-              const std::optional<Tensor>& v_scale) {
+Tensor attend_prepared(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, int64_t step,
+                       const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
+                       const std::optional<Tensor>& v_scale) {
   Tensor out = empty_output(q, v_cache);
   attend_out(q, k_cache, v_cache, step, sinks, k_scale, v_scale, out);
   return out;
@@ -355,7 +401,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
                       std::optional<int64_t> head_dim_v, bool latent, int64_t window) {
   const Check check("attention_plan", seq_lens);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
+  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {{"B", batch}});
   check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
   check.that(num_kv_heads <= INT32_MAX, "num_kv_heads", "below 2^31", num_kv_heads);
   check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
@@ -366,7 +412,7 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   check.that(window >= 0, "window", "at least 0 (0: none)", window);
-  if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {batch});
+  if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {{"B", batch}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_seqlens_q), "cu_seqlens_q", INT32_MAX);
 
   Tensor plan = empty_on(seq_lens, {kPlanSize}, ScalarType::Int);
@@ -393,12 +439,13 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
 std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                         const Tensor& lse_b) {
   const Check check("merge_states", out_a);
-  check.tensor(out_a, "out_a", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
-               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(out_a, "out_a", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "H", "D"},
+               Strides::kLastContiguous);
   const int64_t num_tokens = out_a.size(0), num_heads = out_a.size(1), head_dim = out_a.size(2);
-  check.tensor(out_b, "out_b", {out_a.scalar_type()}, {num_tokens, num_heads, head_dim}, Strides::kLastContiguous);
-  check.tensor(lse_a, "lse_a", {ScalarType::Float}, {num_tokens, num_heads}, Strides::kAny);
-  check.tensor(lse_b, "lse_b", {ScalarType::Float}, {num_tokens, num_heads}, Strides::kAny);
+  check.tensor(out_b, "out_b", {out_a.scalar_type()}, {{"T", num_tokens}, {"H", num_heads}, {"D", head_dim}},
+               Strides::kLastContiguous);
+  check.tensor(lse_a, "lse_a", {ScalarType::Float}, {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
+  check.tensor(lse_b, "lse_b", {ScalarType::Float}, {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
 
   Tensor out = empty_on(out_a, {num_tokens, num_heads, head_dim}, out_a.scalar_type());
   Tensor lse = empty_on(out_a, {num_tokens, num_heads}, ScalarType::Float);
@@ -431,7 +478,7 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
   " Tensor? plan=None"
 #define PT_LAYER_ARGUMENTS                                                                 \
-  "Tensor q, Tensor k_cache, Tensor v_cache, Tensor step, Tensor? sinks, Tensor? k_scale," \
+  "Tensor q, Tensor k_cache, Tensor v_cache, SymInt step, Tensor? sinks, Tensor? k_scale," \
   " Tensor? v_scale"
 
 constexpr Op kOps[] = {
@@ -441,9 +488,9 @@ constexpr Op kOps[] = {
     {"tree_attention.without_lse", "(" PT_ATTENTION_ARGUMENTS ") -> Tensor", PT_BOX(&tree_attention_without_lse)},
     {"_prepare_attention",
      "(Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q, Tensor? tree_mask=None, *, Tensor? tree_lens=None,"
-     " SymInt? max_seqlen_q=None, float? scale=None, float softcap=0.0, SymInt window=0, Tensor? plan=None) -> Tensor",
+     " SymInt? max_seqlen_q=None, float? scale=None, float softcap=0.0, SymInt window=0, Tensor? plan=None) -> SymInt",
      PT_BOX(&prepare_attention)},
-    {"_attend", "(" PT_LAYER_ARGUMENTS ") -> Tensor", PT_BOX(&attend)},
+    {"_attend", "(" PT_LAYER_ARGUMENTS ") -> Tensor", PT_BOX(&attend_prepared)},
     {"_attend.out", "(" PT_LAYER_ARGUMENTS ", Tensor(a!) out) -> ()", PT_BOX(&attend_out)},
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"

@@ -13,6 +13,7 @@
 #include <string>
 #include <string_view>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "core/params.h"
@@ -25,6 +26,47 @@ using torch::stable::Tensor;
 enum class Strides { kContiguous, kLastContiguous, kAny };
 
 constexpr int64_t kAnySize = -1;
+
+// A dimension of an expected shape.
+struct Axis {
+  int64_t size;
+  const char* name;
+
+  Axis(const char* of_name, int64_t of_size = kAnySize) : size(of_size), name(of_name) {}  // NOLINT: implicit
+};
+
+// As Python writes it.
+inline std::string dtype_text(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return "torch.float32";
+    case ScalarType::Half:
+      return "torch.float16";
+    case ScalarType::Double:
+      return "torch.float64";
+    case ScalarType::Int:
+      return "torch.int32";
+    case ScalarType::Long:
+      return "torch.int64";
+    case ScalarType::Short:
+      return "torch.int16";
+    case ScalarType::Char:
+      return "torch.int8";
+    case ScalarType::Byte:
+      return "torch.uint8";
+    case ScalarType::ComplexHalf:
+      return "torch.complex32";
+    case ScalarType::ComplexFloat:
+      return "torch.complex64";
+    case ScalarType::ComplexDouble:
+      return "torch.complex128";
+    default: {  // "BFloat16", "Bool", "Float8_e4m3fn"
+      std::string text = torch::headeronly::toString(dtype);
+      for (char& c : text) c = static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+      return "torch." + text;
+    }
+  }
+}
 
 // PAGEDTREE_CHECK=1: values in tensors are checked too, which synchronises. Read at each call.
 inline bool value_checks_enabled() {
@@ -50,13 +92,13 @@ class Check {
   }
 
   void tensor(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes,
-              std::initializer_list<int64_t> shape, Strides strides = Strides::kContiguous) const {
+              std::initializer_list<Axis> shape, Strides strides = Strides::kContiguous) const {
     dtype(t, name, dtypes);
     device(t, name);
     bool same = t.dim() == static_cast<int64_t>(shape.size());
     size_t i = 0;
-    for (int64_t expected : shape) {
-      same = same && (expected == kAnySize || t.size(static_cast<int64_t>(i)) == expected);
+    for (const Axis& axis : shape) {
+      same = same && (axis.size == kAnySize || t.size(static_cast<int64_t>(i)) == axis.size);
       ++i;
     }
     if (!same) fail(name, "of shape " + text(shape), text(t.sizes()));
@@ -65,12 +107,26 @@ class Check {
     if (strides == Strides::kLastContiguous && t.numel() > 0 && last >= 0 && t.size(last) > 1 && t.stride(last) != 1) {
       fail(name, "contiguous in its last dimension", "strides " + text(t.strides()));
     }
-    aligned(t, name);
+    memory(t, name);
   }
 
-  // Tensors whose storage begins anywhere (a buffer that is read from a file, say) may lie between two elements, where
-  // neither the compiler's loads nor the GPU's may read.
-  void aligned(const Tensor& t, std::string_view name) const {
+  // The heads of a cache [pages, page_size, Hkv, D].
+  template <typename Fits>
+  void heads(const Tensor& cache, std::string_view name, const std::string& expected, const Fits& fits) const {
+    if (cache.dim() != 4 || fits(cache.size(2))) return;
+    const bool turned = fits(cache.size(1));
+    fail(name, expected + " in its third dimension (pages, page_size, Hkv, D)",
+         text(cache.sizes()) + (turned ? "; of a cache [pages, Hkv, page_size, D] pass cache.transpose(1, 2)" : ""));
+  }
+
+  // Elements that can be read. A storage may have been freed since, as by resize_(0). One that begins anywhere (a
+  // buffer that is read from a file, say) may lie between two elements, where neither the compiler's loads nor the
+  // GPU's may read.
+  void memory(const Tensor& t, std::string_view name) const {
+    int64_t stored = 0;
+    if (aoti_torch_get_storage_size(t.get(), &stored) == AOTI_TORCH_SUCCESS && stored == 0 && t.numel() > 0) {
+      fail(name, "a tensor with memory", "one whose storage has been freed");
+    }
     const auto bytes = static_cast<uintptr_t>(t.element_size());
     const uintptr_t excess = reinterpret_cast<uintptr_t>(t.const_data_ptr()) % bytes;
     if (excess == 0) return;
@@ -80,16 +136,20 @@ class Check {
 
   void dtype(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes) const {
     if (!t.defined()) fail(name, "a Tensor", "None");
+    // A dtype becomes Torch's number faster than the number becomes a dtype.
+    using torch::stable::detail::from, torch::stable::detail::to;
+    int32_t number = 0;
+    const bool known = aoti_torch_get_dtype(t.get(), &number) == AOTI_TORCH_SUCCESS;
     std::string expected;
     for (ScalarType d : dtypes) {
-      if (d == t.scalar_type()) return;
-      expected += (expected.empty() ? "" : " or ") + std::string(torch::headeronly::toString(d));
+      if (known && to<int32_t>(from(d)) == number) return;
+      expected += (expected.empty() ? "" : " or ") + dtype_text(d);
     }
-    fail(name, "of dtype " + expected, torch::headeronly::toString(t.scalar_type()));
+    fail(name, "of dtype " + expected, dtype_text(t.scalar_type()));
   }
 
   void device(const Tensor& t, std::string_view name) const {
-    if (!(t.device() == device_)) fail(name, "on the device of the other arguments", "another device");
+    if (device_of(t) != device_) fail(name, "on the device of the other arguments", "another device");
   }
 
   // One value for each of the batch's sequences, or one for all; called after tensor().
@@ -100,17 +160,26 @@ class Check {
 
   // int32 offsets [B + 1] of a ragged batch; returns B.
   int64_t offsets(const Tensor& t, std::string_view name) const {
-    tensor(t, name, {ScalarType::Int}, {kAnySize});
+    tensor(t, name, {ScalarType::Int}, {"B + 1"});
     that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
     return t.size(0) - 1;
   }
 
   template <typename Sizes>
   static std::string text(const Sizes& sizes) {
-    std::string out = "[";
-    for (int64_t size : sizes)
-      out += (out.size() > 1 ? ", " : "") + (size == kAnySize ? std::string("*") : std::to_string(size));
-    return out + "]";
+    std::string out;
+    for (const int64_t size : sizes) out += (out.empty() ? "" : ", ") + std::to_string(size);
+    return "[" + out + "]";
+  }
+
+  // "[2, *] (B, max_pages)"
+  static std::string text(std::initializer_list<Axis> shape) {
+    std::string sizes, names;
+    for (const Axis& axis : shape) {
+      sizes += (sizes.empty() ? "" : ", ") + (axis.size == kAnySize ? "*" : std::to_string(axis.size));
+      names += std::string(names.empty() ? "" : ", ") + axis.name;
+    }
+    return "[" + sizes + "]" + (names.empty() ? "" : " (" + names + ")");
   }
 
  private:
@@ -130,12 +199,17 @@ class Check {
   }
 
   // None passes for an undefined tensor in the stable ABI; tensor() refuses it by name.
-  static torch::stable::Device device_of(const Tensor& anchor) {
-    return anchor.defined() ? anchor.device() : torch::stable::Device(torch::headeronly::DeviceType::CPU);
+  static std::pair<int32_t, int32_t> device_of(const Tensor& t) {
+    std::pair<int32_t, int32_t> device{};
+    if (t.defined()) {
+      aoti_torch_get_device_type(t.get(), &device.first);
+      aoti_torch_get_device_index(t.get(), &device.second);
+    }
+    return device;
   }
 
   const char* op_;
-  torch::stable::Device device_;
+  std::pair<int32_t, int32_t> device_;  // Torch's numbers of its type and index
 };
 
 inline DType core_dtype(const Tensor& t) {
@@ -172,6 +246,12 @@ const T* given_pointer(const Tensor& t) {
 template <typename T>
 const T* optional_pointer(const std::optional<Tensor>& t) {
   return t.has_value() ? given_pointer<T>(*t) : nullptr;
+}
+
+// int32 or int64 [size].
+inline Integers integers(const Check& check, const Tensor& t, std::string_view name, Axis size) {
+  check.tensor(t, name, {ScalarType::Int, ScalarType::Long}, {size});
+  return {given_pointer<int64_t>(t), t.scalar_type() == ScalarType::Long};
 }
 
 inline PageTable page_table_of(const Tensor& t, int64_t page_size) {

@@ -13,12 +13,12 @@ namespace {
 // The growing tree's tensors [B, C], the same for each op that takes it.
 void check_candidates(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
                       const Tensor& kv_index) {
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {kAnySize, kAnySize});
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {"B", "C"});
   check.that(tokens.size(1) >= 1 && tokens.size(1) <= kMaxCandidates, "tokens", "of 1 to 2^20 candidates per sequence",
              tokens.size(1));
-  check.tensor(parents, "parents", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
-  check.tensor(scores, "scores", {ScalarType::Float}, {tokens.size(0), tokens.size(1)});
-  check.tensor(kv_index, "kv_index", {ScalarType::Int}, {tokens.size(0), tokens.size(1)});
+  check.tensor(parents, "parents", {ScalarType::Int}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
+  check.tensor(scores, "scores", {ScalarType::Float}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
+  check.tensor(kv_index, "kv_index", {ScalarType::Int}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
 }
 
 GrowthLaw growth_law(const Check& check, const std::string& law) {
@@ -30,7 +30,7 @@ GrowthLaw growth_law(const Check& check, const std::string& law) {
 }
 
 void check_active(const Check& check, const std::optional<Tensor>& active, int64_t batch) {
-  if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {batch});
+  if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {{"B", batch}});
 }
 
 // tokens, parents, scores, kv_index, frontier, mask, draft_probs
@@ -46,10 +46,10 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   const Check check("expand_tree", tokens);
   check_candidates(check, tokens, parents, scores, kv_index);
   const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
-  check.tensor(frontier, "frontier", {ScalarType::Int}, {batch, kAnySize});
+  check.tensor(frontier, "frontier", {ScalarType::Int}, {{"B", batch}, "F"});
   const int64_t num_expanded = frontier.size(1);
   check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
-  check.tensor(mask, "mask", {ScalarType::Int}, {batch * num_expanded, kAnySize});
+  check.tensor(mask, "mask", {ScalarType::Int}, {{"B * F", batch * num_expanded}, "W"});
   const int64_t mask_words = mask.size(1);
   check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words per row", mask_words);
 
@@ -57,7 +57,8 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   params.law = growth_law(check, law);
   params.logits = logits_params(check, logits);
   const int64_t vocab = params.logits.vocab;
-  check.tensor(logits, "logits", {logits.scalar_type()}, {batch * num_expanded, kAnySize}, Strides::kLastContiguous);
+  check.tensor(logits, "logits", {logits.scalar_type()}, {{"B * F", batch * num_expanded}, "V"},
+               Strides::kLastContiguous);
   const bool sampled = params.law != GrowthLaw::kTopK;
   for (const auto& [name, given] : {std::pair{"temperature", &temperature},
                                     {"top_k", &top_k},
@@ -71,8 +72,8 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   is_joint(check, filter_order);
   if (sampled) {
     params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, batch);
-    check.tensor(*seeds, "seeds", {ScalarType::Long}, {batch});
-    check.tensor(*positions, "positions", {ScalarType::Long}, {batch});
+    check.tensor(*seeds, "seeds", {ScalarType::Long}, {{"B", batch}});
+    params.positions = integers(check, *positions, "positions", {"B", batch});
   }
   const int64_t most = params.law == GrowthLaw::kIid ? kMaxTreeNodes : min_of<int64_t>(vocab, kMaxTreeNodes);
   check.that(num_children >= 1 && num_children <= most, "num_children", "in 1.." + std::to_string(most), num_children);
@@ -105,7 +106,6 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   params.frontier = const_pointer<int32_t>(frontier);
   params.mask = const_pointer<int32_t>(mask);
   params.seeds = optional_pointer<int64_t>(seeds);
-  params.positions = optional_pointer<int64_t>(positions);
   params.out_tokens = mutable_pointer<int64_t>(out_tokens);
   params.out_parents = mutable_pointer<int32_t>(out_parents);
   params.out_scores = mutable_pointer<float>(out_scores);
@@ -167,11 +167,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
 std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Tensor& history_lens, int64_t max_nodes,
                                                  int64_t max_depth, int64_t min_ngram, int64_t max_ngram,
                                                  int64_t max_branches, std::optional<Tensor> extra,
-                                                 std::optional<Tensor> active) {
+                                                 std::optional<Tensor> active, std::optional<Tensor> history_rows) {
   const Check check("ngram_propose", history);
-  check.tensor(history, "history", {ScalarType::Long}, {kAnySize, kAnySize}, Strides::kLastContiguous);
-  const int64_t batch = history.size(0);
-  check.tensor(history_lens, "history_lens", {ScalarType::Int}, {batch});
+  const char* const histories = history_rows.has_value() ? "P" : "B";
+  check.tensor(history, "history", {ScalarType::Long}, {histories, "H"}, Strides::kLastContiguous);
+  check.tensor(history_lens, "history_lens", {ScalarType::Int}, {{histories, history.size(0)}});
+  if (history_rows.has_value()) check.tensor(*history_rows, "history_rows", {ScalarType::Int}, {"B"});
+  const int64_t batch = history_rows.has_value() ? history_rows->size(0) : history.size(0);
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
   check.that(min_ngram >= 1, "min_ngram", "at least 1", min_ngram);
@@ -179,17 +181,13 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
              "in min_ngram.." + std::to_string(kMaxNgram), max_ngram);
   check.that(max_branches >= 0, "max_branches", "at least 0", max_branches);
   if (extra.has_value()) {
-    check.tensor(*extra, "extra", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*extra, "extra", {ScalarType::Long}, {{"B", batch}, "E"}, Strides::kLastContiguous);
   }
   const int64_t width = history.size(1) + (extra.has_value() ? extra->size(1) : 0);
   check.that(width < kMaxRows, "history", "of less than 2^31 tokens per row, `extra` included", width);
   check_active(check, active, batch);
   if (value_checks_enabled()) {
-    const auto lengths = host_values<int32_t>(history_lens);
-    for (int64_t b = 0; b < batch; ++b) {
-      check.that(lengths[b] >= 0 && lengths[b] <= history.size(1), at("history_lens", b),
-                 "in 0.." + std::to_string(history.size(1)), lengths[b]);
-    }
+    check_histories(check, history, history_lens, history_rows);
   }
 
   Tensor draft_tokens = empty_on(history, {batch * max_nodes}, ScalarType::Long);
@@ -204,6 +202,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   NgramProposeParams params{};
   params.history = const_pointer<int64_t>(history);
   params.history_lens = const_pointer<int32_t>(history_lens);
+  params.history_rows = optional_pointer<int32_t>(history_rows);
   params.extra = optional_pointer<int64_t>(extra);
   params.active = optional_pointer<uint8_t>(active);
   params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
@@ -215,6 +214,7 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.places = mutable_pointer<int32_t>(places);
   params.match_lengths = mutable_pointer<uint8_t>(match_lengths);
   params.batch = batch;
+  params.num_histories = history.size(0);
   params.history_width = history.size(1);
   params.history_stride = history.stride(0);
   params.extra_width = extra.has_value() ? extra->size(1) : 0;
@@ -232,17 +232,17 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
                                                   const Tensor& depths, const Tensor& child_ranks, int64_t num_top,
                                                   std::optional<Tensor> root_tokens, std::optional<Tensor> active) {
   const Check check("medusa_propose", head_logits);
-  check.tensor(head_logits, "head_logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16},
-               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(head_logits, "head_logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"B", "H", "V"},
+               Strides::kLastContiguous);
   const int64_t batch = head_logits.size(0), num_heads = head_logits.size(1), vocab = head_logits.size(2);
-  check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
+  check.tensor(parents, "parents", {ScalarType::Int}, {"N"});
   const int64_t num_nodes = parents.size(0);
   check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "parents", "of 1 to 1024 nodes", num_nodes);
-  check.tensor(depths, "depths", {ScalarType::Int}, {num_nodes});
-  check.tensor(child_ranks, "child_ranks", {ScalarType::Int}, {num_nodes});
+  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", num_nodes}});
+  check.tensor(child_ranks, "child_ranks", {ScalarType::Int}, {{"N", num_nodes}});
   const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
   check.that(num_top >= 0 && num_top <= most, "num_top", "in 0.." + std::to_string(most), num_top);
-  if (root_tokens.has_value()) check.tensor(*root_tokens, "root_tokens", {ScalarType::Long}, {batch});
+  if (root_tokens.has_value()) check.tensor(*root_tokens, "root_tokens", {ScalarType::Long}, {{"B", batch}});
   check_active(check, active, batch);
 
   Tensor draft_tokens = empty_on(head_logits, {batch * num_nodes}, ScalarType::Long);
@@ -305,12 +305,13 @@ TreeOutput tree_output(TreeTensors& tensors) {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> best_first_tree(
     const Tensor& log_probs, const Tensor& tokens, const Tensor& root_tokens, int64_t num_nodes) {
   const Check check("best_first_tree", log_probs);
-  check.tensor(log_probs, "log_probs", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(log_probs, "log_probs", {ScalarType::Float}, {"B", "H", "K"}, Strides::kLastContiguous);
   const int64_t batch = log_probs.size(0), num_levels = log_probs.size(1), num_candidates = log_probs.size(2);
   check.that(num_levels < kMaxTreeNodes, "log_probs", "of at most 1023 levels", num_levels);
   check.that(num_candidates <= kMaxVocab, "log_probs", "of at most 2^20 candidates per level", num_candidates);
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {batch, num_levels, num_candidates}, Strides::kLastContiguous);
-  check.tensor(root_tokens, "root_tokens", {ScalarType::Long}, {batch});
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {{"B", batch}, {"H", num_levels}, {"K", num_candidates}},
+               Strides::kLastContiguous);
+  check.tensor(root_tokens, "root_tokens", {ScalarType::Long}, {{"B", batch}});
   check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
   check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
 
@@ -342,16 +343,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selec
     int64_t budget, int64_t max_nodes, int64_t max_depth, std::optional<Tensor> limit) {
   const Check check("select_nodes", cu_nodes);
   const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
+  check.tensor(parents, "parents", {ScalarType::Int}, {"N"});
   const int64_t num_rows = parents.size(0);
   check.that(num_rows < kMaxRows, "parents", "of less than 2^31 rows", num_rows);
-  check.tensor(depths, "depths", {ScalarType::Int}, {num_rows});
-  check.tensor(valid, "valid", {ScalarType::Bool}, {batch});
-  check.tensor(survival, "survival", {ScalarType::Float}, {num_rows});
+  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", num_rows}});
+  check.tensor(valid, "valid", {ScalarType::Bool}, {{"B", batch}});
+  check.tensor(survival, "survival", {ScalarType::Float}, {{"N", num_rows}});
   check.that(budget >= 0 && budget < kMaxRows, "budget", "in 0..2^31 - 1", budget);
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
-  if (limit.has_value()) check.tensor(*limit, "limit", {ScalarType::Int}, {1});
+  if (limit.has_value()) check.tensor(*limit, "limit", {ScalarType::Int}, {{"limit", 1}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
 
   const int64_t capacity = max_of(budget, batch);
@@ -394,8 +395,8 @@ constexpr Op kOps[] = {
      PT_BOX(&rerank_tree)},
     {"ngram_propose",
      "(Tensor history, Tensor history_lens, *, SymInt max_nodes, SymInt max_depth, SymInt min_ngram=1,"
-     " SymInt max_ngram=4, SymInt max_branches=8, Tensor? extra=None, Tensor? active=None)"
-     " -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
+     " SymInt max_ngram=4, SymInt max_branches=8, Tensor? extra=None, Tensor? active=None,"
+     " Tensor? history_rows=None) -> (Tensor draft_tokens, Tensor parents, Tensor cu_nodes)",
      PT_BOX(&ngram_propose)},
     {"medusa_propose",
      "(Tensor head_logits, Tensor parents, Tensor depths, Tensor child_ranks, *, SymInt num_top,"

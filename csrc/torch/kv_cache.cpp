@@ -18,11 +18,13 @@ void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, c
   const auto lengths = host_values<int32_t>(seq_lens);
   const auto table = host_values<int32_t>(page_table);
   check_offsets(check, offsets, "cu_seqlens_q", p.total_q);
+  WritablePages written;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t new_tokens = offsets[b + 1] - offsets[b];
     check.that(lengths[b] >= new_tokens, at("seq_lens", b), "at least its " + std::to_string(new_tokens) + " queries",
                lengths[b]);
     check_pages(check, table, p.table.max_pages, p.table.page_size, b, lengths[b] - new_tokens, lengths[b], INT32_MAX);
+    written.add(check, table, p.table.max_pages, p.table.page_size, b, lengths[b] - new_tokens, lengths[b]);
   }
 }
 
@@ -42,13 +44,13 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   side.head_dim = rows.size(2);
   if (!scale.has_value()) return side;
   check.that(rows.scalar_type() != cache.scalar_type(), name, "absent where the rows are copied as they are",
-             "a scale with a cache of dtype " + std::string(torch::headeronly::toString(cache.scalar_type())));
+             "a scale with a cache of dtype " + dtype_text(cache.scalar_type()));
   if (scale->dim() == 0) {
     check.tensor(*scale, name, {ScalarType::Float}, {});
   } else if (scale->dim() == 1 && scale->size(0) == 1) {
-    check.tensor(*scale, name, {ScalarType::Float}, {1});
+    check.tensor(*scale, name, {ScalarType::Float}, {{"Hkv", 1}});
   } else {
-    check.tensor(*scale, name, {ScalarType::Float}, {num_kv_heads});
+    check.tensor(*scale, name, {ScalarType::Float}, {{"Hkv", num_kv_heads}});
     side.scale_stride = 1;
   }
   side.scale = const_pointer<float>(*scale);
@@ -95,18 +97,59 @@ CacheView cache_view(const Check& check, const Tensor& cache, const std::string&
   return view;
 }
 
-void check_compact_values(const Check& check, const CompactKvParams& p, const Tensor& page_table, const Tensor& start,
-                          const Tensor& accept_index, const Tensor& num_accepted) {
+// The bytes of the row at a position of sequence b.
+std::vector<uint8_t> row_bytes(const Tensor& cache, const CompactKvParams& p, const std::vector<int32_t>& table,
+                               int64_t b, int64_t position) {
+  const int64_t page = table[b * p.table.max_pages + position / p.table.page_size];
+  const Tensor row =
+      host_copy(torch::stable::select(torch::stable::select(cache, 0, page), 0, position % p.table.page_size));
+  const auto* bytes = const_pointer<uint8_t>(row);
+  return {bytes, bytes + row.numel() * static_cast<int64_t>(row.element_size())};
+}
+
+// Whether a path has been moved before: its last row is in all caches where it goes to, as well as where it comes from,
+// which no other row of the path goes to. Rows of zeros show nothing.
+bool is_moved(const std::vector<Tensor>& caches, const CompactKvParams& p, const std::vector<int32_t>& table, int64_t b,
+              int64_t from, int64_t to) {
+  bool shows = false;
+  for (const Tensor& cache : caches) {
+    const std::vector<uint8_t> row = row_bytes(cache, p, table, b, from);
+    if (row != row_bytes(cache, p, table, b, to)) return false;
+    shows = shows || std::any_of(row.begin(), row.end(), [](uint8_t byte) { return byte != 0; });
+  }
+  return shows;
+}
+
+void check_compact_values(const Check& check, const CompactKvParams& p, const std::vector<Tensor>& caches,
+                          const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
+                          const Tensor& num_accepted) {
+  for (size_t i = 0; i < caches.size(); ++i) {
+    const Tensor& cache = caches[i];
+    check.that(cache.dim() < 5 || cache.size(0) >= cache.size(1), at("caches", static_cast<int64_t>(i)),
+               "of shape [pages, page_size, ...], one layer's K or V and no pool of several",
+               Check::text(cache.sizes()) + ", more positions a page than pages");
+  }
   const auto table = host_values<int32_t>(page_table);
   const auto starts = host_values<int32_t>(start);
   const auto nodes = host_values<int32_t>(accept_index);
   const auto accepted = host_values<int32_t>(num_accepted);
+  WritablePages written;
   for (int64_t b = 0; b < p.batch; ++b) {
     check_path(check, nodes, p.path_width, b, accepted[b]);
     if (accepted[b] == 0 || p.num_pages == 0) continue;
     check.that(starts[b] >= 0, at("start", b), "a position", starts[b]);
-    const int64_t last = nodes[b * p.path_width + accepted[b]];
-    check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], starts[b] + last + 1, p.num_pages);
+    const int64_t last = nodes[b * p.path_width + accepted[b]], end = int64_t{starts[b]} + last + 1;
+    check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end, p.num_pages);
+    for (int64_t i = 0; i < starts[b] / p.table.page_size; ++i) {  // -1: a page that a window has left behind
+      const int32_t page = table[b * p.table.max_pages + i];
+      check.that(page < p.num_pages, "page_table[" + std::to_string(b) + ", " + std::to_string(i) + "]",
+                 "a page id below " + std::to_string(p.num_pages) + ", the pages of caches[0]", page);
+    }
+    written.add(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end);
+    if (last == accepted[b]) continue;
+    check.that(!is_moved(caches, p, table, b, starts[b] + last, int64_t{starts[b]} + accepted[b]), at("start", b),
+               "that of a path that has not been moved yet",
+               std::to_string(starts[b]) + ", behind which the path's rows are in place already");
   }
 }
 
@@ -126,7 +169,7 @@ std::vector<CompactKvParams> compactions_of(const Check& check, const std::vecto
           "of shape [" + std::to_string(first.size(0)) + ", " + std::to_string(first.size(1)) + ", ...] like caches[0]",
           Check::text(cache.sizes()));
     }
-    check.aligned(cache, name);
+    check.memory(cache, name);
     CompactKvParams& launch = launches[static_cast<size_t>(i / kMaxCompactTensors)];
     launch.caches[launch.num_caches++] = cache_view(check, cache, name);
     launch.table.page_size = first.size(1);
@@ -135,28 +178,41 @@ std::vector<CompactKvParams> compactions_of(const Check& check, const std::vecto
   return launches;
 }
 
-// What `_prepare_compaction` hands to `_compact`.
-using PreparedCompaction = Prepared<CompactKvParams, 0x31c86e0f9d5b72a4>;
+// What `_prepare_compaction` keeps for `_compact`.
+struct PreparedCompaction : Prepared {
+  KeptTensors<true> caches;
+  std::vector<CompactKvParams> launches;  // for the caches as they were
+
+  explicit PreparedCompaction(const std::vector<Tensor>& kept)
+      : caches(kept), launches(compactions_of(Check("compact_kv", kept.front()), kept)) {}
+};
 
 void check_moves(const Check& check, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
                  const Tensor& num_accepted) {
-  check.tensor(start, "start", {ScalarType::Int}, {kAnySize});
+  check.tensor(start, "start", {ScalarType::Int}, {"B"});
   const int64_t batch = start.size(0);
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
+  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {{"B", batch}, "S"}, Strides::kLastContiguous);
   if (accept_index.size(1) > kMaxTreeNodes) {
     check.fail("accept_index", "of at most 1024 columns", Check::text(accept_index.sizes()));
   }
-  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
+  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {{"B", batch}});
 }
 
 // Makes the launches, which lack the moves; those have been checked.
-Tensor compact(const Check& check, std::vector<CompactKvParams> launches, const Tensor& page_table, const Tensor& start,
-               const Tensor& accept_index, const Tensor& num_accepted) {
+Tensor compact(const Check& check, const std::vector<Tensor>& caches, const std::vector<CompactKvParams>& launches,
+               const Tensor& page_table, const Tensor& start, const Tensor& accept_index, const Tensor& num_accepted) {
   const int64_t batch = start.size(0);
   Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
-  for (CompactKvParams& launch : launches) {
-    launch.table = page_table_of(page_table, max_of<int64_t>(launch.table.page_size, 1));
+  const Backend& backend = backend_for(page_table);
+  const CallContext ctx = context_for(page_table);
+  bool checks_values = value_checks_enabled();
+  for (const CompactKvParams& prepared : launches) {
+    CompactKvParams launch;  // of which most may be room for caches: it is not copied
+    std::copy_n(prepared.caches, prepared.num_caches, launch.caches);
+    launch.num_caches = prepared.num_caches;
+    launch.num_pages = prepared.num_pages;
+    launch.table = page_table_of(page_table, max_of<int64_t>(prepared.table.page_size, 1));
     launch.start = const_pointer<int32_t>(start);
     launch.accept_index = const_pointer<int32_t>(accept_index);
     launch.num_accepted = const_pointer<int32_t>(num_accepted);
@@ -164,11 +220,10 @@ Tensor compact(const Check& check, std::vector<CompactKvParams> launches, const 
     launch.accept_stride = accept_index.stride(0);
     launch.path_width = static_cast<int32_t>(accept_index.size(1));
     launch.seq_lens = mutable_pointer<int32_t>(seq_lens);
+    if (checks_values) check_compact_values(check, launch, caches, page_table, start, accept_index, num_accepted);
+    checks_values = false;
+    backend.compact_kv(launch, ctx);
   }
-  if (value_checks_enabled()) check_compact_values(check, launches[0], page_table, start, accept_index, num_accepted);
-  const Backend& backend = backend_for(page_table);
-  const CallContext ctx = context_for(page_table);
-  for (const CompactKvParams& launch : launches) backend.compact_kv(launch, ctx);
   return seq_lens;
 }
 
@@ -176,8 +231,8 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
                     int64_t total_q) {
   const Check check("slot_mapping", page_table);
   const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {batch});
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
+  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {{"B", batch}});
   check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
@@ -201,18 +256,23 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const std::opt
   constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
   if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
-  check.tensor(k_cache, "k_cache", {k_cache.scalar_type()}, {kAnySize, kAnySize, num_kv_heads, k.size(2)},
-               Strides::kLastContiguous);
+  check.heads(k_cache, "k_cache", "of k's " + std::to_string(num_kv_heads) + " heads",
+              [&](int64_t heads) { return heads == num_kv_heads; });
+  check.tensor(k_cache, "k_cache", {k_cache.scalar_type()},
+               {"pages", "page_size", {"Hkv", num_kv_heads}, {"D", k.size(2)}}, Strides::kLastContiguous);
   const bool has_v = v.has_value();
   check.that(has_v || !v_cache.has_value(), "v", "a Tensor where `v_cache` is one", "None");
   check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor where `v` is one", "None");
   check.that(has_v || !v_scale.has_value(), "v_scale", "None where `v` is", "a Tensor");
   if (has_v) {
-    check.tensor(*v, "v", {k.scalar_type()}, {num_tokens, num_kv_heads, kAnySize}, Strides::kLastContiguous);
-    check.tensor(*v_cache, "v_cache", {k_cache.scalar_type()},
-                 {k_cache.size(0), k_cache.size(1), num_kv_heads, v->size(2)}, Strides::kLastContiguous);
+    check.tensor(*v, "v", {k.scalar_type()}, {{"T", num_tokens}, {"Hkv", num_kv_heads}, "Dv"},
+                 Strides::kLastContiguous);
+    check.tensor(
+        *v_cache, "v_cache", {k_cache.scalar_type()},
+        {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, {"Hkv", num_kv_heads}, {"Dv", v->size(2)}},
+        Strides::kLastContiguous);
   }
-  check.tensor(slots, "slots", {ScalarType::Long}, {num_tokens});
+  check.tensor(slots, "slots", {ScalarType::Long}, {{"T", num_tokens}});
 
   AppendKvParams params{};
   params.sides[params.num_sides++] = append_side(check, k, k_cache, k_scale, "k_scale");
@@ -240,7 +300,7 @@ void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_
                const std::optional<Tensor>& v_scale) {
   const Check check("append_kv", k);
   check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
-               {kAnySize, kAnySize, kAnySize}, Strides::kLastContiguous);
+               {"T", "Hkv", "D"}, Strides::kLastContiguous);
   const AppendKvParams params = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   backend_for(k).append_kv(params, context_for(k));
 }
@@ -252,17 +312,17 @@ RopeAppendParams rope_params(const Check& check, const Tensor& q, const Tensor& 
                              const std::optional<Tensor>& v_cache, const Tensor& slots, bool interleaved,
                              int64_t rotary_start, const std::optional<Tensor>& k_scale,
                              const std::optional<Tensor>& v_scale) {
-  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {kAnySize, kAnySize, kAnySize},
+  check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "Hq", "D"},
                Strides::kLastContiguous);
   const int64_t num_tokens = q.size(0), head_dim = q.size(2);
-  check.tensor(k, "k", {q.scalar_type()}, {num_tokens, kAnySize, head_dim}, Strides::kLastContiguous);
-  check.tensor(positions, "positions", {ScalarType::Long}, {num_tokens});
+  check.tensor(k, "k", {q.scalar_type()}, {{"T", num_tokens}, "Hkv", {"D", head_dim}}, Strides::kLastContiguous);
+  check.tensor(positions, "positions", {ScalarType::Long}, {{"T", num_tokens}});
   if (q.scalar_type() == ScalarType::Float) {
     check.dtype(cos_sin, "cos_sin", {ScalarType::Float});
   } else {
     check.dtype(cos_sin, "cos_sin", {ScalarType::Float, q.scalar_type()});
   }
-  check.tensor(cos_sin, "cos_sin", {cos_sin.scalar_type()}, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(cos_sin, "cos_sin", {cos_sin.scalar_type()}, {"P", "rotary_dim"}, Strides::kLastContiguous);
   const int64_t num_angle_rows = cos_sin.size(0), rotary_dim = cos_sin.size(1);
   check.that(num_angle_rows > 0 || num_tokens == 0, "cos_sin", "of at least one row", Check::text(cos_sin.sizes()));
   check.that(rotary_dim % 2 == 0, "cos_sin", "of an even number of columns", Check::text(cos_sin.sizes()));
@@ -324,7 +384,8 @@ void rope_append_out(const Tensor& q, const Tensor& k, const std::optional<Tenso
   const Check check("rope_append", q);
   RopeAppendParams params = rope_params(check, q, k, v, positions, cos_sin, k_cache, v_cache, slots, interleaved,
                                         rotary_start, k_scale, v_scale);
-  check.tensor(q_out, "q_out", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
+  check.tensor(q_out, "q_out", {q.scalar_type()}, {{"T", q.size(0)}, {"Hq", q.size(1)}, {"D", q.size(2)}},
+               Strides::kLastContiguous);
   run_rope_append(params, q, q_out);
 }
 
@@ -332,19 +393,23 @@ Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, c
                   const Tensor& accept_index, const Tensor& num_accepted) {
   const Check check("compact_kv", page_table);
   check_moves(check, page_table, start, accept_index, num_accepted);
-  return compact(check, compactions_of(check, caches), page_table, start, accept_index, num_accepted);
+  return compact(check, caches, compactions_of(check, caches), page_table, start, accept_index, num_accepted);
 }
 
-Tensor prepare_compaction(const std::vector<Tensor>& caches) {
-  return PreparedCompaction::pack(caches.front(), compactions_of(Check("compact_kv", caches.front()), caches));
+int64_t prepare_compaction(const std::vector<Tensor>& caches) {
+  return keep_prepared(std::make_shared<PreparedCompaction>(caches));
 }
 
 Tensor compact_prepared(const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
-                        const Tensor& num_accepted, const Tensor& caches) {
+                        const Tensor& num_accepted, int64_t caches) {
   const Check check("compact_kv", page_table);
+  const auto kept = prepared<PreparedCompaction>(check, caches, "caches");
+  check.device(kept->caches.tensors().front(), "caches");
   check_moves(check, page_table, start, accept_index, num_accepted);
-  std::vector<CompactKvParams> launches = PreparedCompaction::unpack(check, caches, "caches", page_table, "page_table");
-  return compact(check, std::move(launches), page_table, start, accept_index, num_accepted);
+  const auto run = [&](const std::vector<CompactKvParams>& launches) {
+    return compact(check, kept->caches.tensors(), launches, page_table, start, accept_index, num_accepted);
+  };
+  return kept->caches.are_unchanged() ? run(kept->launches) : run(compactions_of(check, kept->caches.tensors()));
 }
 
 #define PT_ROPE_ARGUMENTS                                                                                     \
@@ -366,8 +431,8 @@ constexpr Op kOps[] = {
      "(Tensor(a!)[] caches, Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted)"
      " -> Tensor",
      PT_BOX(&compact_kv)},
-    {"_prepare_compaction", "(Tensor[] caches) -> Tensor", PT_BOX(&prepare_compaction)},
-    {"_compact", "(Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted, Tensor caches) -> Tensor",
+    {"_prepare_compaction", "(Tensor[] caches) -> SymInt", PT_BOX(&prepare_compaction)},
+    {"_compact", "(Tensor page_table, Tensor start, Tensor accept_index, Tensor num_accepted, SymInt caches) -> Tensor",
      PT_BOX(&compact_prepared)},
 };
 

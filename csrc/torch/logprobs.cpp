@@ -16,9 +16,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(
   TokenLogprobsParams params{};
   params.logits = logits_params(check, logits);
   const int64_t vocab = params.logits.vocab;
-  params.tokens = token_ids(check, tokens, "tokens", rows.has_value() ? kAnySize : params.logits.num_rows);
+  params.tokens = integers(check, tokens, "tokens", {"R", rows.has_value() ? kAnySize : params.logits.num_rows});
   params.num_tokens = tokens.size(0);
-  if (rows.has_value()) params.rows = token_ids(check, *rows, "rows", params.num_tokens);
+  if (rows.has_value()) params.rows = integers(check, *rows, "rows", {"R", params.num_tokens});
   const std::pair<const char*, const std::optional<Tensor>*> sampling[] = {
       {"temperature", &temperature}, {"top_k", &top_k}, {"top_p", &top_p}, {"min_p", &min_p}};
   for (const auto& [name, given] : sampling) {

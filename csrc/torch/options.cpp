@@ -8,7 +8,7 @@ namespace {
 const float* penalty(const Check& check, const std::optional<Tensor>& given, const char* name, int64_t batch,
                      int32_t& stride) {
   if (!given.has_value()) return nullptr;
-  check.tensor(*given, name, {ScalarType::Float}, {kAnySize});
+  check.tensor(*given, name, {ScalarType::Float}, {"B"});
   check.one_or(batch, *given, name);
   stride = given->size(0) == 1 ? 0 : 1;
   return given_pointer<float>(*given);
@@ -17,16 +17,16 @@ const float* penalty(const Check& check, const std::optional<Tensor>& given, con
 // One row per sequence; its stride is written to `stride`.
 template <typename T>
 const T* rows_of(const Check& check, const std::optional<Tensor>& given, const char* name, ScalarType dtype,
-                 int64_t batch, int64_t width, int64_t& stride) {
+                 int64_t batch, Axis width, int64_t& stride) {
   if (!given.has_value()) return nullptr;
-  check.tensor(*given, name, {dtype}, {batch, width}, Strides::kLastContiguous);
+  check.tensor(*given, name, {dtype}, {{"B", batch}, width}, Strides::kLastContiguous);
   stride = given->stride(0);
   return given_pointer<T>(*given);
 }
 
 template <typename T>
 const T* vector_of(const Check& check, const std::optional<Tensor>& given, const char* name, ScalarType dtype,
-                   int64_t size) {
+                   Axis size) {
   if (!given.has_value()) return nullptr;
   check.tensor(*given, name, {dtype}, {size});
   return given_pointer<T>(*given);
@@ -60,44 +60,45 @@ void check_values(const Check& check, const OptionTensors& t, const OptionsParam
 OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t batch, int64_t vocab) {
   OptionsParams o{};
   o.batch = batch;
-  const int64_t words = ceil_div<int64_t>(vocab, 32);
+  const Axis words("ceil(V / 32)", ceil_div<int64_t>(vocab, 32)), of_batch("B", batch), offsets("B + 1", batch + 1);
   o.vocab = vocab;
   o.repetition = penalty(check, t.repetition_penalty, "repetition_penalty", batch, o.repetition_stride);
   o.presence = penalty(check, t.presence_penalty, "presence_penalty", batch, o.presence_stride);
   o.frequency = penalty(check, t.frequency_penalty, "frequency_penalty", batch, o.frequency_stride);
   constexpr ScalarType kInt = ScalarType::Int, kLong = ScalarType::Long;
   o.prompt_mask = rows_of<int32_t>(check, t.prompt_mask, "prompt_mask", kInt, batch, words, o.prompt_stride);
-  o.output_counts = rows_of<int32_t>(check, t.output_counts, "output_counts", kInt, batch, vocab, o.counts_stride);
+  o.output_counts =
+      rows_of<int32_t>(check, t.output_counts, "output_counts", kInt, batch, {"V", vocab}, o.counts_stride);
   o.allowed_mask = rows_of<int32_t>(check, t.allowed_mask, "allowed_mask", kInt, batch, words, o.allowed_stride);
 
   check_together(check, "bias_values", t.bias_values, "bias_tokens", t.bias_tokens);
   check_together(check, "cu_bias", t.cu_bias, "bias_tokens", t.bias_tokens);
-  o.bias_tokens = vector_of<int32_t>(check, t.bias_tokens, "bias_tokens", kInt, kAnySize);
+  o.bias_tokens = vector_of<int32_t>(check, t.bias_tokens, "bias_tokens", kInt, "M");
   o.num_bias = t.bias_tokens.has_value() ? t.bias_tokens->size(0) : 0;
-  o.bias_values = vector_of<float>(check, t.bias_values, "bias_values", ScalarType::Float, o.num_bias);
-  o.cu_bias = vector_of<int32_t>(check, t.cu_bias, "cu_bias", kInt, batch + 1);
+  o.bias_values = vector_of<float>(check, t.bias_values, "bias_values", ScalarType::Float, {"M", o.num_bias});
+  o.cu_bias = vector_of<int32_t>(check, t.cu_bias, "cu_bias", kInt, offsets);
 
   check_together(check, "cu_bad_words", t.cu_bad_words, "bad_tokens", t.bad_tokens);
   check_together(check, "cu_bad_seqs", t.cu_bad_seqs, "bad_tokens", t.bad_tokens);
-  o.bad_tokens = vector_of<int32_t>(check, t.bad_tokens, "bad_tokens", kInt, kAnySize);
+  o.bad_tokens = vector_of<int32_t>(check, t.bad_tokens, "bad_tokens", kInt, "M");
   o.num_bad_tokens = t.bad_tokens.has_value() ? t.bad_tokens->size(0) : 0;
   if (t.cu_bad_words.has_value()) o.num_bad_words = check.offsets(*t.cu_bad_words, "cu_bad_words");
-  o.cu_bad_words = vector_of<int32_t>(check, t.cu_bad_words, "cu_bad_words", kInt, o.num_bad_words + 1);
-  o.cu_bad_seqs = vector_of<int32_t>(check, t.cu_bad_seqs, "cu_bad_seqs", kInt, batch + 1);
+  o.cu_bad_words = vector_of<int32_t>(check, t.cu_bad_words, "cu_bad_words", kInt, {"K + 1", o.num_bad_words + 1});
+  o.cu_bad_seqs = vector_of<int32_t>(check, t.cu_bad_seqs, "cu_bad_seqs", kInt, offsets);
 
   check_together(check, "history_lens", t.history_lens, "history", t.history);
   if (t.history_start.has_value() && !t.history.has_value()) {
     check.fail("history_start", "given with `history`", "a tensor without it");
   }
-  o.history = rows_of<int64_t>(check, t.history, "history", kLong, batch, kAnySize, o.history_stride);
+  o.history = rows_of<int64_t>(check, t.history, "history", kLong, batch, "L", o.history_stride);
   o.history_width = t.history.has_value() ? t.history->size(1) : 0;
-  o.history_lens = vector_of<int32_t>(check, t.history_lens, "history_lens", kInt, batch);
-  o.history_start = vector_of<int32_t>(check, t.history_start, "history_start", kInt, batch);
+  o.history_lens = vector_of<int32_t>(check, t.history_lens, "history_lens", kInt, of_batch);
+  o.history_start = vector_of<int32_t>(check, t.history_start, "history_start", kInt, of_batch);
 
   check_together(check, "min_position", t.min_position, "stop_ids", t.stop_ids);
-  o.stop_ids = rows_of<int32_t>(check, t.stop_ids, "stop_ids", kInt, batch, kAnySize, o.stops_stride);
+  o.stop_ids = rows_of<int32_t>(check, t.stop_ids, "stop_ids", kInt, batch, "S", o.stops_stride);
   o.num_stops = t.stop_ids.has_value() ? t.stop_ids->size(1) : 0;
-  o.min_position = vector_of<int64_t>(check, t.min_position, "min_position", kLong, batch);
+  o.min_position = vector_of<int64_t>(check, t.min_position, "min_position", kLong, of_batch);
 
   o.used = o.repetition != nullptr || o.presence != nullptr || o.frequency != nullptr || o.allowed_mask != nullptr ||
            o.bias_tokens != nullptr || o.bad_tokens != nullptr || o.stop_ids != nullptr;
@@ -107,7 +108,7 @@ OptionsParams options_params(const Check& check, const OptionTensors& t, int64_t
 
 void add_paths(const Check& check, const VerifyParams& verify, const std::optional<Tensor>& parents,
                OptionsParams& options) {
-  if (parents.has_value()) check.tensor(*parents, "parents", {ScalarType::Int}, {verify.logits.num_rows});
+  if (parents.has_value()) check.tensor(*parents, "parents", {ScalarType::Int}, {{"N", verify.logits.num_rows}});
   if (!options.used) return;
   check.that(parents.has_value(), "parents", "given with request options", "None");
   options.parents = const_pointer<int32_t>(*parents);

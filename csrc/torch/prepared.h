@@ -1,57 +1,79 @@
-// What an op has checked for later calls: their params, as the bytes of a tensor, which Torch owns.
+// What an op has checked and kept for the calls of another one.
 #pragma once
 
-#include <cstring>
-#include <type_traits>
+#include <algorithm>
+#include <memory>
+#include <utility>
 #include <vector>
 
-#include "torch/ops.h"
+#include "torch/check.h"
 
 namespace pagedtree::ops {
 
-// Params of the calls that one op prepares and another one makes. Their pointers are those of tensors that whoever
-// keeps the bytes must keep, too. kMark: bytes of another origin do not begin like this.
-template <typename Params, uint64_t kMark>
-class Prepared {
+// Kept by number, which Torch passes in a fraction of the time that it takes for the tensors that it stands for. They
+// are kept as they are, not their addresses: what becomes of them is seen by the next call.
+struct Prepared {
+  virtual ~Prepared() = default;
+};
+
+// Tensors, and where their elements were. kWritten: a tensor that shares its memory until it is written
+// (torch._lazy_clone) gets memory of its own now.
+template <bool kWritten>
+class KeptTensors {
  public:
-  // For calls on the device of `anchor`.
-  static Tensor pack(const Tensor& anchor, const std::vector<Params>& calls) {
-    const torch::stable::Device device = anchor.device(), host(torch::headeronly::DeviceType::CPU);
-    const Head head{kMark, static_cast<int32_t>(device.type()), device.index()};
-    const std::vector<int64_t> size{static_cast<int64_t>(sizeof(head) + calls.size() * sizeof(Params))};
-    Tensor packed = torch::stable::empty(size, ScalarType::Byte, std::nullopt, host);
-    auto* const bytes = mutable_pointer<uint8_t>(packed);
-    std::memcpy(bytes, &head, sizeof(head));
-    std::memcpy(bytes + sizeof(head), calls.data(), calls.size() * sizeof(Params));
-    return packed;
+  explicit KeptTensors(std::vector<Tensor> tensors) : tensors_(std::move(tensors)) {
+    const auto note = [&](int64_t number) { return known_.push_back(number), true; };
+    for (const Tensor& t : tensors_) each_number(t, note);
   }
 
-  // Refuses other tensors in the place of `name` than those of pack(), and an `anchor`, the argument of that name, on
-  // another device.
-  static std::vector<Params> unpack(const Check& check, const Tensor& packed, const char* name, const Tensor& anchor,
-                                    const char* anchor_name) {
-    Head head{};
-    const int64_t size = packed.is_cpu() && packed.is_contiguous() ? packed.element_size() * packed.numel() : 0;
-    const int64_t of_calls = size - static_cast<int64_t>(sizeof(head));
-    if (of_calls > 0 && of_calls % static_cast<int64_t>(sizeof(Params)) == 0) {
-      std::memcpy(&head, packed.const_data_ptr(), sizeof(head));
-    }
-    check.that(head.mark == kMark, name, "what its op has prepared", "another tensor");
-    const torch::stable::Device device = anchor.device();
-    if (static_cast<int32_t>(device.type()) != head.device_type || device.index() != head.device_index) {
-      check.fail(anchor_name, "on the device of the other arguments", "another device");
-    }
-    std::vector<Params> calls(static_cast<size_t>(of_calls) / sizeof(Params));
-    std::memcpy(calls.data(), const_pointer<uint8_t>(packed) + sizeof(head), static_cast<size_t>(of_calls));
-    return calls;
+  const std::vector<Tensor>& tensors() const { return tensors_; }
+
+  bool are_unchanged() const {
+    const int64_t* known = known_.data();
+    const auto is_known = [&](int64_t number) { return *known++ == number; };
+    return std::all_of(tensors_.begin(), tensors_.end(), [&](const Tensor& t) { return each_number(t, is_known); });
   }
 
  private:
-  struct Head {
-    uint64_t mark;
-    int32_t device_type, device_index;
-  };
-  static_assert(std::is_trivially_copyable_v<Params>);
+  // Calls visit(number) while it returns true, the number of dimensions first. By Torch's own functions, as those of
+  // Tensor take the host three times as long.
+  template <typename Visit>
+  static bool each_number(const Tensor& t, const Visit& visit) {
+    int64_t dim = 0, *sizes = nullptr, *strides = nullptr;
+    int32_t dtype = 0;
+    void* own = nullptr;
+    const void* address = nullptr;
+    if (aoti_torch_get_dim(t.get(), &dim) != AOTI_TORCH_SUCCESS ||
+        aoti_torch_get_sizes(t.get(), &sizes) != AOTI_TORCH_SUCCESS ||
+        aoti_torch_get_strides(t.get(), &strides) != AOTI_TORCH_SUCCESS ||
+        aoti_torch_get_dtype(t.get(), &dtype) != AOTI_TORCH_SUCCESS ||
+        (kWritten ? torch_get_mutable_data_ptr(t.get(), &own) : torch_get_const_data_ptr(t.get(), &address)) !=
+            AOTI_TORCH_SUCCESS) {
+      return false;
+    }
+    const auto place = static_cast<int64_t>(reinterpret_cast<uintptr_t>(kWritten ? own : address));
+    if (!visit(dim) || !visit(dtype) || !visit(place)) return false;
+    for (int64_t d = 0; d < dim; ++d) {
+      if (!visit(sizes[d]) || !visit(strides[d])) return false;
+    }
+    return true;
+  }
+  std::vector<Tensor> tensors_;
+  std::vector<int64_t> known_;
 };
+
+// Returns the number; pagedtree_release_prepared(number) ends it.
+int64_t keep_prepared(std::shared_ptr<const Prepared> prepared);
+
+// Null if nothing is kept by this number.
+std::shared_ptr<const Prepared> find_prepared(int64_t number);
+
+// Refuses in the place of `name` what is no number of a `Call`.
+template <typename Call>
+std::shared_ptr<const Call> prepared(const Check& check, int64_t number, const char* name) {
+  auto call = std::dynamic_pointer_cast<const Call>(find_prepared(number));
+  check.that(call != nullptr, name, "what its op has prepared", number);
+  return call;
+}
 
 }  // namespace pagedtree::ops

@@ -53,7 +53,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
   for (const auto& [part, given] : {std::pair{"parents", &rows.parents}, {"depths", &rows.depths}}) {
     check.that(given->has_value() == trees, part, trees ? "a Tensor with `cu_nodes`" : "None with `cu_seqlens`",
                trees ? "None" : "a Tensor");
-    if (trees) check.tensor(**given, part, {ScalarType::Int}, {num_rows});
+    if (trees) check.tensor(**given, part, {ScalarType::Int}, {{"T", num_rows}});
   }
   const int64_t fewest = trees ? 1 : 0;
   check.that(rows.max_nodes >= fewest && rows.max_nodes <= kMaxRecurrentNodes, "max_nodes",
@@ -63,7 +63,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
     p.parents = given_pointer<int32_t>(*rows.parents);
     p.depths = given_pointer<int32_t>(*rows.depths);
   }
-  check.tensor(state_index, "state_index", {ScalarType::Int}, {p.batch});
+  check.tensor(state_index, "state_index", {ScalarType::Int}, {{"B", p.batch}});
   p.state_index = const_pointer<int32_t>(state_index);
   if (path != nullptr) {
     for (const auto& [part, given] :
@@ -73,10 +73,11 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
     }
   }
   if (path != nullptr && trees) {
-    check.tensor(*path->accept_index, "accept_index", {ScalarType::Int}, {p.batch, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*path->accept_index, "accept_index", {ScalarType::Int}, {{"B", p.batch}, "S"},
+                 Strides::kLastContiguous);
     check.that(path->accept_index->size(1) <= kMaxTreeNodes, "accept_index", "of at most 1024 columns",
                Check::text(path->accept_index->sizes()));
-    check.tensor(*path->num_accepted, "num_accepted", {ScalarType::Int}, {p.batch});
+    check.tensor(*path->num_accepted, "num_accepted", {ScalarType::Int}, {{"B", p.batch}});
     p.accept_index = given_pointer<int32_t>(*path->accept_index);
     p.num_accepted = given_pointer<int32_t>(*path->num_accepted);
     p.accept_stride = path->accept_index->stride(0);
@@ -87,7 +88,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
 }
 
 // fp32 is for backends that take it in attention.
-void check_inputs(const Check& check, const Tensor& t, const std::string& name, std::initializer_list<int64_t> shape) {
+void check_inputs(const Check& check, const Tensor& t, const std::string& name, std::initializer_list<Axis> shape) {
   if (t.defined()) check.device(t, name);
   if (t.defined() && backend_for(t).attention.float32) {
     check.tensor(t, name, {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float}, shape, Strides::kLastContiguous);
@@ -102,9 +103,9 @@ void check_inputs(const Check& check, const Tensor& t, const std::string& name, 
 DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Tensor& v, const Tensor& g,
                                   const OptionalTensor& beta, const Tensor& state, const Tensor& state_index,
                                   const Rows& rows, const Path* path, bool l2norm, double l2norm_eps) {
-  check_inputs(check, k, "k", {kAnySize, kAnySize, kAnySize});
+  check_inputs(check, k, "k", {"T", "Hk", "Dk"});
   const int64_t num_rows = k.size(0), num_key_heads = k.size(1), key_dim = k.size(2);
-  check.tensor(v, "v", {k.scalar_type()}, {num_rows, kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(v, "v", {k.scalar_type()}, {{"T", num_rows}, "H", "Dv"}, Strides::kLastContiguous);
   const int64_t num_heads = v.size(1), value_dim = v.size(2);
   check.that(num_key_heads >= 1 && num_heads >= 1 && num_heads % num_key_heads == 0, "v",
              "of a multiple of " + std::to_string(num_key_heads) + " heads, those of `k`", num_heads);
@@ -116,12 +117,15 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   check.dtype(g, "g", {ScalarType::Float});
   p.channel_decay = g.dim() == 3;
   if (p.channel_decay) {
-    check.tensor(g, "g", {ScalarType::Float}, {num_rows, num_heads, key_dim}, Strides::kLastContiguous);
+    check.tensor(g, "g", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}, {"Dk", key_dim}},
+                 Strides::kLastContiguous);
   } else {
-    check.tensor(g, "g", {ScalarType::Float}, {num_rows, num_heads}, Strides::kAny);
+    check.tensor(g, "g", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
   }
-  if (beta.has_value()) check.tensor(*beta, "beta", {ScalarType::Float}, {num_rows, num_heads}, Strides::kAny);
-  check.tensor(state, "state", {ScalarType::Float}, {kAnySize, num_heads, key_dim, value_dim}, Strides::kAny);
+  if (beta.has_value())
+    check.tensor(*beta, "beta", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
+  check.tensor(state, "state", {ScalarType::Float}, {"slots", {"H", num_heads}, {"Dk", key_dim}, {"Dv", value_dim}},
+               Strides::kAny);
   p.tokens = recurrent_batch(check, rows, state_index, num_rows, state.size(0), path);
   p.l2norm = l2norm;
   p.l2norm_eps = static_cast<float>(l2norm_eps);
@@ -162,8 +166,9 @@ Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const OptionalTensor& parents, const OptionalTensor& depths, int64_t max_nodes,
                        const OptionalTensor& cu_seqlens, std::optional<double> scale, bool l2norm, double l2norm_eps) {
   const Check check("tree_delta_rule", q);
-  check_inputs(check, q, "q", {kAnySize, kAnySize, kAnySize});
-  check.tensor(k, "k", {q.scalar_type()}, {q.size(0), q.size(1), q.size(2)}, Strides::kLastContiguous);
+  check_inputs(check, q, "q", {"T", "Hk", "Dk"});
+  check.tensor(k, "k", {q.scalar_type()}, {{"T", q.size(0)}, {"Hk", q.size(1)}, {"Dk", q.size(2)}},
+               Strides::kLastContiguous);
   DeltaRuleParams params =
       delta_rule_params(check, k, v, g, beta, state, state_index, {cu_nodes, parents, depths, max_nodes, cu_seqlens},
                         nullptr, l2norm, l2norm_eps);
@@ -185,7 +190,7 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
                    const OptionalTensor& depths, const OptionalTensor& accept_index, const OptionalTensor& num_accepted,
                    int64_t max_nodes, const OptionalTensor& cu_seqlens, bool l2norm, double l2norm_eps) {
   const Check check("advance_state", state);
-  check.tensor(state, "state", {ScalarType::Float}, {kAnySize, kAnySize, kAnySize, kAnySize}, Strides::kAny);
+  check.tensor(state, "state", {ScalarType::Float}, {"slots", "H", "Dk", "Dv"}, Strides::kAny);
   const Path path{accept_index, num_accepted};
   DeltaRuleParams params =
       delta_rule_params(check, k, v, g, beta, state, state_index, {cu_nodes, parents, depths, max_nodes, cu_seqlens},
@@ -201,9 +206,10 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
 // All but weight, bias and out; `width` is W.
 ConvParams conv_params(const Check& check, const Tensor& x, const Tensor& conv_state, int64_t width,
                        const Tensor& state_index, const Rows& rows, const Path* path) {
-  check_inputs(check, x, "x", {kAnySize, kAnySize});
+  check_inputs(check, x, "x", {"T", "C"});
   const int64_t channels = x.size(1);
-  check.tensor(conv_state, "conv_state", {x.scalar_type()}, {kAnySize, channels, width - 1}, Strides::kAny);
+  check.tensor(conv_state, "conv_state", {x.scalar_type()}, {"slots", {"C", channels}, {"W - 1", width - 1}},
+               Strides::kAny);
   ConvParams p{};
   p.tokens = recurrent_batch(check, rows, state_index, x.size(0), conv_state.size(0), path);
   p.x = x.const_data_ptr();
@@ -220,11 +226,11 @@ Tensor tree_conv1d(const Tensor& x, const Tensor& weight, const OptionalTensor& 
                    const OptionalTensor& depths, int64_t max_nodes, const OptionalTensor& cu_seqlens,
                    const std::optional<std::string>& activation) {
   const Check check("tree_conv1d", x);
-  check_inputs(check, x, "x", {kAnySize, kAnySize});
-  check.tensor(weight, "weight", {x.scalar_type(), ScalarType::Float}, {x.size(1), kAnySize}, Strides::kAny);
+  check_inputs(check, x, "x", {"T", "C"});
+  check.tensor(weight, "weight", {x.scalar_type(), ScalarType::Float}, {{"C", x.size(1)}, "W"}, Strides::kAny);
   const int64_t width = weight.size(1);
   check.that(width >= 1 && width <= kMaxConvWidth, "weight", "of 1 to 16 taps", width);
-  if (bias.has_value()) check.tensor(*bias, "bias", {weight.scalar_type()}, {x.size(1)}, Strides::kAny);
+  if (bias.has_value()) check.tensor(*bias, "bias", {weight.scalar_type()}, {{"C", x.size(1)}}, Strides::kAny);
   check.that(!activation.has_value() || *activation == "silu", "activation", "None or \"silu\"",
              "\"" + activation.value_or("") + "\"");
   ConvParams params = conv_params(check, x, conv_state, width, state_index,

@@ -12,7 +12,7 @@ DType logits_dtype(const Tensor& logits) {
 
 LogitsParams rows_params(const Check& check, const Tensor& rows, const std::string& name, int64_t min_vocab) {
   const auto dtypes = {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16};
-  check.tensor(rows, name, dtypes, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(rows, name, dtypes, {"N", "V"}, Strides::kLastContiguous);
   if (rows.size(1) < min_vocab) check.fail(name, "of at least one column", Check::text(rows.sizes()));
   if (rows.size(1) > kMaxVocab) check.fail(name, "of at most 2^20 columns", Check::text(rows.sizes()));
   LogitsParams params{};
@@ -30,7 +30,8 @@ void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_m
   check.dtype(mask, "grammar_mask", {ScalarType::Bool, ScalarType::Int});
   const bool packed = mask.scalar_type() == ScalarType::Int;
   const int64_t width = packed ? ceil_div<int64_t>(logits.vocab, 32) : logits.vocab;
-  check.tensor(mask, "grammar_mask", {mask.scalar_type()}, {logits.num_rows, width}, Strides::kLastContiguous);
+  check.tensor(mask, "grammar_mask", {mask.scalar_type()},
+               {{"N", logits.num_rows}, {packed ? "ceil(V / 32)" : "V", width}}, Strides::kLastContiguous);
   if (packed) {
     logits.allowed_words = const_pointer<int32_t>(mask);
   } else {
@@ -49,7 +50,7 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
                                const Tensor& min_p, const std::string& filter_order, int64_t batch,
                                const std::string& prefix) {
   const auto stride = [&](const Tensor& t, const std::string& name, ScalarType dtype) {
-    check.tensor(t, name, {dtype}, {kAnySize});
+    check.tensor(t, name, {dtype}, {"B"});
     check.one_or(batch, t, name);
     return t.size(0) == 1 ? 0 : 1;
   };
@@ -76,16 +77,15 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
   params.logits = logits_params(check, logits, grammar_mask);
   const int64_t rows = params.logits.num_rows;
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, rows);
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {rows});
-  check.tensor(positions, "positions", {ScalarType::Long}, {rows});
-  Tensor tokens = empty_on(logits, {rows}, ScalarType::Long);
+  check.tensor(seeds, "seeds", {ScalarType::Long}, {{"R", rows}});
   params.seeds = const_pointer<int64_t>(seeds);
-  params.positions = const_pointer<int64_t>(positions);
-  params.tokens = mutable_pointer<int64_t>(tokens);
+  params.positions = integers(check, positions, "positions", {"R", rows});
   params.options = options_params(check, PT_OPTION_TENSORS, rows, params.logits.vocab);
   params.options.positions = params.positions;
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, rows, params.logits.vocab, params.options);
+  Tensor tokens = empty_on(logits, {rows}, ScalarType::Long);
+  params.tokens = mutable_pointer<int64_t>(tokens);
   backend.sample(params, context_for(logits));
   return tokens;
 }

@@ -14,13 +14,14 @@ constexpr int64_t kEndWords = sizeof(ShardEnd) / sizeof(int64_t);
 
 template <typename T>
 T* words_as(const Check& check, const Tensor& words, const std::string& name, int64_t count) {
-  check.tensor(words, name, {ScalarType::Long}, {count, static_cast<int64_t>(sizeof(T) / sizeof(int64_t))});
+  check.tensor(words, name, {ScalarType::Long},
+               {{"N", count}, {"words", static_cast<int64_t>(sizeof(T) / sizeof(int64_t))}});
   return static_cast<T*>(words.mutable_data_ptr());
 }
 
 // Words as they are exchanged, `each` of them per item.
 int64_t* words_of_items(const Check& check, const Tensor& words, const std::string& name, int64_t items, int64_t each) {
-  check.tensor(words, name, {ScalarType::Long}, {items, each});
+  check.tensor(words, name, {ScalarType::Long}, {{"N", items}, {"words", each}});
   return mutable_pointer<int64_t>(words);
 }
 
@@ -63,10 +64,8 @@ void add_options(const Check& check, const OptionTensors& tensors, const std::op
   shard.options = options_params(check, tensors, shard.batch, shard.vocab);
   shard.options.first_token = shard.first_token;
   shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
-  if (positions.has_value()) check.tensor(*positions, "positions", {ScalarType::Long}, {shard.batch});
-  if (shard.options.stop_ids == nullptr) return;
-  check.that(positions.has_value(), "positions", "given with stop_ids", "None");
-  shard.options.positions = const_pointer<int64_t>(*positions);
+  if (positions.has_value()) shard.options.positions = integers(check, *positions, "positions", {"B", shard.batch});
+  check.that(positions.has_value() || shard.options.stop_ids == nullptr, "positions", "given with stop_ids", "None");
 }
 
 // The sizes of ShardRow, Residual and ShardEnd in words.
@@ -99,7 +98,7 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     shard.batch = check.offsets(*cu_nodes, "cu_nodes");
     shard.cu_nodes = const_pointer<int32_t>(*cu_nodes);
     check.that(depths.has_value(), "depths", "given with cu_nodes", "None");
-    check.tensor(*depths, "depths", {ScalarType::Int}, {num_rows});
+    check.tensor(*depths, "depths", {ScalarType::Int}, {{"N", num_rows}});
     params.depths = const_pointer<int32_t>(*depths);
   }
   shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
@@ -113,12 +112,12 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     verify.cu_nodes = shard.cu_nodes;
     verify.depths = params.depths;
     add_map(check, draft_to_target, verify);
-    if (draft_tokens.has_value()) verify.draft_tokens = token_ids(check, *draft_tokens, "draft_tokens", num_rows);
+    if (draft_tokens.has_value()) verify.draft_tokens = integers(check, *draft_tokens, "draft_tokens", {"N", num_rows});
     check.that(draft_tokens.has_value() || !shard.options.used, "draft_tokens", "given with request options and trees",
                "None");
     add_paths(check, verify, parents, shard.options);
   }
-  if (seeds.has_value()) check.tensor(*seeds, "seeds", {ScalarType::Long}, {shard.batch});
+  if (seeds.has_value()) check.tensor(*seeds, "seeds", {ScalarType::Long}, {{"B", shard.batch}});
   check.that(digit >= 0 && digit < digits_of(shard.key_dtype), "digit", "a digit of the logits' keys", digit);
   check_ranks(check, rank, num_ranks);
   params.round = static_cast<ShardRound>(round);
@@ -135,7 +134,7 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     check.that(seeds.has_value(), "seeds", "given where tokens are drawn", "None");
     check.that(positions.has_value(), "positions", "given where tokens are drawn", "None");
     params.seeds = const_pointer<int64_t>(*seeds);
-    params.positions = const_pointer<int64_t>(*positions);
+    params.positions = shard.options.positions;
   }
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, num_rows, shard.logits.vocab, shard.options);
@@ -145,9 +144,10 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
 VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const Tensor& draft_tokens,
                              const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
                              const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                             int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target) {
+                             int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target,
+                             const std::optional<Tensor>& tokens_left) {
   const Check check("follow_shards", rows);
-  check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
+  check.tensor(rows, "rows", {ScalarType::Long}, {"N", {"words", kRowWords}});
   check_vocab(check, vocab, 0);
   ShardFollowParams params{};
   params.rows = static_cast<const ShardRow*>(rows.const_data_ptr());
@@ -157,7 +157,7 @@ VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const T
              "1 or 5", last);
   params.last = static_cast<ShardRound>(last);
   params.received = words_of_items(check, received, "received", rows.size(0), words_of(params.last));
-  VerdictTensors verdict = make_verdict(rows, params.verify);
+  VerdictTensors verdict = make_verdict(check, rows, tokens_left, params.verify);
   backend_for(rows).follow_shards(params, context_for(rows));
   return verdict;
 }
@@ -215,9 +215,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
     const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
     const Tensor& valid, int64_t max_nodes, int64_t max_depth, int64_t index, int64_t vocab,
     const std::string& draft_law, const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
-    const std::optional<Tensor>& final_coins, const std::optional<Tensor>& draft_to_target) {
+    const std::optional<Tensor>& final_coins, const std::optional<Tensor>& draft_to_target,
+    const std::optional<Tensor>& tokens_left) {
   const Check check("walk_shards", rows);
-  check.tensor(rows, "rows", {ScalarType::Long}, {kAnySize, kRowWords});
+  check.tensor(rows, "rows", {ScalarType::Long}, {"N", {"words", kRowWords}});
   const int64_t num_rows = rows.size(0);
   check_vocab(check, vocab, 0);
   ShardWalkParams params{};
@@ -237,7 +238,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   Tensor ends = empty_on(rows, {ratio.verify.batch, kEndWords}, ScalarType::Long);
   params.tried = mutable_pointer<int32_t>(tried);
   params.ends = static_cast<ShardEnd*>(ends.mutable_data_ptr());
-  auto [accept_index, num_accepted, tokens, status] = make_verdict(rows, ratio.verify);
+  auto [accept_index, num_accepted, tokens, status] = make_verdict(check, rows, tokens_left, ratio.verify);
   backend_for(rows).walk_shards(params, context_for(rows));
   return {accept_index, num_accepted, tokens, status, ends};
 }
@@ -253,8 +254,8 @@ constexpr Op kOps[] = {
      "parents=None" PT_OPTIONS ") -> ()",
      PT_BOX(&step_shards)},
     {"follow_shards",
-     "(Tensor rows, Tensor received, " PT_TREES ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None)"
-     " -> (" PT_VERDICT ")",
+     "(Tensor rows, Tensor received, " PT_TREES ", *, SymInt last, SymInt vocab, Tensor? draft_to_target=None,"
+     " Tensor? tokens_left=None) -> (" PT_VERDICT ")",
      PT_BOX(&follow_shards)},
     {"weigh_shards",
      "(Tensor logits, Tensor(a!) rows, Tensor(b!) left, Tensor? ends, Tensor? received,"
@@ -266,7 +267,7 @@ constexpr Op kOps[] = {
     {"walk_shards",
      "(Tensor(a!) rows, Tensor(b!) left, Tensor masses, Tensor received, " PT_TREES
      ", *, SymInt index, SymInt vocab, str draft_law, Tensor seeds, Tensor positions, Tensor? coins=None,"
-     " Tensor? final_coins=None, Tensor? draft_to_target=None)"
+     " Tensor? final_coins=None, Tensor? draft_to_target=None, Tensor? tokens_left=None)"
      " -> (" PT_VERDICT ", Tensor ends)",
      PT_BOX(&walk_shards)},
 };

@@ -1,5 +1,7 @@
 #include "core/step.h"
 
+#include <algorithm>
+
 #include "torch/ops.h"
 #include "torch/values.h"
 
@@ -12,16 +14,18 @@ void check_step_values(const Check& check, const PrepareStepParams& p, const Ten
   const auto table = host_values<int32_t>(page_table);
   const auto starts = host_values<int32_t>(start);
   check_offsets(check, offsets, "cu_nodes", p.num_rows);
+  WritablePages written;
   for (int64_t b = 0; b < p.batch; ++b) {
     if (starts[b] < 0) continue;
     const int64_t end = int64_t{starts[b]} + offsets[b + 1] - offsets[b];
     check_pages(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end, INT32_MAX);
+    written.add(check, table, p.table.max_pages, p.table.page_size, b, starts[b], end);
   }
 }
 
 void check_commit_values(const Check& check, const CommitParams& p, const Tensor& accept_index,
-                         const Tensor& num_accepted, const Tensor& cu_nodes,
-                         const std::optional<Tensor>& history_lens) {
+                         const Tensor& num_accepted, const Tensor& cu_nodes, const std::optional<Tensor>& history,
+                         const std::optional<Tensor>& history_lens, const std::optional<Tensor>& history_rows) {
   const auto nodes = host_values<int32_t>(accept_index);
   const auto accepted = host_values<int32_t>(num_accepted);
   const auto offsets = host_values<int32_t>(cu_nodes);
@@ -33,12 +37,12 @@ void check_commit_values(const Check& check, const CommitParams& p, const Tensor
     check.that(last < size, "accept_index[" + std::to_string(b) + ", " + std::to_string(accepted[b]) + "]",
                "a node of a tree of " + std::to_string(size), last);
   }
-  if (!history_lens.has_value()) return;
-  const auto lengths = host_values<int32_t>(*history_lens);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    check.that(lengths[b] >= 0 && lengths[b] <= p.history_width, at("history_lens", b),
-               "in 0.." + std::to_string(p.history_width), lengths[b]);
-  }
+  if (!history.has_value()) return;
+  std::vector<int64_t> rows = check_histories(check, *history, *history_lens, history_rows);
+  std::sort(rows.begin(), rows.end());
+  const auto twice = std::adjacent_find(rows.begin(), rows.end(), [](auto a, auto b) { return a >= 0 && a == b; });
+  if (twice != rows.end())
+    check.fail("history_rows", "another row for each sequence", std::to_string(*twice) + " twice");
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, const Tensor& depths,
@@ -46,9 +50,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
                                                         int64_t page_size, int64_t total_q) {
   const Check check("prepare_step", cu_nodes);
   const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(depths, "depths", {ScalarType::Int}, {kAnySize});
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
-  check.tensor(start, "start", {ScalarType::Int}, {batch});
+  check.tensor(depths, "depths", {ScalarType::Int}, {"N"});
+  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
+  check.tensor(start, "start", {ScalarType::Int}, {{"B", batch}});
   check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
@@ -78,43 +82,54 @@ using CommitResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, 
 CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
                     const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
                     const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
-                    const std::optional<Tensor>& node_map, const std::optional<Tensor>& output_counts) {
+                    const std::optional<Tensor>& node_map, const std::optional<Tensor>& output_counts,
+                    const std::optional<Tensor>& tokens_left, const std::optional<Tensor>& history_rows) {
   const Check check("commit", accept_index);
-  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {kAnySize, kAnySize}, Strides::kLastContiguous);
+  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {"B", "S"}, Strides::kLastContiguous);
   const int64_t batch = accept_index.size(0), path_width = accept_index.size(1);
-  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {batch});
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {batch, path_width}, Strides::kLastContiguous);
-  check.tensor(cu_nodes, "cu_nodes", {ScalarType::Int}, {batch + 1});
-  check.tensor(start, "start", {ScalarType::Int}, {batch});
+  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {{"B", batch}});
+  check.tensor(tokens, "tokens", {ScalarType::Long}, {{"B", batch}, {"S", path_width}}, Strides::kLastContiguous);
+  check.tensor(cu_nodes, "cu_nodes", {ScalarType::Int}, {{"B + 1", batch + 1}});
+  check.tensor(start, "start", {ScalarType::Int}, {{"B", batch}});
   check.that(history.has_value() == history_lens.has_value(), "history_lens", "given together with `history`",
              history.has_value() ? "None" : "a tensor");
 
+  if (history_rows.has_value()) {
+    check.tensor(*history_rows, "history_rows", {ScalarType::Int}, {{"B", batch}});
+    check.that(history.has_value(), "history_rows", "None without `history`", "a tensor");
+  }
+  if (tokens_left.has_value()) check.tensor(*tokens_left, "tokens_left", {ScalarType::Int}, {{"B", batch}});
+
   CommitParams params{};
   params.num_rows = INT32_MAX;
+  params.tokens_left = optional_pointer<int32_t>(tokens_left);
+  params.history_rows = optional_pointer<int32_t>(history_rows);
   if (history.has_value()) {
-    check.tensor(*history, "history", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
-    check.tensor(*history_lens, "history_lens", {ScalarType::Int}, {batch});
+    const Axis histories = history_rows.has_value() ? Axis("P") : Axis("B", batch);
+    check.tensor(*history, "history", {ScalarType::Long}, {histories, "H"}, Strides::kLastContiguous);
+    check.tensor(*history_lens, "history_lens", {ScalarType::Int}, {{histories.name, history->size(0)}});
+    params.num_histories = history->size(0);
     params.history = mutable_pointer<int64_t>(*history);
     params.history_lens = mutable_pointer<int32_t>(*history_lens);
     params.history_width = history->size(1);
     params.history_stride = history->stride(0);
   }
   if (output_counts.has_value()) {
-    check.tensor(*output_counts, "output_counts", {ScalarType::Int}, {batch, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*output_counts, "output_counts", {ScalarType::Int}, {{"B", batch}, "V"}, Strides::kLastContiguous);
     params.output_counts = mutable_pointer<int32_t>(*output_counts);
     params.counts_width = output_counts->size(1);
     params.counts_stride = output_counts->stride(0);
   }
   if (eos_ids.has_value() && eos_ids->dim() == 1) {
-    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {kAnySize});
+    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {"E"});
     params.num_eos = eos_ids->size(0);
   } else if (eos_ids.has_value()) {
-    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {batch, kAnySize}, Strides::kLastContiguous);
+    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {{"B", batch}, "E"}, Strides::kLastContiguous);
     params.num_eos = eos_ids->size(1);
     params.eos_stride = eos_ids->stride(0);
   }
   if (node_map.has_value()) {
-    check.tensor(*node_map, "node_map", {ScalarType::Int}, {kAnySize});
+    check.tensor(*node_map, "node_map", {ScalarType::Int}, {"N"});
     params.num_rows = node_map->size(0);
   }
   params.accept_index = const_pointer<int32_t>(accept_index);
@@ -128,7 +143,9 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
   params.accept_stride = accept_index.stride(0);
   params.tokens_stride = tokens.stride(0);
   params.path_width = static_cast<int32_t>(path_width);
-  if (value_checks_enabled()) check_commit_values(check, params, accept_index, num_accepted, cu_nodes, history_lens);
+  if (value_checks_enabled()) {
+    check_commit_values(check, params, accept_index, num_accepted, cu_nodes, history, history_lens, history_rows);
+  }
 
   const int64_t mapped = node_map.has_value() ? batch : 0;
   Tensor new_start = empty_on(start, {batch}, ScalarType::Int);
@@ -166,7 +183,7 @@ constexpr Op kOps[] = {
     {"commit",
      "(Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor cu_nodes, Tensor start, *,"
      " Tensor(a!)? history=None, Tensor(b!)? history_lens=None, Tensor? eos_ids=None, Tensor? node_map=None,"
-     " Tensor(c!)? output_counts=None)"
+     " Tensor(c!)? output_counts=None, Tensor? tokens_left=None, Tensor? history_rows=None)"
      " -> (Tensor new_start, Tensor last_token, Tensor finished, Tensor new_num_accepted, Tensor num_tokens,"
      " Tensor accept_rows, Tensor draft_accept_index, Tensor draft_num_accepted, Tensor draft_missing,"
      " Tensor draft_num_missing)",

@@ -8,7 +8,7 @@ namespace {
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& parents, const Tensor& cu_nodes,
                                                                int64_t max_nodes, int64_t max_depth) {
   const Check check("build_trees", parents);
-  check.tensor(parents, "parents", {ScalarType::Int}, {kAnySize});
+  check.tensor(parents, "parents", {ScalarType::Int}, {"N"});
   const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);

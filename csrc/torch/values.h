@@ -3,13 +3,20 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <numeric>
+#include <unordered_map>
+
 #include "torch/check.h"
 
 namespace pagedtree::ops {
 
+inline Tensor host_copy(const Tensor& t) {
+  return torch::stable::contiguous(torch::stable::to(t, torch::stable::Device(torch::headeronly::kCPU)));
+}
+
 template <typename T>
 std::vector<T> host_values(const Tensor& t) {
-  const Tensor host = torch::stable::contiguous(torch::stable::to(t, torch::stable::Device(torch::headeronly::kCPU)));
+  const Tensor host = host_copy(t);
   const T* values = const_pointer<T>(host);
   return std::vector<T>(values, values + host.numel());
 }
@@ -38,6 +45,45 @@ inline void check_pages(const Check& check, const std::vector<int32_t>& table, i
     check.that(page >= 0 && page < num_pages, "page_table[" + std::to_string(b) + ", " + std::to_string(i) + "]",
                "a page id in 0.." + std::to_string(num_pages - 1), page);
   }
+}
+
+// The pages that sequences write: each belongs to one sequence.
+class WritablePages {
+ public:
+  // Positions [begin, end) of sequence b, whose pages have been checked.
+  void add(const Check& check, const std::vector<int32_t>& table, int64_t max_pages, int64_t page_size, int64_t b,
+           int64_t begin, int64_t end) {
+    for (int64_t i = begin / page_size; begin < end && i <= (end - 1) / page_size; ++i) {
+      const int32_t page = table[b * max_pages + i];
+      const auto [owner, is_new] = owners_.emplace(page, b);
+      check.that(is_new || owner->second == b, "page_table[" + std::to_string(b) + ", " + std::to_string(i) + "]",
+                 "a page that no other sequence writes",
+                 std::to_string(page) + ", where sequence " + std::to_string(owner->second) + " writes too");
+    }
+  }
+
+ private:
+  std::unordered_map<int32_t, int64_t> owners_;
+};
+
+// The histories that the sequences have, rows of a pool; returns their rows.
+inline std::vector<int64_t> check_histories(const Check& check, const Tensor& history, const Tensor& history_lens,
+                                            const std::optional<Tensor>& history_rows) {
+  const auto lengths = host_values<int32_t>(history_lens);
+  std::vector<int64_t> rows(lengths.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  if (history_rows.has_value()) {
+    const auto given = host_values<int32_t>(*history_rows);
+    rows.assign(given.begin(), given.end());
+  }
+  for (size_t b = 0; b < rows.size(); ++b) {
+    check.that(rows[b] >= -1 && rows[b] < history.size(0), at("history_rows", static_cast<int64_t>(b)),
+               "in -1.." + std::to_string(history.size(0) - 1), rows[b]);
+    if (rows[b] < 0) continue;
+    check.that(lengths[rows[b]] >= 0 && lengths[rows[b]] <= history.size(1), at("history_lens", rows[b]),
+               "in 0.." + std::to_string(history.size(1)), lengths[rows[b]]);
+  }
+  return rows;
 }
 
 // The path of sequence b: 0 first (or -1: no tree), then ascending node ids.

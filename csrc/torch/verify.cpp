@@ -7,14 +7,9 @@
 
 namespace pagedtree::ops {
 
-TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size) {
-  check.tensor(ids, name, {ScalarType::Int, ScalarType::Long}, {size});
-  return {given_pointer<int64_t>(ids), ids.scalar_type() == ScalarType::Long};
-}
-
 void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params) {
   if (!draft_to_target.has_value()) return;
-  params.draft_to_target = token_ids(check, *draft_to_target, "draft_to_target", kAnySize);
+  params.draft_to_target = integers(check, *draft_to_target, "draft_to_target", "V_draft");
   params.draft_vocab = draft_to_target->size(0);
 }
 
@@ -32,13 +27,13 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
     check.fail(rows_name, "of " + std::to_string(nodes) + " rows, one for each node of the trees",
                std::to_string(rows) + " rows");
   }
-  params.draft_tokens = token_ids(check, draft_tokens, "draft_tokens", rows);
+  params.draft_tokens = integers(check, draft_tokens, "draft_tokens", {"N", rows});
   add_map(check, draft_to_target, params);
   params.batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(depths, "depths", {ScalarType::Int}, {rows});
-  check.tensor(first_child, "first_child", {ScalarType::Int}, {rows});
-  check.tensor(next_sibling, "next_sibling", {ScalarType::Int}, {rows});
-  check.tensor(valid, "valid", {ScalarType::Bool}, {params.batch});
+  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", rows}});
+  check.tensor(first_child, "first_child", {ScalarType::Int}, {{"N", rows}});
+  check.tensor(next_sibling, "next_sibling", {ScalarType::Int}, {{"N", rows}});
+  check.tensor(valid, "valid", {ScalarType::Bool}, {{"B", params.batch}});
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", rows);
@@ -52,7 +47,10 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   return params;
 }
 
-VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params) {
+VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const std::optional<Tensor>& tokens_left,
+                            VerifyParams& params) {
+  if (tokens_left.has_value()) check.tensor(*tokens_left, "tokens_left", {ScalarType::Int}, {{"B", params.batch}});
+  params.tokens_left = optional_pointer<int32_t>(tokens_left);
   const int64_t width = params.max_depth + 1;
   Tensor accept_index = empty_on(anchor, {params.batch, width}, ScalarType::Int);
   Tensor num_accepted = empty_on(anchor, {params.batch}, ScalarType::Int);
@@ -66,20 +64,19 @@ VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params) {
 }
 
 void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params) {
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {params.batch});
-  check.tensor(positions, "positions", {ScalarType::Long}, {params.batch});
+  check.tensor(seeds, "seeds", {ScalarType::Long}, {{"B", params.batch}});
   params.seeds = const_pointer<int64_t>(seeds);
-  params.positions = const_pointer<int64_t>(positions);
+  params.positions = integers(check, positions, "positions", {"B", params.batch});
 }
 
 void add_coins(const Check& check, const std::optional<Tensor>& coins, const std::optional<Tensor>& final_coins,
                RatioParams& params) {
   if (coins.has_value()) {
-    check.tensor(*coins, "coins", {ScalarType::Float}, {params.verify.logits.num_rows});
+    check.tensor(*coins, "coins", {ScalarType::Float}, {{"N", params.verify.logits.num_rows}});
     params.coins = const_pointer<float>(*coins);
   }
   if (final_coins.has_value()) {
-    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {params.verify.batch});
+    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {{"B", params.verify.batch}});
     params.final_coins = const_pointer<float>(*final_coins);
   }
 }
@@ -100,12 +97,12 @@ void add_draft_distributions(const Check& check, const std::optional<Tensor>& dr
   const int64_t rows = params.verify.logits.num_rows;
   if (draft_rows.has_value()) {
     check.that(drawn, "draft_rows", "None under draft_law \"onehot\"", "a Tensor");
-    params.draft_rows = token_ids(check, *draft_rows, "draft_rows", rows);
+    params.draft_rows = integers(check, *draft_rows, "draft_rows", {"N", rows});
   }
   if (!drawn) return;
   params.draft = rows_params(check, *draft_probs, "draft_probs", min_of<int64_t>(vocab, 1));
   check.tensor(*draft_probs, "draft_probs", {draft_probs->scalar_type()},
-               {draft_rows.has_value() ? kAnySize : rows, vocab}, Strides::kLastContiguous);
+               {{"M", draft_rows.has_value() ? kAnySize : rows}, {"V", vocab}}, Strides::kLastContiguous);
   if (!value_checks_enabled() || !draft_rows.has_value()) return;
   const auto check_rows = [&](const auto& ids) {
     for (size_t n = 0; n < ids.size(); ++n) {
@@ -119,10 +116,11 @@ void add_draft_distributions(const Check& check, const std::optional<Tensor>& dr
 
 namespace {
 
-VerdictTensors run(const Tensor& logits, VerifyParams& params) {
+VerdictTensors run(const Check& check, const Tensor& logits, const std::optional<Tensor>& tokens_left,
+                   VerifyParams& params) {
   const Backend& backend = backend_for(logits);
+  VerdictTensors verdict = make_verdict(check, logits, tokens_left, params);
   const Tensor option_rows = add_option_rows(logits, backend, params.batch, params.logits.vocab, params.options);
-  VerdictTensors verdict = make_verdict(logits, params);
   static_assert(sizeof(DrawnRow) % sizeof(int64_t) == 0);
   constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
   Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
@@ -155,11 +153,12 @@ void check_chains(const Check& check, const Tensor& next_sibling) {
 VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
                              const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                             const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
+                             const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
+                             const std::optional<Tensor>& tokens_left) {
   const Check check("verify_greedy", logits);
   VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
                                     first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
-  return run(logits, params);
+  return run(check, logits, tokens_left, params);
 }
 
 VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
@@ -168,6 +167,7 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                               const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
                               const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
+                              const std::optional<Tensor>& tokens_left,
                               const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
   const Check check("verify_sampled", logits);
   VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
@@ -175,7 +175,7 @@ VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, 
   params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
   add_streams(check, seeds, positions, params);
   add_options(check, PT_OPTION_TENSORS, parents, params);
-  return run(logits, params);
+  return run(check, logits, tokens_left, params);
 }
 
 template <RatioRule kRule>
@@ -187,7 +187,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
                                const std::optional<Tensor>& draft_probs, const std::optional<Tensor>& draft_rows,
                                const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
                                const std::optional<Tensor>& final_coins, const std::optional<Tensor>& grammar_mask,
-                               const std::optional<Tensor>& draft_to_target,
+                               const std::optional<Tensor>& draft_to_target, const std::optional<Tensor>& tokens_left,
                                const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
                                const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
                                const std::string& draft_filter_order,
@@ -231,7 +231,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
     frames = empty_on(logits, {verify.batch, verify.max_depth + 1, kWords}, ScalarType::Long);
   }
   params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
-  VerdictTensors verdict = make_verdict(logits, verify);
+  VerdictTensors verdict = make_verdict(check, logits, tokens_left, verify);
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, verify.batch, verify.logits.vocab, verify.options);
   const CallContext ctx = context_for(logits);
@@ -246,7 +246,8 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
                               const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
                               const std::string& filter_order, double epsilon, double delta,
-                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target) {
+                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
+                              const std::optional<Tensor>& tokens_left) {
   const Check check("verify_typical", logits);
   RatioParams params{};
   params.verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
@@ -257,36 +258,36 @@ VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, 
   params.law = DraftLaw::kOneHot;
   params.epsilon = static_cast<float>(epsilon);
   params.delta = static_cast<float>(delta);
-  VerdictTensors verdict = make_verdict(logits, params.verify);
+  VerdictTensors verdict = make_verdict(check, logits, tokens_left, params.verify);
   backend_for(logits).verify_typical(params, context_for(logits));
   return verdict;
 }
 
-#define PT_RATIO_RULE                                                                            \
-  "(Tensor logits, " PT_TREES ", " PT_SAMPLING                                                   \
-  ", *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"         \
-  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None,"  \
-  " Tensor? draft_to_target=None, Tensor? draft_temperature=None, Tensor? draft_top_k=None,"     \
-  " Tensor? draft_top_p=None, Tensor? draft_min_p=None, str draft_filter_order=\"top_k_first\"," \
+#define PT_RATIO_RULE                                                                           \
+  "(Tensor logits, " PT_TREES ", " PT_SAMPLING                                                  \
+  ", *, str draft_law, Tensor? draft_probs=None, Tensor? draft_rows=None, Tensor seeds,"        \
+  " Tensor positions, Tensor? coins=None, Tensor? final_coins=None, Tensor? grammar_mask=None," \
+  " Tensor? draft_to_target=None, Tensor? tokens_left=None, Tensor? draft_temperature=None,"    \
+  " Tensor? draft_top_k=None, Tensor? draft_top_p=None, Tensor? draft_min_p=None,"              \
+  " str draft_filter_order=\"top_k_first\","                                                    \
   " Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")"
 
 constexpr Op kOps[] = {
     {"verify_greedy",
-     "(Tensor logits, " PT_TREES ", *, Tensor? grammar_mask=None, Tensor? draft_to_target=None)"
-     " -> (" PT_VERDICT ")",
+     "(Tensor logits, " PT_TREES ", *, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
+     " Tensor? tokens_left=None) -> (" PT_VERDICT ")",
      PT_BOX(&verify_greedy)},
     {"verify_sampled",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING
      ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
-     " Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")",
+     " Tensor? tokens_left=None, Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")",
      PT_BOX(&verify_sampled)},
     {"verify_rejection", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kRejection>)},
     {"verify_block", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kBlock>)},
     {"verify_traversal", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kTraversal>)},
     {"verify_typical",
      "(Tensor logits, " PT_TREES ", " PT_SAMPLING ", *, float epsilon=0.09, float delta=0.3, Tensor? grammar_mask=None,"
-     " Tensor? draft_to_target=None)"
-     " -> (" PT_VERDICT ")",
+     " Tensor? draft_to_target=None, Tensor? tokens_left=None) -> (" PT_VERDICT ")",
      PT_BOX(&verify_typical)},
 };
 #undef PT_RATIO_RULE

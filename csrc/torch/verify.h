@@ -21,14 +21,12 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
                          const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
                          const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
 
-// int32 or int64 ids in one dimension.
-TokenIds token_ids(const Check& check, const Tensor& ids, const std::string& name, int64_t size);
-
 // The target's ids of a smaller draft vocabulary's tokens.
 void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params);
 
-// Allocates the results on the device of `anchor`.
-VerdictTensors make_verdict(const Tensor& anchor, VerifyParams& params);
+// Allocates the results on the device of `anchor`: at most tokens_left[b] tokens for sequence b.
+VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const std::optional<Tensor>& tokens_left,
+                            VerifyParams& params);
 
 void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params);
 

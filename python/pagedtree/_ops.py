@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -23,13 +25,13 @@ def _load() -> Any:
         path = os.path.join(folder, "lib", "libpagedtree_torch.so")
         if os.path.exists(path):
             torch.ops.load_library(path)
-            return torch.ops.pagedtree
+            return torch.ops.pagedtree, ctypes.CDLL(path)
     raise ImportError(
         "pagedtree's op library is missing: the package was not built (pip install --no-build-isolation -e .)"
     )
 
 
-ops = _load()
+ops, _library_calls = _load()
 
 
 def _overload(name: str) -> Any:
@@ -70,6 +72,17 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         return fake
 
     return register
+
+
+class Prepared:
+    """What an op has checked and kept for later calls: their number, and its end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self, release: Callable[[ctypes.c_int64], Any] = _library_calls.pagedtree_release_prepared) -> None:
+        if not sys.is_finalizing():
+            release(ctypes.c_int64(self.number))
 
 
 def makes_fakes() -> bool:
@@ -133,22 +146,25 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except RuntimeError as error:
-        message = str(error)
-        name = str(op).removeprefix("pagedtree.").split(".")[0]
-        name = _PARTS.get(name, name)
-        if mismatch := _TYPE_MISMATCH.search(message):
-            expected, argument, found, value = mismatch.groups()
-            raise _wrong_type(name, argument, expected, found, value) from None
-        if "Could not cast" in message:
-            raise TypeError(message) from None
-        if "There were no tensor arguments" in message:
-            raise _first_that_is_no_tensor(name, op, args, kwargs) from None
-        if '"aten::empty"' in message:  # by the stable interface, which drops what Torch says
-            raise torch.OutOfMemoryError(
-                f"{name}: not enough memory for its results, whose sizes are arguments"
-            ) from None
-        start = message.find(f"{name}: ")
-        if start < 0:
-            raise
-        message = message[start:].split("\nException raised from")[0]
-        raise (TypeError if message.endswith("must be a Tensor, got None") else ValueError)(message) from None
+        raise refusal(error, op, args, kwargs) from None
+
+
+def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
+    """Returns what Python callers expect in the place of an op's error."""
+    message = str(error)
+    name = str(op).removeprefix("pagedtree.").split(".")[0]
+    name = _PARTS.get(name, name)
+    if mismatch := _TYPE_MISMATCH.search(message):
+        expected, argument, found, value = mismatch.groups()
+        return _wrong_type(name, argument, expected, found, value)
+    if "Could not cast" in message:
+        return TypeError(message)
+    if "There were no tensor arguments" in message:
+        return _first_that_is_no_tensor(name, op, args, kwargs)
+    if '"aten::empty"' in message:  # by the stable interface, which drops what Torch says
+        return torch.OutOfMemoryError(f"{name}: not enough memory for its results, whose sizes are arguments")
+    start = message.find(f"{name}: ")
+    if start < 0:
+        return error
+    message = message[start:].split("\nException raised from")[0]
+    return (TypeError if message.endswith("must be a Tensor, got None") else ValueError)(message)

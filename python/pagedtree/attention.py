@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import call, has_no_values, ops, register_fake
+from pagedtree._ops import Prepared, call, has_no_values, ops, refusal, register_fake
 
 __all__ = ["PreparedAttention", "attention_plan", "merge_states", "tree_attention"]
 
@@ -129,8 +130,13 @@ class PreparedAttention:
         for q, k_cache, v_cache in layers:
             out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
 
-    What the layers share is checked once, here, and a call takes the host half the time. Results are the same bits.
-    The tensors are kept, and read by each call: one made for a captured graph serves all replays.
+    What the layers share is handed over once, here, and a call takes the host half the time. Results are the same bits.
+    The tensors are kept and read by each call, whatever has become of them (written, resized, `.data` replaced): one
+    made for a captured graph serves all replays, one kept for the next step is right where that step's lengths, table
+    and mask are in these same tensors. It does not learn of others: where a step makes new tensors, make a new one.
+
+    Where gradients are enabled, or the caller is compiled, nothing is saved: each call is one of `tree_attention`. Call
+    it under `torch.no_grad` or `torch.inference_mode`.
 
     Args:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan: as for
@@ -163,11 +169,12 @@ class PreparedAttention:
             "window": window,
             "plan": plan,
         }
-        # The checks of values ask for the caches, too.
-        checks_values = os.environ.get("PAGEDTREE_CHECK", "0") not in ("", "0")
-        self._step: Tensor | None = None
-        if not (checks_values or has_no_values(page_table)):
-            self._step = call(ops._prepare_attention.default, *self._tensors, **self._options)
+        self._step: Prepared | None = None
+        if not has_no_values(page_table):
+            self._step = Prepared(call(ops._prepare_attention.default, *self._tensors, **self._options))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(PreparedAttention, **self._options), self._tensors
 
     def __call__(
         self,
@@ -190,9 +197,13 @@ class PreparedAttention:
         if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
             return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[arg-type, return-value]
-        if out is None:
-            return call(_attend, q, k_cache, v_cache, self._step, sinks, k_scale, v_scale)
-        call(_attend_out, q, k_cache, v_cache, self._step, sinks, k_scale, v_scale, out)
+        layer = (q, k_cache, v_cache, self._step.number, sinks, k_scale, v_scale)
+        try:
+            if out is None:
+                return _attend(*layer)
+            _attend_out(*layer, out)
+        except RuntimeError as error:
+            raise refusal(error, _attend, layer, {}) from None
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
         return out

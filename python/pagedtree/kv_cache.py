@@ -7,12 +7,13 @@ accepted rows of a draft tree after verification.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
-from pagedtree._ops import call, has_no_values, ops, register_fake
+from pagedtree._ops import Prepared, call, has_no_values, ops, refusal, register_fake
 
 __all__ = ["PreparedCompaction", "append_kv", "compact_kv", "rope_append", "slot_mapping"]
 
@@ -213,8 +214,12 @@ class PreparedCompaction:
         for each step:
             seq_lens = compact(page_table, start, accept_index, num_accepted)   # compact_kv(caches, page_table, ...)
 
-    The caches are checked once, here, and a call takes a tenth of the host's time where there are many. Results are the
-    same bits. The caches are kept: make another one where a tensor among them is replaced.
+    The caches are handed over once, here, and a call takes a tenth of the host's time where there are many. Results are
+    the same bits. The caches are kept, and checked anew where one of them has been resized or has other memory; make
+    another one where the tensors themselves are replaced.
+
+    Where gradients are enabled, or the caller is compiled, nothing is saved: each call is one of `compact_kv`. Call it
+    under `torch.no_grad` or `torch.inference_mode`.
 
     Args:
         caches: as for `compact_kv`.
@@ -225,12 +230,15 @@ class PreparedCompaction:
     def __init__(self, caches: Sequence[Tensor]) -> None:
         expect_type("caches", caches, Sequence)
         self._caches = list(caches)
-        self._prepared: Tensor | None = None
+        self._prepared: Prepared | None = None
         self._with_versions: list[Tensor] = []
         are_tensors = all(isinstance(cache, Tensor) for cache in self._caches)
         if self._caches and not (are_tensors and any(map(has_no_values, self._caches))):
-            self._prepared = call(_prepare_compaction, self._caches)
+            self._prepared = Prepared(call(_prepare_compaction, self._caches))
             self._with_versions = [cache for cache in self._caches if not cache.is_inference()]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PreparedCompaction, (self._caches,)
 
     def __call__(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> Tensor:
         """Moves the rows of one step's accepted paths; returns the new seq_lens, int32 [B].
@@ -242,7 +250,11 @@ class PreparedCompaction:
         """
         if self._prepared is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return compact_kv(self._caches, page_table, start, accept_index, num_accepted)
-        seq_lens = call(_compact, page_table, start, accept_index, num_accepted, self._prepared)
+        moves = (page_table, start, accept_index, num_accepted, self._prepared.number)
+        try:
+            seq_lens: Tensor = _compact(*moves)
+        except RuntimeError as error:
+            raise refusal(error, _compact, moves, {}) from None
         if self._with_versions:
             torch.autograd.graph.increment_version(self._with_versions)
         return seq_lens

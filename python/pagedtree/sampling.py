@@ -28,7 +28,8 @@ def sample(
         logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.
         params: scalars, or tensors [R].
         seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
-        positions: int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's position).
+        positions: int32 or int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's
+            position).
         grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
             of -inf.
         options: what the R requests forbid, favour and have said so far.

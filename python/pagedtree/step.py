@@ -21,8 +21,8 @@ class Commit(NamedTuple):
 
     Attributes:
         start: int32 [B], position of the new root (the last token kept): old start + num_tokens.
-        last_token: int64 [B], the new root's token; -1 for a tree of no nodes.
-        finished: bool [B], the path ended with an EOS token, or the sequence had no tree.
+        last_token: int64 [B], the new root's token; -1 if no token was kept.
+        finished: bool [B], the path ended with an EOS token or with the last token left, or no token was kept.
         num_accepted: int32 [B], draft tokens kept; for `compact_kv`, with the verdict's accept_index.
         num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
         accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: whose hidden
@@ -61,7 +61,8 @@ def prepare_step(
         total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
 
     Returns (positions, seq_lens, cu_seqlens_q, slots):
-        positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding.
+        positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding. The verify
+            ops take the roots' positions alone: `start` as it is.
         seq_lens: int32 [B], start + nodes: the lengths once the tree is appended.
         cu_seqlens_q: int32 [B + 1], the offsets of the rows (cu_nodes, kept inside T).
         slots: int64 [T], where node i of tree b is appended: the slot of position start[b] + i; -1 for padding and for
@@ -92,8 +93,11 @@ def commit(
     eos_ids: Tensor | None = None,
     node_map: Tensor | None = None,
     options: RequestOptions | None = None,
+    tokens_left: Tensor | None = None,
+    history_rows: Tensor | None = None,
 ) -> Commit:
-    """Takes a verdict over: ends sequences at EOS, records their tokens, and says where the next step begins.
+    """Takes a verdict over: ends sequences at EOS or at their limit, records their tokens, and says where the next step
+    begins.
 
     Args:
         verdict: what a verify op returned for `trees`.
@@ -108,13 +112,19 @@ def commit(
             count as missing too.
         options: its output_counts [B, V], if given, are written: each token that is kept counts once more. Ids outside
             0..V-1 count nowhere. Nothing else of it is used.
+        tokens_left: int32 [B], the most tokens that this step may keep of each sequence, whether or not the verify op
+            was given it too: a sequence that keeps so many is finished. For the next step: tokens_left - num_tokens.
+        history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
+            [P]. Nothing is recorded of a sequence whose row is outside 0..P-1 (-1). Rows in use must differ.
 
-    Returns a `Commit`. An idle sequence keeps its start; it is finished, its last_token is -1, nothing is appended.
-    A sequence that ended with EOS has a start and a last_token like any other.
+    Returns a `Commit`. An idle sequence keeps its start; it is finished, its last_token is -1, nothing is appended; a
+    sequence with tokens_left <= 0 likewise. A sequence that ended with EOS or at its limit has a start and a last_token
+    like any other.
 
         for b in range(B):
             nodes, tokens = accept_index[b, : num_accepted[b] + 1], tokens[b, : num_accepted[b] + 1]
             if any(token in eos_ids for token in tokens): cut both behind the first such token
+            nodes, tokens = nodes[: max(tokens_left[b], 0)], tokens[: max(tokens_left[b], 0)]
             start[b] += len(tokens)
             history[b, history_lens[b] :] = tokens                   # as far as they fit
             output_counts[b, tokens] += 1                            # once for each time
@@ -124,7 +134,7 @@ def commit(
 
     Values that no verdict has are safe: a path stops before a node that does not ascend or is outside the tree and
     before a negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending
-    offsets, and history_lens outside 0..H.
+    offsets, history_lens outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
 
     Source: the accepted nodes' rows are what the drafters of EAGLE (Li et al., ICML 2024) and Medusa go on from.
 
@@ -146,6 +156,8 @@ def commit(
         eos_ids=eos_ids,
         node_map=node_map,
         output_counts=None if options is None else options.output_counts,
+        tokens_left=tokens_left,
+        history_rows=history_rows,
     )
     return Commit(*results[:6], *(results[6:] if node_map is not None else [None] * 4))
 
@@ -171,6 +183,8 @@ def _commit_fake(
     eos_ids: Tensor | None = None,
     node_map: Tensor | None = None,
     output_counts: Tensor | None = None,
+    tokens_left: Tensor | None = None,
+    history_rows: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     batch, width = accept_index.shape
     mapped = 0 if node_map is None else batch

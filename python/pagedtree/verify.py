@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
     A tree of no nodes (an idle sequence) has only -1 in accept_index and tokens, num_accepted 0 and status 1;
-    `TreeBatch.active` tells it from a malformed one.
+    `TreeBatch.active` tells it from a malformed one. So has a sequence without tokens left, with its tree's status.
     """
 
     accept_index: Tensor
@@ -52,6 +52,7 @@ def verify_greedy(
     *,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
 ) -> Verdict:
     """Follows the child that drafted the argmax, as long as there is one. The tokens are those of greedy decoding.
 
@@ -65,6 +66,9 @@ def verify_greedy(
             logit of -inf.
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
+        tokens_left: int32 [B], the most tokens that may come out for each sequence: its path is cut, so that
+            num_accepted + 1 <= tokens_left, and its last token is the path's own there. What comes out is the beginning
+            of what would come out without a limit. At 0 or less nothing comes out, as for a tree of no nodes.
 
     Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
     0; either sets status bit 2. Where siblings repeat a token, the first is followed.
@@ -84,6 +88,7 @@ def verify_greedy(
             *_tree_arguments(logits, draft_tokens, trees),
             grammar_mask=grammar_mask,
             draft_to_target=draft_to_target,
+            tokens_left=tokens_left,
         )
     )
 
@@ -98,6 +103,7 @@ def verify_sampled(
     positions: Tensor,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
@@ -107,10 +113,11 @@ def verify_sampled(
     sampling; no draft probabilities are needed.
 
     Args:
-        logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params: scalars, or tensors [B].
         seeds: int64 [B].
-        positions: int64 [B], the roots' own positions; node n is sampled at positions[b] + depth(n).
+        positions: int32 or int64 [B], the roots' own positions, the `start` of `prepare_step`; node n is sampled at
+            positions[b] + depth(n).
         options: what the B requests forbid, favour and have said so far; see `RequestOptions`. Only rows on the path
             pay for them.
 
@@ -137,6 +144,7 @@ def verify_sampled(
             positions=positions,
             grammar_mask=grammar_mask,
             draft_to_target=draft_to_target,
+            tokens_left=tokens_left,
             parents=trees.parents,
             **option_arguments(params, options, logits.device),
         )
@@ -158,6 +166,7 @@ def verify_rejection(
     final_coins: Tensor | None = None,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
@@ -182,11 +191,12 @@ def verify_rejection(
             for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
         draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
             has no mass: its children are rejected.
-        seeds, positions: int64 [B]; positions are the roots' own.
+        seeds: int64 [B].
+        positions: int32 or int64 [B], the roots' own positions, the `start` of `prepare_step`.
         coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
             ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
-        grammar_mask, draft_to_target: see `verify_greedy`.
+        grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
             parameters, which have no penalties.
         options: what the B requests forbid, favour and have said so far; see `RequestOptions`.
@@ -218,7 +228,7 @@ def verify_rejection(
     """
     return _by_ratio(
         ops.verify_rejection, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
     )  # fmt: skip
 
 
@@ -237,6 +247,7 @@ def verify_block(
     final_coins: Tensor | None = None,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
@@ -269,7 +280,7 @@ def verify_block(
     """
     return _by_ratio(
         ops.verify_block, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
     )  # fmt: skip
 
 
@@ -288,6 +299,7 @@ def verify_traversal(
     final_coins: Tensor | None = None,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
@@ -322,7 +334,7 @@ def verify_traversal(
     """
     return _by_ratio(
         ops.verify_traversal, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
-        coins, final_coins, grammar_mask, draft_to_target, draft_params, options,
+        coins, final_coins, grammar_mask, draft_to_target, tokens_left, draft_params, options,
     )  # fmt: skip
 
 
@@ -336,6 +348,7 @@ def verify_typical(
     delta: float = 0.3,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
 ) -> Verdict:
     """Verifies by typical acceptance: takes the longest path of drafts that the target finds likely enough. Not
     lossless.
@@ -343,7 +356,7 @@ def verify_typical(
     The tokens do not follow the target's distribution: drafts are favoured, the bonus is an argmax, nothing is random.
 
     Args:
-        logits, draft_tokens, trees, grammar_mask, draft_to_target: see `verify_greedy`.
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params: scalars, or tensors [B]; no penalties.
         epsilon: in 0..1, the probability that always suffices.
         delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
@@ -364,7 +377,7 @@ def verify_typical(
     expect_type("params", params, SamplingParams)
     params.expect_no_penalty("verify_typical")
     arguments = _tree_arguments(logits, draft_tokens, trees)
-    optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target}
+    optional = {"grammar_mask": grammar_mask, "draft_to_target": draft_to_target, "tokens_left": tokens_left}
     for name, value in (("epsilon", epsilon), ("delta", delta)):
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name}: expected a number, got {value!r}")
@@ -401,7 +414,7 @@ def _by_ratio(
     op: Any, logits: Tensor, draft_tokens: Tensor, trees: TreeBatch, params: SamplingParams, draft_law: str,
     draft_probs: Tensor | None, draft_rows: Tensor | None, seeds: Tensor | None, positions: Tensor | None,
     coins: Tensor | None, final_coins: Tensor | None, grammar_mask: Tensor | None, draft_to_target: Tensor | None,
-    draft_params: SamplingParams | None, options: RequestOptions | None,
+    tokens_left: Tensor | None, draft_params: SamplingParams | None, options: RequestOptions | None,
 ) -> Verdict:  # fmt: skip
     """Calls a raw op of verify_rejection's signature."""
     arguments = _tree_arguments(logits, draft_tokens, trees)
@@ -420,7 +433,7 @@ def _by_ratio(
             op, *arguments, *params.on(logits.device),
             draft_law=draft_law, draft_probs=draft_probs, draft_rows=draft_rows, seeds=seeds, positions=positions,
             coins=coins, final_coins=final_coins, grammar_mask=grammar_mask, draft_to_target=draft_to_target,
-            **draft, parents=trees.parents, **asked,
+            tokens_left=tokens_left, **draft, parents=trees.parents, **asked,
         )
     )  # fmt: skip
 

@@ -59,6 +59,7 @@ def _verification(**more: Any) -> dict[str, Any]:
         "trees": draft_trees(),
         "grammar_mask": torch.rand(8, VOCAB) < 0.8,
         "draft_to_target": torch.arange(VOCAB - 10).flip(0),
+        "tokens_left": int32([2, 9]),
         **more,
     }
 
@@ -332,6 +333,7 @@ def prepare_step() -> Call:
 @valid_call
 def commit() -> Call:
     arguments = commit_arguments("cpu") | {"eos_ids": int64([6]), "node_map": int32([0, 1, 2])}
+    arguments |= {"tokens_left": int32([3]), "history_rows": int32([0])}
     arguments["options"] = pt.RequestOptions(output_counts=torch.zeros(1, VOCAB, dtype=torch.int32))
     return Call(pt.commit, arguments, written=("history", "history_lens", "options"))
 
@@ -420,10 +422,10 @@ def rerank_tree() -> Call:
 
 @valid_call
 def ngram_propose() -> Call:
-    history = torch.randint(3, (2, 30))
+    history = {"history": torch.randint(3, (3, 30)), "history_lens": int32([12, 7, 30]), "history_rows": int32([2, 0])}
     bounds = {"max_nodes": 9, "max_depth": 4, "min_ngram": 1, "max_ngram": 3, "max_branches": 3}
     more = {"extra": torch.randint(3, (2, 20)), "active": torch.tensor([True, True])}
-    return Call(pt.ngram_propose, {"history": history, "history_lens": int32([30, 12]), **bounds, **more})
+    return Call(pt.ngram_propose, {**history, **bounds, **more})
 
 
 @valid_call

@@ -179,7 +179,7 @@ def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Devic
     assert len(asked) > 500 and wrong_calls(asked) == []
     # The one thing that a GPU cannot compute.
     assert all(
-        re.search("must be of dtype Half or BFloat16.*got Float$", error)
+        re.search("must be of dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
         for error in recorded.errors[str(device.capability)]
     )
 

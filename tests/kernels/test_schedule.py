@@ -346,5 +346,5 @@ def test_plan_refuses_sizes(target: Target) -> None:
             attention_plan(lens, cu, **{**sizes, name: value})
     with pytest.raises(ValueError, match="`seq_lens` must be of shape"):
         attention_plan(lens[:1], cu, **sizes)
-    with pytest.raises(ValueError, match="`tree_lens` must be of dtype Int"):
+    with pytest.raises(ValueError, match=r"`tree_lens` must be of dtype torch\.int32"):
         attention_plan(lens, cu, **sizes, tree_lens=torch.ones(2))

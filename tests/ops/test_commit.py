@@ -14,21 +14,29 @@ from pagedtree import Commit, RequestOptions, Verdict, commit
 from pagedtree.reference import step as loops
 
 
-def reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map) -> dict:
+def reference_commit(
+    accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map, tokens_left, history_rows
+) -> dict:
     """The loop of the docstring; `history` is a list of lists of fixed length, which stays as it is."""
     history, lens = [row[:] for row in history], lens[:]
-    out = loops.commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map)
+    out = loops.commit(
+        accept_index, num_accepted, tokens, offsets, start, history, lens, eos, node_map, tokens_left, history_rows
+    )
     return {**out._asdict(), "history": history, "lens": lens}
 
 
 def check_commit(
-    device, accept_index, num_accepted, tokens, parents, start, history, lens, eos, per_row_eos, node_map
-) -> None:
+    device, accept_index, num_accepted, tokens, parents, start, history, lens, eos, per_row_eos, node_map,
+    tokens_left=None, history_rows=None,
+) -> None:  # fmt: skip
     batch, width = len(parents), len(accept_index[0])
     trees = batch_of(parents, device, max_depth=max(width - 1, 0))
     offsets = trees.cu_nodes.tolist()
     eos_rows = eos if per_row_eos else [eos[0]] * batch
-    expected = reference_commit(accept_index, num_accepted, tokens, offsets, start, history, lens, eos_rows, node_map)
+    expected = reference_commit(
+        accept_index, num_accepted, tokens, offsets, start, history, lens, eos_rows, node_map, tokens_left, history_rows
+    )
+    limit = None if tokens_left is None else int32(tokens_left, device)
 
     def strided(values: list, dtype: torch.dtype) -> Tensor:
         wide = torch.full((len(values), len(values[0]) + 2), 77, dtype=dtype, device=device)
@@ -54,6 +62,8 @@ def check_commit(
         eos_ids=eos_ids,
         node_map=int32(node_map, device),
         options=RequestOptions(output_counts=counts),
+        tokens_left=limit,
+        history_rows=None if history_rows is None else int32(history_rows, device),
     )
     for name in Commit._fields:
         assert getattr(result, name).tolist() == expected[name], name
@@ -62,7 +72,7 @@ def check_commit(
     assert wide_history[:, : len(history[0])].tolist() == expected["history"]
     assert (wide_history[:, len(history[0]) :] == 77).all()
     assert history_lens.tolist() == expected["lens"]
-    bare = commit(verdict, trees, int32(start, device), eos_ids=eos_ids)
+    bare = commit(verdict, trees, int32(start, device), eos_ids=eos_ids, tokens_left=limit)
     assert bare[6:] == (None,) * 4
     for mine, same in zip(bare[:6], result[:6], strict=True):
         assert torch.equal(mine, same)
@@ -83,11 +93,15 @@ def path_to(parents: list[int], node: int) -> list[int]:
     parents=st.lists(st.one_of(tree_parents(), st.just([])), min_size=1, max_size=4),
     capacity=st.sampled_from([0, 3, 40]),
     per_row_eos=st.booleans(),
+    limited=st.booleans(),
+    pooled=st.booleans(),
     seed=st.integers(0, 999),
 )
-def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
+def test_commit(backend, device, parents, capacity, per_row_eos, limited, pooled, seed) -> None:
     rng = np.random.default_rng(seed)
     batch = len(parents)
+    histories = batch + 2 * pooled
+    rows = [int(row) if rng.random() < 0.8 else -1 for row in rng.permutation(histories)[:batch]]
     paths = [path_to(p, int(rng.integers(0, len(p)))) if p else [] for p in parents]
     width = max(len(path) for path in paths) + 1
     check_commit(
@@ -97,11 +111,13 @@ def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
         tokens=[rng.integers(0, 6, size=len(path)).tolist() + [-1] * (width - len(path)) for path in paths],
         parents=parents,
         start=[int(rng.integers(0, 50)) if rng.random() < 0.9 else -1 for _ in paths],
-        history=[[90 + i for i in range(capacity)] for _ in paths],
-        lens=[int(rng.integers(0, capacity + 1)) for _ in paths],
+        history=[[90 + i for i in range(capacity)] for _ in range(histories)],
+        lens=[int(rng.integers(0, capacity + 1)) for _ in range(histories)],
         eos=rng.choice([-1, 0, 1, 99], size=(batch, int(rng.integers(0, 3)))).tolist(),
         per_row_eos=per_row_eos,
         node_map=[int(rng.integers(-1, 30)) if rng.random() < 0.5 else i for i in range(sum(map(len, parents)))],
+        tokens_left=rng.integers(-1, 6, size=batch).tolist() if limited else None,
+        history_rows=rows if pooled else None,
     )
 
 
@@ -115,6 +131,8 @@ def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
     start=st.lists(st.sampled_from([-(2**31), -1, 0, 2**31 - 1]), min_size=2, max_size=2),
     lens=st.lists(st.sampled_from([-(2**31), -1, 2, 5, 2**31 - 1]), min_size=2, max_size=2),
     node_map=st.lists(st.sampled_from([-(2**31), -1, 0, 3, 2**31 - 1]), min_size=7, max_size=7),
+    tokens_left=st.lists(st.sampled_from([-(2**31), 0, 1, 3, 2**31 - 1]), min_size=2, max_size=2),
+    history_rows=st.sampled_from([[-(2**31), 2**31 - 1], [2, 0], [1, -1]]),
 )
 @example(  # nodes outside their trees, among good values
     accept_index=[[0, 1, 4, 6], [0, 2, 3, 6]],
@@ -124,8 +142,12 @@ def test_commit(backend, device, parents, capacity, per_row_eos, seed) -> None:
     start=[0, 0],
     lens=[0, 0],
     node_map=[0, 1, 2, 3, 0, 1, 2],
+    tokens_left=[4, 4],
+    history_rows=[0, 1],
 )
-def test_commit_bad_values(backend, device, accept_index, first, num_accepted, tokens, start, lens, node_map) -> None:
+def test_commit_bad_values(
+    backend, device, accept_index, first, num_accepted, tokens, start, lens, node_map, tokens_left, history_rows
+) -> None:
     check_commit(
         device,
         accept_index=[[f, *nodes[1:]] for f, nodes in zip(first, accept_index, strict=True)],
@@ -138,6 +160,8 @@ def test_commit_bad_values(backend, device, accept_index, first, num_accepted, t
         eos=[[2, -1]] * 2,
         per_row_eos=False,
         node_map=node_map,
+        tokens_left=tokens_left,
+        history_rows=history_rows,
     )
 
 
@@ -219,27 +243,41 @@ def test_commit_counts_refuse(backend, device) -> None:
 def test_commit_refuses(backend, device) -> None:
     verdict = commit_arguments(device)["verdict"]
     for change, message in [
-        ({"verdict": verdict._replace(tokens=int32([[5, 6]], device))}, "`tokens` must be of dtype Long, got Int"),
+        (
+            {"verdict": verdict._replace(tokens=int32([[5, 6]], device))},
+            "`tokens` must be of dtype torch.int64, got torch.int32",
+        ),
         (
             {"verdict": verdict._replace(tokens=int64([[5]], device))},
-            r"`tokens` must be of shape \[1, 2\], got",
+            r"`tokens` must be of shape \[1, 2\] .*, got",
         ),
         ({"verdict": verdict._replace(num_accepted=int32([1, 1], device))}, r"`num_accepted` must be of shape \[1\]"),
         (
             {"verdict": verdict._replace(accept_index=int32([0, 2], device))},
             r"`accept_index` must be of shape \[\*, \*\]",
         ),
-        ({"trees": batch_of([[-1], [-1]], device)}, r"`cu_nodes` must be of shape \[2\], got \[3\]"),
-        ({"start": int64([4], device)}, "`start` must be of dtype Int, got Long"),
+        ({"trees": batch_of([[-1], [-1]], device)}, r"`cu_nodes` must be of shape \[2\] .*, got \[3\]"),
+        ({"start": int64([4], device)}, "`start` must be of dtype torch.int32, got torch.int64"),
         ({"history": None}, "`history_lens` must be given together with `history`, got a tensor"),
         ({"history_lens": None}, "`history_lens` must be given together with `history`, got None"),
-        ({"history": int64([[0] * 8] * 2, device)}, r"`history` must be of shape \[1, \*\], got \[2, 8\]"),
-        ({"history": int32([[0] * 8], device)}, "`history` must be of dtype Long, got Int"),
-        ({"history_lens": int64([3], device)}, "`history_lens` must be of dtype Int, got Long"),
-        ({"eos_ids": int32([3], device)}, "`eos_ids` must be of dtype Long, got Int"),
-        ({"eos_ids": int64([[3], [4]], device)}, r"`eos_ids` must be of shape \[1, \*\], got \[2, 1\]"),
+        ({"history": int64([[0] * 8] * 2, device)}, r"`history` must be of shape \[1, \*\] .*, got \[2, 8\]"),
+        ({"history": int32([[0] * 8], device)}, "`history` must be of dtype torch.int64, got torch.int32"),
+        ({"history_lens": int64([3], device)}, "`history_lens` must be of dtype torch.int32, got torch.int64"),
+        ({"eos_ids": int32([3], device)}, "`eos_ids` must be of dtype torch.int64, got torch.int32"),
+        ({"eos_ids": int64([[3], [4]], device)}, r"`eos_ids` must be of shape \[1, \*\] .*, got \[2, 1\]"),
         ({"eos_ids": int64([[[3]]], device)}, r"`eos_ids` must be of shape \[1, \*\]"),
-        ({"node_map": int64([0, 1, 2], device)}, "`node_map` must be of dtype Int, got Long"),
+        ({"node_map": int64([0, 1, 2], device)}, "`node_map` must be of dtype torch.int32, got torch.int64"),
+        ({"tokens_left": int64([3], device)}, "`tokens_left` must be of dtype torch.int32, got torch.int64"),
+        ({"tokens_left": int32([3, 3], device)}, r"`tokens_left` must be of shape \[1\] .*, got \[2\]"),
+        ({"history_rows": int32([0, 0], device)}, r"`history_rows` must be of shape \[1\] .*, got \[2\]"),
+        (
+            {"history_rows": int32([0], device), "history": None, "history_lens": None},
+            "`history_rows` must be None without `history`",
+        ),
+        (
+            {"history_rows": int32([0], device), "history": int64([[0] * 8] * 2, device)},
+            r"`history_lens` must be of shape \[2\] .*, got \[1\]",
+        ),
     ]:
         arguments = {**commit_arguments(device), **change}
         with pytest.raises(ValueError, match=f"commit: {message}"):
@@ -256,6 +294,7 @@ def test_commit_value_checks(value_checks, device) -> None:
         ({"verdict": verdict._replace(accept_index=int32([[0, 0]], device))}, "must be greater than the node before"),
         ({"history_lens": int32([9], device)}, r"`history_lens\[0\]` must be in 0..8, got 9"),
         ({"node_map": int32([0, 1], device)}, "`cu_nodes` must be at most 2 rows, got 3"),
+        ({"history_rows": int32([1], device)}, r"`history_rows\[0\]` must be in -1..0, got 1"),
     ]:
         arguments = {**commit_arguments(device), **change}
         with pytest.raises(ValueError, match=f"commit: .*{message}"):
@@ -264,3 +303,9 @@ def test_commit_value_checks(value_checks, device) -> None:
     arguments = commit_arguments(device)
     assert commit(**arguments).start.tolist() == [6]
     assert arguments["history"].tolist() == [[0, 0, 0, 5, 6, 0, 0, 0]] and arguments["history_lens"].tolist() == [5]
+    two = Verdict(*(torch.cat([each, each]) for each in verdict))
+    arguments |= {"verdict": two, "trees": batch_of([[-1, 0, 0]] * 2, device), "start": int32([4, 4], device)}
+    with pytest.raises(ValueError, match="`history_rows` must be another row for each sequence, got 0 twice"):
+        commit(**arguments, history_rows=int32([0, 0], device))
+    commit(**arguments, history_rows=int32([-1, -1], device))
+    assert arguments["history_lens"].tolist() == [5]

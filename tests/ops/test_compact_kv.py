@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -119,15 +120,15 @@ def test_compact_kv_refuses(compact, backend, device) -> None:
         ),
         ({"caches": [torch.zeros(4, device=device)]}, r"`caches\[0\]` must be of shape \[pages, page_size, \.\.\.\]"),
         ({"caches": [cache, strided]}, r"`caches\[1\]` must be of rows with at most three strided dimensions"),
-        ({"page_table": int32([[0, 1]], device)}, r"`page_table` must be of shape \[2, \*\], got \[1, 2\]"),
+        ({"page_table": int32([[0, 1]], device)}, r"`page_table` must be of shape \[2, \*\] .*, got \[1, 2\]"),
         ({"page_table": int32([[0, 2], [1, 3]], device).t()}, "`page_table` must be contiguous in its last dimension"),
-        ({"start": torch.tensor([0, 0], device=device)}, "`start` must be of dtype Int, got Long"),
-        ({"accept_index": int32([[0, 1, 2]], device)}, r"`accept_index` must be of shape \[2, \*\], got \[1, 3\]"),
+        ({"start": torch.tensor([0, 0], device=device)}, "`start` must be of dtype torch.int32, got torch.int64"),
+        ({"accept_index": int32([[0, 1, 2]], device)}, r"`accept_index` must be of shape \[2, \*\] .*, got \[1, 3\]"),
         (
             {"accept_index": torch.zeros((2, 1025), dtype=torch.int32, device=device)},
             "`accept_index` must be of at most 1024 columns",
         ),
-        ({"num_accepted": int32([2], device)}, r"`num_accepted` must be of shape \[2\], got \[1\]"),
+        ({"num_accepted": int32([2], device)}, r"`num_accepted` must be of shape \[2\] .*, got \[1\]"),
     ]:
         arguments = {**compact_arguments(device), **change}
         before = [raw(t) for t in arguments["caches"]]
@@ -155,7 +156,28 @@ def test_compact_kv_value_checks(compact, value_checks, device) -> None:
         with pytest.raises(ValueError, match=f"compact_kv: .*{message}"):
             compact(**arguments)
         assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
-    assert compact(**compact_arguments(device)).tolist() == [3, 3]
+    arguments = compact_arguments(device)
+    assert compact(**arguments).tolist() == [3, 3]
+    with pytest.raises(ValueError, match=r"`start\[0\]` must be that of a path that has not been moved yet, got 0"):
+        compact(**arguments)
+    pool = torch.zeros((2, 4, 2, 3, 5), device=device)  # K and V at once
+    with pytest.raises(
+        ValueError, match=r"`caches\[0\]` must be of shape \[pages, page_size, .*, got \[2, 4, 2, 3, 5\]"
+    ):
+        compact(**{**compact_arguments(device), "caches": [pool]})
+    written_twice = {"page_table": int32([[0, 1], [1, 3]], device), "num_accepted": int32([2, 2], device)}
+    with pytest.raises(ValueError, match=r"`page_table\[1, 0\]` must be a page that no other sequence writes, got 1"):
+        compact(**{**compact_arguments(device), **written_twice})
+    prefix = {"page_table": int32([[0, 1], [4, 3]], device), "start": int32([0, 2], device)}
+    with pytest.raises(ValueError, match=r"`page_table\[1, 0\]` must be a page id below 4, .*got 4"):
+        compact(
+            **{
+                **compact_arguments(device),
+                **prefix,
+                "accept_index": int32([[0, 2, 3], [0, 1, -1]], device),
+                "num_accepted": int32([2, 1], device),
+            }
+        )
 
 
 def test_prepared_caches_get_a_new_version(device) -> None:
@@ -189,6 +211,43 @@ def test_prepared_caches_under_grad_mode_and_compiled(device) -> None:
     assert all(map(torch.equal, caches, twins))
 
 
+def test_prepared_caches_follow_their_tensors(device) -> None:
+    """Whatever becomes of the caches, they are written as by the op, and nothing else is."""
+    arguments = compact_arguments(device)
+    caches = [cache.clone() for cache in arguments.pop("caches")]
+    compact = PreparedCompaction(caches)
+
+    def agree(prepared: PreparedCompaction, others: list[Tensor]) -> bool:
+        twins, held = [cache.clone() for cache in caches], [other.clone() for other in others]
+        with torch.inference_mode():
+            same = torch.equal(prepared(**arguments), compact_kv(twins, **arguments))
+        return same and all(map(torch.equal, caches, twins)) and all(map(torch.equal, others, held))
+
+    data, size = [cache.clone() for cache in caches], caches[0].untyped_storage().nbytes()
+    for cache in caches:
+        cache.untyped_storage().resize_(0)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[0\]` must be a tensor with memory"):
+        compact(**arguments)
+    taken = [torch.zeros_like(cache) for cache in data * 4]  # somebody else gets the memory
+    for cache, old in zip(caches, data, strict=True):
+        cache.untyped_storage().resize_(size)
+        cache.copy_(old)
+    assert agree(compact, taken)
+    old, caches[1].data = caches[1].data, payload((4, 2, 3), torch.float32, 9, device)
+    assert agree(compact, [old])
+    caches[0].data = payload((4, 2, 2, 6), torch.float32, 8, device)[..., ::2]
+    assert agree(compact, [])
+    caches[1].resize_(3, 2, 3)
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]"):
+        compact(**arguments)
+    caches[1].resize_(4, 2, 3)
+    twin = copy.deepcopy(compact)
+    with torch.inference_mode():
+        before = [cache.clone() for cache in caches]
+        twin(**arguments)
+        assert all(map(torch.equal, caches, before))
+
+
 def test_prepared_caches_refuse(device) -> None:
     arguments = compact_arguments(device)
     caches = arguments.pop("caches")
@@ -201,5 +260,5 @@ def test_prepared_caches_refuse(device) -> None:
         compact = PreparedCompaction(caches)
         with pytest.raises(TypeError, match=r"compact_kv: `page_table` must be of type Tensor, got list"):
             compact(**{**arguments, "page_table": [[0, 1]]})
-        with pytest.raises(RuntimeError, match="`caches` must be what its op has prepared, got another tensor"):
-            ops._compact(*arguments.values(), torch.zeros(20_000, dtype=torch.uint8))
+        with pytest.raises(RuntimeError, match="`caches` must be what its op has prepared, got 1099511627776"):
+            ops._compact(*arguments.values(), 2**40)

@@ -75,6 +75,10 @@ def same(a: tuple, b: tuple) -> bool:
 # ---- greedy and sampled
 
 
+def limits_of(case: Case) -> torch.Tensor:
+    return torch.arange(case.trees.batch_size, dtype=torch.int32) % 4 - 1
+
+
 def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
     """Lists the results that differ from the whole ops, over splits and grammar masks."""
     wrong = []
@@ -88,13 +92,13 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
         for mask, packed in (("none", False), ("bool", False), ("bool", True)):
             allowed = case.masks[mask]
             whole_mask = as_words(allowed) if packed else allowed
-            whole = pagedtree.verify_sampled(
-                case.logits, case.drafts, case.trees, params, **case.streams, grammar_mask=whole_mask
-            )
-            greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, grammar_mask=whole_mask)
+            limit = {"tokens_left": limits_of(case) if packed else None}
+            masked = {"grammar_mask": whole_mask, **limit}
+            whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams, **masked)
+            greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, **masked)
             for fractions in SPLITS[size]:
                 shards = shards_of(group, fractions, vocab)
-                part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed)}
+                part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed), **limit}
                 logits = shards.own(case.logits)
                 got = distributed.verify_sampled(logits, case.drafts, case.trees, params, **case.streams, **part)
                 if not same(got, whole):
@@ -211,6 +215,7 @@ def compare_rejection(group: object, backend: str, size: int, dtype: torch.dtype
             case = make_case(vocab, dtype, seed)
             drafts = draft_laws(case, law, torch.float32 if seed % 2 else torch.bfloat16)
             params = params_of(["plain", "both", "each"][seed % 3], case.trees.batch_size)
+            drafts["tokens_left"] = limits_of(case) if seed == 2 else None
             whole = pagedtree.verify_rejection(
                 case.logits, case.drafts, case.trees, params, **drafts, **case.streams,
             )  # fmt: skip

@@ -190,7 +190,7 @@ def test_refusals(target: Target) -> None:
     out = torch.full_like(v[:1, 0], 7.0).expand(*q.shape[:2], 512).clone()
     with pytest.raises(ValueError, match=r"`softcap` must be 0 where v_cache is a view of k_cache, got 30"):
         tree_attention(**case, softcap=30.0, out=out)
-    with pytest.raises(ValueError, match=r"`k_scale` must be None for a cache that is not Float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"`k_scale` must be None for a cache that is not torch.float8_e4m3fn"):
         tree_attention(**case, k_scale=torch.ones(()), out=out)
     assert (out == 7.0).all()
     with pytest.raises(ValueError, match=r"`v_cache` must be of shape \[\d+, 16, 1, 512\]"):

@@ -232,10 +232,10 @@ def test_refusals(device):
     for name, value, error, message in (
         ("logits", logits.int(), ValueError, "`logits` must be of dtype"),
         ("logits", [1.0], TypeError, "logits"),
-        ("tokens", tokens.float(), ValueError, "`tokens` must be of dtype Int or Long"),
+        ("tokens", tokens.float(), ValueError, "`tokens` must be of dtype torch.int32 or torch.int64"),
         ("tokens", tokens[None], ValueError, "`tokens` must be of shape"),
-        ("rows", tokens[:2], ValueError, r"`rows` must be of shape \[3\], got \[2\]"),
-        ("rows", tokens.float(), ValueError, "`rows` must be of dtype Int or Long"),
+        ("rows", tokens[:2], ValueError, r"`rows` must be of shape \[3\] .*, got \[2\]"),
+        ("rows", tokens.float(), ValueError, "`rows` must be of dtype torch.int32 or torch.int64"),
         ("rows", tokens.to("meta"), ValueError, "`rows` must be on .*meta"),
         ("top_n", -1, ValueError, "`top_n` must be in 0..9, got -1"),
         ("top_n", 10, ValueError, "`top_n` must be in 0..9, got 10"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from attention_case import HEAD_SIZES, Target, check, on_host, once_per_backend, prepared_attention
 from device_case import placed
 
-from pagedtree import DraftTree, reference, tree_attention
+from pagedtree import DraftTree, PreparedAttention, reference, tree_attention
 
 TREE = DraftTree.full([2, 2])
 LATENT = {"latent": True, "heads": (4, 1), "head_dim": 192, "head_dim_v": 128}
@@ -36,35 +38,40 @@ def test_a_latent_cache_is_a_view_in_compiled_code(target: Target) -> None:
 
 
 REFUSALS = [
-    ("q", lambda t: t.double(), "of dtype Float or Half or BFloat16, got Double"),
-    ("q", lambda t: t[0], r"of shape \[\*, \*, \*\], got \[4, 64\]"),
+    ("q", lambda t: t.double(), "of dtype torch.float32 or torch.float16 or torch.bfloat16, got torch.float64"),
+    ("q", lambda t: t[0], r"of shape \[\*, \*, \*\] .*, got \[4, 64\]"),
     ("q", lambda t: t[..., :32], f"of head size {HEAD_SIZES}"),
     ("q", lambda t: t.transpose(0, 2).contiguous().transpose(0, 2), "contiguous in its last dimension"),
     ("q", lambda t: t[:, :3], "of a number of heads that divides q's 3"),
-    ("k_cache", lambda t: t.bfloat16(), "of q's dtype DTYPE or Float8_e4m3fn, got BFloat16"),
+    ("k_cache", lambda t: t.bfloat16(), "of q's dtype DTYPE or torch.float8_e4m3fn, got torch.bfloat16"),
     ("k_cache", lambda t: t[0], r"of shape \[\*, \*, \*, 64\]"),
     ("k_cache", lambda t: t[:, :0], "of a page size of at least 1"),
+    (
+        "k_cache",
+        lambda t: t.transpose(1, 2).contiguous(),
+        r"of a number of heads that divides q's 4 .*, got \[\d+, 2, 16, 64\]; .* pass cache.transpose\(1, 2\)",
+    ),
     ("v_cache", lambda t: t[1:], r"of shape \[\d+, 16, 2, 64\]"),
-    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype DTYPE, got Float8_e4m3fn"),
-    ("page_table", lambda t: t.long(), "of dtype Int, got Long"),
+    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype DTYPE, got torch.float8_e4m3fn"),
+    ("page_table", lambda t: t.long(), "of dtype torch.int32, got torch.int64"),
     ("page_table", lambda t: t[:1], r"of shape \[2, \*\]"),
-    ("seq_lens", lambda t: t[:1], r"of shape \[2\], got \[1\]"),
+    ("seq_lens", lambda t: t[:1], r"of shape \[2\] .*, got \[1\]"),
     ("seq_lens", lambda t: t.repeat(2)[::2], "contiguous"),
     ("cu_seqlens_q", lambda t: t[:0], r"of shape \[B \+ 1\]"),
-    ("tree_mask", lambda t: t[1:], r"of shape \[9, \*\], got \[8, 1\]"),
-    ("tree_mask", lambda t: t.bool(), "of dtype Int, got Bool"),
+    ("tree_mask", lambda t: t[1:], r"of shape \[9, \*\] .*, got \[8, 1\]"),
+    ("tree_mask", lambda t: t.bool(), "of dtype torch.int32, got torch.bool"),
     ("tree_lens", lambda t: t[:1], r"of shape \[2\]"),
     ("max_seqlen_q", lambda _: -1, "at least 0, got -1"),
     ("scale", lambda _: float("nan"), "finite, got nan"),
     ("softcap", lambda _: -1.0, "finite and at least 0 .0: none., got -1"),
     ("window", lambda _: -1, "at least 0 .0: none., got -1"),
-    ("sinks", lambda _: torch.zeros(2), r"of shape \[4\], got \[2\]"),
-    ("sinks", lambda _: torch.zeros(4).half(), "of dtype Float, got Half"),
-    ("k_scale", lambda _: torch.ones(()), "None for a cache that is not Float8_e4m3fn"),
-    ("v_scale", lambda _: torch.ones(2), "None for a cache that is not Float8_e4m3fn"),
+    ("sinks", lambda _: torch.zeros(2), r"of shape \[4\] .*, got \[2\]"),
+    ("sinks", lambda _: torch.zeros(4).half(), "of dtype torch.float32, got torch.float16"),
+    ("k_scale", lambda _: torch.ones(()), "None for a cache that is not torch.float8_e4m3fn"),
+    ("v_scale", lambda _: torch.ones(2), "None for a cache that is not torch.float8_e4m3fn"),
     ("plan", lambda _: torch.zeros(5, dtype=torch.int32), "of shape"),
     ("out", lambda _: torch.zeros(9, 4, 32), r"of shape \[9, 4, 64\]"),
-    ("out", lambda _: torch.zeros(9, 4, 64).bfloat16(), "of dtype DTYPE, got BFloat16"),
+    ("out", lambda _: torch.zeros(9, 4, 64).bfloat16(), "of dtype DTYPE, got torch.bfloat16"),
 ]
 
 
@@ -74,7 +81,7 @@ def test_refusals(target: Target, name: str, change: Any, message: str) -> None:
     case = small(target)
     value = change(case.get(name))
     case[name] = value.to(case["q"].dtype) if name == "out" and "dtype" not in message else value
-    message = message.replace("DTYPE", {torch.float32: "Float", torch.float16: "Half"}[target.dtypes[0]])
+    message = message.replace("DTYPE", str(target.dtypes[0]))
     # Where several arguments disagree, the message may name the other one.
     blamed = "k_cache" if "divides" in message else name
     out = case.setdefault("out", torch.full_like(case["q"], 7.0)) if name != "q" else None
@@ -89,7 +96,7 @@ def test_fp8_scale_shapes(target: Target) -> None:
     check(dict(case, k_scale=torch.tensor([2.0]), v_scale=torch.tensor(2.0)))
     with pytest.raises(ValueError, match=r"`k_scale` must be a scalar or of shape \[3\], got \[6\]"):
         tree_attention(**case, k_scale=torch.ones(6))
-    with pytest.raises(ValueError, match="`v_scale` must be of dtype Float, got Double"):
+    with pytest.raises(ValueError, match=r"`v_scale` must be of dtype torch\.float32, got torch\.float64"):
         tree_attention(**case, v_scale=torch.ones(()).double())
 
 
@@ -160,9 +167,45 @@ def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.Mo
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     case = dict(small(target), tree_lens=ints(0, 0), seq_lens=ints(5, 0))
     check(case)
-    for changes in ({"seq_lens": ints(5, -1)}, {"tree_lens": ints(0, -1)}, {"tree_lens": None}):
+    without_new = {"tree_lens": ints(3, 0)}  # some of the seven queries among the five keys
+    for changes in ({"seq_lens": ints(5, -1)}, {"tree_lens": ints(0, -1)}, {"tree_lens": None}, without_new):
         with pytest.raises(ValueError, match=r"tree_attention: `seq_lens\[[01]\]` must be at least"):
             tree_attention(**{**case, **changes})
+
+
+@once_per_backend
+def test_prepared_calls_follow_their_tensors(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of what they keep, they give what the op gives, or its refusal."""
+    case = small(target)
+    layer = tuple(case.pop(name) for name in ("q", "k_cache", "v_cache"))
+    attend = PreparedAttention(**case)
+
+    def agree(prepared: PreparedAttention) -> bool:
+        with torch.inference_mode():
+            return torch.equal(prepared(*layer), tree_attention(*layer, **case))
+
+    table, lens, mask = case["page_table"], case["seq_lens"], case["tree_mask"]
+    old = table.clone()
+    table.resize_(2, 4000).fill_(-1)[:, : old.shape[1]] = old
+    assert agree(attend)
+    lens.data = placed(ints(12, 3))
+    assert agree(attend)
+    words = mask.clone()
+    mask.untyped_storage().resize_(0)
+    with torch.inference_mode(), pytest.raises(ValueError, match="`tree_mask` must be a tensor with memory"):
+        attend(*layer)
+    mask.untyped_storage().resize_(words.numel() * 4)
+    mask.copy_(words.flip(0))
+    assert agree(attend)
+    assert agree(copy.copy(attend)) and agree(pickle.loads(pickle.dumps(attend)))
+    mask.data = words[:1]
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"`tree_mask` must be of shape \[9, \*\] .*, got"):
+        attend(*layer)
+    mask.data = words
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    lens.fill_(10**9)
+    with torch.inference_mode(), pytest.raises(ValueError, match="`page_table` must be wide enough"):
+        attend(*layer)
 
 
 def test_unknown_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +241,7 @@ def test_what_the_kernels_need(target: Target) -> None:
         pytest.skip("the cpu backend takes any")
     case = small(target)
     single = {name: case[name].float() for name in ("q", "k_cache", "v_cache")}
-    with pytest.raises(ValueError, match=r"`q` must be of dtype Half or BFloat16 .*, got Float"):
+    with pytest.raises(ValueError, match=r"`q` must be of dtype torch.float16 or torch.bfloat16 .*, got torch.float32"):
         tree_attention(**dict(case, **single))
     for name in ("k_cache", "v_cache"):
         shape, memory = case[name].shape, torch.zeros(2 * case[name].numel(), dtype=case["q"].dtype)

@@ -20,10 +20,13 @@ from pagedtree import (
     SamplingParams,
     TreeBatch,
     Verdict,
+    commit,
     reference,
+    sample,
     verify_block,
     verify_greedy,
     verify_rejection,
+    verify_sampled,
     verify_traversal,
     verify_typical,
 )
@@ -220,6 +223,52 @@ def test_batch_and_tree_change_nothing(device, op):
         torch.set_num_threads(threads)
 
 
+def called(op: Callable, arguments: tuple, keywords: dict, **more: Tensor) -> Verdict:
+    """Calls any verify op with as much of this as it takes."""
+    keywords = {"seeds": keywords["seeds"], "positions": keywords["positions"]} if op is verify_sampled else keywords
+    keywords = {"epsilon": 0.0} if op is verify_typical else {} if op is verify_greedy else keywords
+    return op(*arguments[: 3 if op is verify_greedy else 4], **keywords, **more)
+
+
+@pytest.mark.parametrize("op", [*OPS, verify_greedy, verify_sampled, verify_typical], ids=lambda op: op.__name__)
+def test_limits_cut_the_path(device, op):
+    """What comes out under a limit is the beginning of what comes out without one; commit cuts alike."""
+    batch = 60
+    (logits, drafts, trees, params), keywords = forest(op, batch, 7, device, seed=2)
+    if op in (verify_greedy, verify_sampled, verify_typical):  # drafts that these accept
+        row = torch.arange(batch, device=device) * 7
+        for _ in range(2):
+            drafts[row + 1] = called(op, (logits, drafts, trees, params), keywords).tokens[:, 0]
+            drafts[row + 3] = called(op, (logits, drafts, trees, params), keywords).tokens[:, 1].clamp(min=0)
+    arguments = (logits, drafts, trees, params)
+    whole = called(op, arguments, keywords)
+    limits = torch.arange(batch, dtype=torch.int32).remainder(7).sub(1).to(device)
+    cut = called(op, arguments, keywords, tokens_left=limits)
+    kept = torch.minimum(limits.clamp(min=0), whole.num_accepted + 1)
+    assert {1, 2, 3} <= set((whole.num_accepted + 1 - kept).tolist())
+    place = torch.arange(whole.tokens.shape[1], device=device)
+    for name in ("tokens", "accept_index"):
+        before = torch.where(place < kept[:, None], getattr(whole, name), -1)
+        assert torch.equal(getattr(cut, name), before)
+    assert torch.equal(cut.num_accepted, (kept - 1).clamp(min=0)) and torch.equal(cut.status, whole.status)
+    start = torch.arange(batch, dtype=torch.int32, device=device)
+    taken = [commit(verdict, trees, start, tokens_left=limits) for verdict in (cut, whole)]
+    for mine, other in zip(taken[0][:6], taken[1][:6], strict=True):
+        assert torch.equal(mine, other)
+    assert torch.equal(taken[0].num_tokens, kept) and torch.equal(taken[0].finished, kept >= limits)
+    assert not taken[0].finished.all() and torch.equal(commit(whole, trees, start).finished, kept < 0)
+
+
+@pytest.mark.parametrize("op", [*OPS, verify_sampled], ids=lambda op: op.__name__)
+def test_positions_of_either_width(device, op):
+    arguments, keywords = forest(op, 5, 40, device)
+    positions = torch.tensor([0, 7, 2**31 - 1, -1, -(2**31)], dtype=torch.int32, device=device)
+    wide = {**keywords, "positions": positions.long()}
+    assert same(called(op, arguments, {**keywords, "positions": positions}), called(op, arguments, wide))
+    rows, drawn = (arguments[0][:5], arguments[3]), {"seeds": keywords["seeds"]}
+    assert torch.equal(sample(*rows, **drawn, positions=positions), sample(*rows, **drawn, positions=positions.long()))
+
+
 @each_op
 def test_instruction_sets_agree(device, monkeypatch, isa, op):
     (logits, drafts, trees, params), keywords = forest(op, 30, 2100, device)
@@ -380,22 +429,22 @@ def test_refusals(device, op):
         ("draft_law", "topk", ValueError, "`draft_law` must be"),
         ("draft_law", 3, TypeError, "draft_law: expected a str, got int"),
         ("draft_probs", None, ValueError, "`draft_probs` must be a Tensor, the .*, got None"),
-        ("draft_probs", probs.double(), ValueError, "`draft_probs` must be of dtype Float or Half or BFloat16"),
+        ("draft_probs", probs.double(), ValueError, "`draft_probs` must be of dtype torch.float32 or .*bfloat16"),
         ("draft_probs", probs[:, :39], ValueError, rf"`draft_probs` must be of shape \[{rows}, 40\]"),
         ("draft_probs", probs[1:], ValueError, rf"`draft_probs` must be of shape \[{rows}, 40\]"),
         ("draft_probs", probs.t().contiguous().t(), ValueError, "`draft_probs` must be contiguous in its last"),
         ("draft_rows", drafts[1:], ValueError, rf"`draft_rows` must be of shape \[{rows}\]"),
-        ("draft_rows", drafts.float(), ValueError, "`draft_rows` must be of dtype Int or Long"),
-        ("coins", drafts, ValueError, "`coins` must be of dtype Float, got Long"),
+        ("draft_rows", drafts.float(), ValueError, "`draft_rows` must be of dtype torch.int32 or torch.int64"),
+        ("coins", drafts, ValueError, "`coins` must be of dtype torch.float32, got torch.int64"),
         ("coins", torch.zeros(rows + 1, device=device), ValueError, rf"`coins` must be of shape \[{rows}\]"),
-        ("final_coins", torch.zeros(3, device=device), ValueError, r"`final_coins` must be of shape \[2\], got \[3\]"),
-        ("seeds", good["seeds"].int(), ValueError, "`seeds` must be of dtype Long, got Int"),
-        ("positions", good["positions"][:1], ValueError, r"`positions` must be of shape \[2\], got \[1\]"),
+        ("final_coins", torch.zeros(3, device=device), ValueError, r"`final_coins` .* shape \[2\] .*, got \[3\]"),
+        ("seeds", good["seeds"].int(), ValueError, "`seeds` must be of dtype torch.int64, got torch.int32"),
+        ("positions", good["positions"][:1], ValueError, r"`positions` must be of shape \[2\] .*, got \[1\]"),
         ("params", {}, TypeError, "params: expected a SamplingParams, got dict"),
         ("draft_params", {"temperature": 1}, TypeError, "draft_params: expected a SamplingParams, got dict"),
         ("draft_params", SamplingParams(top_k=torch.zeros(3, dtype=torch.int32, device=device)), ValueError,
          r"`draft_top_k` must be of shape \[1\] or \[2\], got \[3\]"),
-        ("logits", logits.int(), ValueError, "`logits` must be of dtype Float or Half or BFloat16, got Int"),
+        ("logits", logits.int(), ValueError, "`logits` must be of dtype torch.float32 or .*bfloat16, got torch.int32"),
         ("trees", DraftTree([-1, 0]), TypeError, "trees: expected a TreeBatch, got DraftTree"),
         ("trees", replace(trees, max_depth=-1), ValueError, r"`max_depth` must be in 0..1023, got -1"),
     ]  # fmt: skip

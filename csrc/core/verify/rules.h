@@ -34,7 +34,7 @@ struct RatioParams {
   VerifyParams verify;
   LogitsParams draft;             // [M, V] the distributions that children were drawn from; data null under kOneHot
   SamplingParams draft_sampling;  // of B; temperature null: `draft` holds probabilities, else logits
-  TokenIds draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
+  Integers draft_rows;            // [N] the row of `draft` for a node's children, data null: row n
   const float* coins;             // [N] or null
   const float* final_coins;       // [B] or null
   TraversalFrame* frames;         // [B, max_depth + 1] scratch, verify_traversal's
@@ -69,7 +69,7 @@ PT_HOST_DEVICE typename M::Float residual_mass(typename M::Float target, typenam
 
 // The row of the distribution that the children at `row` were drawn from; without logits if it is out of range.
 PT_HOST_DEVICE LogitRow draft_row_of(const RatioParams& p, int64_t row) {
-  const int64_t at = p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row);
+  const int64_t at = p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row);
   return at >= 0 && at < p.draft.num_rows ? logit_row(p.draft, at) : LogitRow{};
 }
 
@@ -176,7 +176,8 @@ struct TriedTokens {
 
 // Position of the root of sequence b plus `depth`, wrapping as integers do.
 PT_HOST_DEVICE int64_t position_at(const RatioParams& p, int64_t b, int32_t depth) {
-  return static_cast<int64_t>(static_cast<uint64_t>(p.verify.positions[b]) + static_cast<uint64_t>(int64_t{depth}));
+  return static_cast<int64_t>(static_cast<uint64_t>(integer_at(p.verify.positions, b)) +
+                              static_cast<uint64_t>(int64_t{depth}));
 }
 
 // The caller's coin for `row`; without coins of the caller, number `index` of those drawn at `position`.

@@ -19,15 +19,16 @@ struct VerifyParams {
   LogitsParams logits;          // N rows
   SamplingParams sampling;      // of B
   OptionsParams options;        // of B
-  TokenIds draft_tokens;        // [N]
-  TokenIds draft_to_target;     // [draft_vocab], data null: drafts are target ids already
+  Integers draft_tokens;        // [N]
+  Integers draft_to_target;     // [draft_vocab], data null: drafts are target ids already
   const int32_t* cu_nodes;      // [B + 1]
   const int32_t* depths;        // [N]
   const int32_t* first_child;   // [N]
   const int32_t* next_sibling;  // [N]
   const uint8_t* valid;         // [B]
   const int64_t* seeds;         // [B], null where sampling is greedy
-  const int64_t* positions;     // [B], null where sampling is greedy
+  Integers positions;           // [B], data null where sampling is greedy
+  const int32_t* tokens_left;   // [B] how many tokens may come out, or null
   int32_t* accept_index;        // [B, max_depth + 1] out
   int32_t* num_accepted;        // [B] out
   int64_t* tokens;              // [B, max_depth + 1] out
@@ -43,15 +44,11 @@ struct VerifyParams {
 constexpr int32_t kMalformedTree = 1;
 constexpr int32_t kBadRow = 2;
 
-PT_HOST_DEVICE int64_t token_at(const TokenIds& ids, int64_t i) {
-  return ids.is_int64 ? static_cast<const int64_t*>(ids.data)[i] : static_cast<const int32_t*>(ids.data)[i];
-}
-
 // The target id of the draft at `row`, -1 if it is not in the target's vocabulary.
-PT_HOST_DEVICE int64_t draft_token_at(const TokenIds& tokens, const TokenIds& to_target, int64_t draft_vocab,
+PT_HOST_DEVICE int64_t draft_token_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
                                       int64_t vocab, int64_t row) {
-  int64_t token = token_at(tokens, row);
-  if (to_target.data != nullptr) token = token >= 0 && token < draft_vocab ? token_at(to_target, token) : -1;
+  int64_t token = integer_at(tokens, row);
+  if (to_target.data != nullptr) token = token >= 0 && token < draft_vocab ? integer_at(to_target, token) : -1;
   return token >= 0 && token < vocab ? token : -1;
 }
 PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
@@ -119,8 +116,14 @@ struct TreeWalk {
     return true;
   }
 
+  // Ends the walk. Where a sequence has fewer tokens left than were emitted, the path is cut.
   PT_HOST_DEVICE void finish() const {
-    p.num_accepted[b] = depth;
+    const int32_t kept = p.tokens_left == nullptr ? depth + 1 : clamp_to(p.tokens_left[b], 0, depth + 1);
+    for (int64_t j = kept; j <= depth; ++j) {
+      p.accept_index[b * (p.max_depth + 1) + j] = -1;
+      p.tokens[b * (p.max_depth + 1) + j] = -1;
+    }
+    p.num_accepted[b] = max_of(kept - 1, 0);
     p.status[b] = status;
   }
 };

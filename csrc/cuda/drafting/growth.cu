@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
   const ChildrenDraw draw{.law = p.law,
                           .count = p.num_children,
                           .seed = static_cast<uint64_t>(p.seeds[b]),
-                          .position = static_cast<int64_t>(static_cast<uint64_t>(p.positions[b]) + p.level),
+                          .position = static_cast<int64_t>(static_cast<uint64_t>(integer_at(p.positions, b)) + p.level),
                           .use = use_of_children(p.law, f),
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,

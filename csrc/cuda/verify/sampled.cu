@@ -17,7 +17,7 @@ template <DType kDType>
 __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
                                         SamplingShared& shared) {
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
-  const uint64_t position = p.positions == nullptr ? 0 : static_cast<uint64_t>(p.positions[b]);
+  const uint64_t position = p.positions.data == nullptr ? 0 : static_cast<uint64_t>(integer_at(p.positions, b));
   return draw_token<kDType>(row, sampling_of(p.sampling, b), seed,
                             static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
 }

@@ -60,13 +60,15 @@ def verify_greedy(
     shards: VocabShards,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
 ) -> Verdict:
     """Verifies as `pagedtree.verify_greedy` where each rank has its columns of the logits: the same `Verdict` on every
     rank.
 
     Args:
         logits: [N, shards.num_tokens], this rank's columns.
-        draft_tokens, trees, draft_to_target: the same on all ranks; ids are those of the whole vocabulary.
+        draft_tokens, trees, draft_to_target, tokens_left: see `pagedtree.verify_greedy`; the same on all ranks. Ids are
+            those of the whole vocabulary.
         shards: who holds what.
         grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], of this rank's columns.
 
@@ -78,9 +80,12 @@ def verify_greedy(
     Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ (compared where tensors
     are on the CPU, or with PAGEDTREE_CHECK=1); GroupError where a rank does not answer.
     """
-    _agree("verify_greedy", shards, logits, None, trees, draft_tokens, draft_to_target, masked=grammar_mask is not None)
+    _agree(
+        "verify_greedy", shards, logits, None, trees, draft_tokens, draft_to_target,
+        tokens_left=tokens_left, masked=grammar_mask is not None,
+    )  # fmt: skip
     rows = _Rows(shards, logits, GREEDY, grammar_mask, trees)
-    return rows.follow(rows.find_winners(), draft_tokens, draft_to_target)
+    return rows.follow(rows.find_winners(), draft_tokens, draft_to_target, tokens_left)
 
 
 def verify_sampled(
@@ -94,6 +99,7 @@ def verify_sampled(
     shards: VocabShards,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
     """Verifies as `pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every
@@ -103,7 +109,7 @@ def verify_sampled(
     alone, masses in filters are integers, and whatever else decides is a maximum.
 
     Args:
-        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
+        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params, seeds, positions: the same on all ranks.
         options: of the whole vocabulary, the same on all ranks.
 
@@ -123,10 +129,10 @@ def verify_sampled(
     masked = grammar_mask is not None
     _agree(
         "verify_sampled", shards, logits, params, trees, draft_tokens, draft_to_target,
-        options=options, seeds=seeds, positions=positions, masked=masked,
+        options=options, seeds=seeds, positions=positions, tokens_left=tokens_left, masked=masked,
     )  # fmt: skip
     rows = _Rows(shards, logits, params, grammar_mask, trees, draft_tokens, draft_to_target, options, positions)
-    return rows.follow(rows.find_winners(seeds), draft_tokens, draft_to_target)
+    return rows.follow(rows.find_winners(seeds), draft_tokens, draft_to_target, tokens_left)
 
 
 def verify_rejection(
@@ -145,6 +151,7 @@ def verify_rejection(
     final_coins: Tensor | None = None,
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
     max_children: int | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
@@ -156,7 +163,7 @@ def verify_rejection(
     the whole op adds floats, so a coin that falls within about 1e-6 of a boundary may decide otherwise there.
 
     Args:
-        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target: see `verify_greedy`.
+        logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
             on all ranks.
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
@@ -176,7 +183,7 @@ def verify_rejection(
         "verify_rejection", shards, logits, params, trees, draft_tokens, draft_to_target,
         options=options, draft_law=draft_law, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins,
         draft_rows=draft_rows, draft_probs=None if draft_probs is None else (draft_probs.shape[0], draft_probs.dtype),
-        max_children=max_children, masked=grammar_mask is not None,
+        max_children=max_children, tokens_left=tokens_left, masked=grammar_mask is not None,
     )  # fmt: skip
     if max_children is not None:
         expect_type("max_children", max_children, int)
@@ -188,7 +195,9 @@ def verify_rejection(
     rows.find_distributions()
     drafts = {"draft_law": draft_law, "draft_to_target": draft_to_target}
     weighed = _Weighed(rows, draft_tokens, drafts, {"draft_probs": draft_probs, "draft_rows": draft_rows})
-    return weighed.verify(max_children, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins)
+    return weighed.verify(
+        max_children, seeds=seeds, positions=positions, coins=coins, final_coins=final_coins, tokens_left=tokens_left
+    )
 
 
 def _agree(
@@ -303,7 +312,9 @@ class _Rows:
         """Takes in what was received last."""
         self._exchange(Round.LEARN)
 
-    def follow(self, words: Tensor, draft_tokens: Tensor, draft_to_target: Tensor | None) -> Verdict:
+    def follow(
+        self, words: Tensor, draft_tokens: Tensor, draft_to_target: Tensor | None, tokens_left: Tensor | None
+    ) -> Verdict:
         return Verdict(
             *call(
                 ops.follow_shards,
@@ -313,6 +324,7 @@ class _Rows:
                 last=self.last,
                 vocab=self.shards.vocab,
                 draft_to_target=draft_to_target,
+                tokens_left=tokens_left,
             )
         )
 

@@ -189,10 +189,10 @@ def expand_tree(
                 same seeds and positions: the more alike the two distributions are, the likelier it samples what was
                 drafted.
         params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
-            row; seeds int64 [B]; positions int64 [B], the roots' own. The noise depends on the seed and the node's
-            position, positions + depth. That of "swor" and "iid" is none that verification uses, and depends on the
-            node's place in the frontier, too: draws at different nodes are independent, as `verify_traversal` needs
-            them.
+            row; seeds int64 [B]; positions int32 or int64 [B], the roots' own. The noise depends on the seed and the
+            node's position, positions + depth. That of "swor" and "iid" is none that verification uses, and depends on
+            the node's place in the frontier, too: draws at different nodes are independent, as `verify_traversal`
+            needs them.
 
     NaN logits read as -inf, +inf as the largest finite. Where a node is absent, a logit -inf ("topk") or q has fewer
     than K tokens ("swor", "coupled"), the child is absent: token -1, score -inf.

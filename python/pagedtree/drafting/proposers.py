@@ -24,6 +24,7 @@ def ngram_propose(
     max_branches: int = 8,
     extra: Tensor | None = None,
     active: Tensor | None = None,
+    history_rows: Tensor | None = None,
 ) -> Draft:
     """Drafts what followed earlier occurrences of the last tokens, merged into one tree under the last token.
 
@@ -40,6 +41,9 @@ def ngram_propose(
         extra: int64 [B, E], more text to look in: runs of tokens separated by negative ones, the newest last; see
             `rejected_predictions`.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+        history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
+            [P]. A row outside 0..P-1 (-1) is an empty history; PAGEDTREE_CHECK=1 raises for any but -1. Sequences may
+            share a row.
 
     An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in the
     order of their insertion: siblings of a better match come first.
@@ -72,6 +76,7 @@ def ngram_propose(
         max_branches=max_branches,
         extra=extra,
         active=active,
+        history_rows=history_rows,
     )
     return Draft(draft_tokens, build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth))
 
@@ -162,7 +167,9 @@ def medusa_propose(
     expect_type("head_logits", head_logits, Tensor)
     expect_type("tree", tree, DraftTree)
     if head_logits.dim() != 3:
-        raise ValueError(f"medusa_propose: `head_logits` must be of shape [*, *, *], got {list(head_logits.shape)}")
+        raise ValueError(
+            f"medusa_propose: `head_logits` must be of shape [*, *, *] (B, H, V), got {list(head_logits.shape)}"
+        )
     if tree.max_depth > head_logits.shape[1]:
         raise ValueError(
             f"medusa_propose: `tree` must have depth <= {head_logits.shape[1]} (the heads), got {tree.max_depth}"
@@ -196,8 +203,9 @@ def _ngram_propose_fake(
     max_branches: int = 8,
     extra: Tensor | None = None,
     active: Tensor | None = None,
+    history_rows: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch = history.shape[0]
+    batch = (history if history_rows is None else history_rows).shape[0]
     return (
         history.new_empty((batch * max_nodes,)),
         history_lens.new_empty((batch * max_nodes,)),

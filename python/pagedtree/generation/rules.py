@@ -154,7 +154,7 @@ class Sampling:
             return verify_greedy(logits, draft.draft_tokens, draft.trees, **named)
         if self.rule == "typical":
             return verify_typical(logits, draft.draft_tokens, draft.trees, self.params, **named)
-        named |= {"seeds": self.seeds, "positions": start.long(), "options": options}
+        named |= {"seeds": self.seeds, "positions": start, "options": options}
         if self.rule == "sampled":
             return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **named)
         if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target, the same under every rule
@@ -182,7 +182,7 @@ class Sampling:
             named["grammar_mask"] = shards.own(unpacked(grammar_mask, shards.vocab))
         if self.params is None:
             return distributed.verify_greedy(*drafted, **named)
-        named |= {"seeds": self.seeds, "positions": start.long(), "options": options}
+        named |= {"seeds": self.seeds, "positions": start, "options": options}
         if self.rule == "sampled":
             return distributed.verify_sampled(*drafted, self.params, **named)
         if draft.trees.max_nodes == 1 or draft_law not in DRAWN:

@@ -47,6 +47,8 @@ def commit(
     lengths: list[int],
     eos: Table,
     node_map: Sequence[int],
+    tokens_left: Sequence[int] | None = None,
+    history_rows: Sequence[int] | None = None,
 ) -> Committed:
     """commit; writes history and lengths. eos: the EOS tokens of each sequence."""
     columns: list[list[Any]] = [[] for _ in Committed._fields]
@@ -58,14 +60,15 @@ def commit(
 
         path: list[int] = []
         emitted: list[int] = []
-        ended = False
+        left = INT32_MAX if tokens_left is None else tokens_left[b]
+        ended = left <= 0
         if size > 0 and start[b] >= 0 and nodes[0] == 0:
             for j in range(min(max(num_accepted[b], 0), width - 1) + 1):
                 if ended or tokens[b][j] < 0 or (j > 0 and not nodes[j - 1] < nodes[j] < size):
                     break
                 path.append(nodes[j])
                 emitted.append(tokens[b][j])
-                ended = tokens[b][j] in eos[b]
+                ended = tokens[b][j] in eos[b] or len(path) == left
         present = path[:1]
         for node in path[1:]:
             if node_map[offsets[b] + node] < 0:
@@ -86,9 +89,10 @@ def commit(
         )
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-        if emitted:
-            lengths[b] = min(max(lengths[b], 0), len(history[b]))
-            for token in emitted[: len(history[b]) - lengths[b]]:
-                history[b][lengths[b]] = token
-                lengths[b] += 1
+        row = b if history_rows is None else history_rows[b]
+        if emitted and 0 <= row < len(history):
+            lengths[row] = min(max(lengths[row], 0), len(history[row]))
+            for token in emitted[: len(history[row]) - lengths[row]]:
+                history[row][lengths[row]] = token
+                lengths[row] += 1
     return Committed(*columns)

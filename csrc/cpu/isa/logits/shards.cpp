@@ -42,7 +42,7 @@ inline int64_t count_ties(const LogitRow& row, float logit) {
 inline int64_t race_word(const ShardStepParams& p, const RowDistribution& distribution, int64_t b, int32_t depth) {
   const int64_t first = p.shard.first_token;
   const uint64_t seed = static_cast<uint64_t>(p.seeds[b]);
-  const uint64_t position = static_cast<uint64_t>(p.positions[b]) + static_cast<uint64_t>(int64_t{depth});
+  const uint64_t position = static_cast<uint64_t>(integer_at(p.positions, b)) + static_cast<uint64_t>(int64_t{depth});
   const Winner best = with_logits(distribution, [&]<typename T>() {
     return race<T>(distribution.row, distribution.scale, distribution.filter, nullptr, seed,
                    static_cast<int64_t>(position), first);

@@ -213,7 +213,7 @@ class Engine:
         if self.rule == "greedy":
             return verify_greedy(logits, tokens, trees)
         params = SamplingParams(temperature=self.temperature, top_p=0.9)
-        streams: dict[str, Any] = {"seeds": self.seeds, "positions": self.start.long()}
+        streams: dict[str, Any] = {"seeds": self.seeds, "positions": self.start}
         if self.rule == "rejection":
             return verify_rejection(logits, tokens, trees, params, draft_law="onehot", **streams)
         return verify_sampled(logits, tokens, trees, params, **streams)

@@ -249,6 +249,7 @@ def _ngrams() -> Iterator[Case]:
     yield _ngram("inactive sequences", histories, active=active, max_nodes=24, max_depth=5)
     ragged = [[], [5], [5, 5], [1, 2, 3], [1, 2, 7, 8, 2, 7, 9, 1, 2], [3, -1, -1], [6] * 9]
     yield _ngram("ragged", ragged, max_nodes=16, max_depth=4)
+    yield _ngram("pool of histories", ragged, [[5]] * 5, rows=[4, 4, -1, 7, 6], max_nodes=16, max_depth=4)
     yield _ngram("one node", ragged, max_nodes=1, max_depth=4)
     yield _ngram("depth 0", ragged, max_nodes=9, max_depth=0)
     yield _ngram("no branch", ragged, max_nodes=9, max_depth=3, max_branches=0)
@@ -261,22 +262,27 @@ def _ngrams() -> Iterator[Case]:
 
 def _ngram(
     name: str, histories: list[list[int]], extra: list[list[int]] | None = None, active: list[bool] | None = None,
-    **options: Any,
+    rows: list[int] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
-    batch = len(histories)
+    known = dict(enumerate(histories))
+    used = list(known.values()) if rows is None else [known.get(row, []) for row in rows]
     width = max(map(len, histories), default=4) + 3
-    padded = int64([[*row, *[7] * (width - len(row))] for row in histories]).view(batch, width)
+    padded = int64([[*row, *[7] * (width - len(row))] for row in histories]).view(len(histories), width)
 
     def run(place: Place) -> Results:
-        lengths, text = int32([len(row) for row in histories]), None if extra is None else int64(extra)
-        given = place.put((padded, lengths, text, None if active is None else torch.tensor(active, dtype=torch.bool)))
-        return draft_results(ngram_propose(given[0], given[1], extra=given[2], active=given[3], **options))
+        given = {
+            "extra": None if extra is None else int64(extra),
+            "active": None if active is None else torch.tensor(active, dtype=torch.bool),
+            "history_rows": None if rows is None else int32(rows),
+        }
+        lengths = int32([len(row) for row in histories])
+        return draft_results(ngram_propose(*place.put((padded, lengths)), **place.put(given), **options))
 
     def by_loops() -> Results:
-        texts = [row if active is None or active[b] else [] for b, row in enumerate(histories)]
-        others = [[]] * batch if extra is None else extra
+        texts = [row if active is None or active[b] else [] for b, row in enumerate(used)]
+        others = [[]] * len(used) if extra is None else extra
         trees = [loops.ngram_tree(row, extra=text, **options) for row, text in zip(texts, others, strict=True)]
-        return drafts_by_loops(list(trees), batch * options["max_nodes"])
+        return drafts_by_loops(list(trees), len(used) * options["max_nodes"])
 
     return Case(f"ngram_propose/{name}", ("ngram_propose", "build_trees"), run, by_loops)
 

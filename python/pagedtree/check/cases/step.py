@@ -72,6 +72,8 @@ def _commits() -> Iterator[Case]:
     eos = [[3, -1], [8, 7], [-1, -1], [4, 5], [6, 1]]
     yield _commit("EOS a sequence", PATHS, accepted, TOKENS, SIZES, start, eos)
     yield _commit("history full", PATHS, accepted, TOKENS, SIZES, start, [[]] * 5, capacity=4)
+    yield _commit("tokens left", PATHS, accepted, TOKENS, SIZES, start, [[9]] * 5, tokens_left=[2, 3, 4, 0, -1])
+    yield _commit("pool of histories", PATHS, accepted, TOKENS, SIZES, start, [[]] * 5, history_rows=[6, 0, 1, 5, -1])
     yield _commit("no history, no node map", PATHS, accepted, TOKENS, SIZES, start, [[9]] * 5, bare=True)
     bad_paths = [[0, 2, 1, 5], [0, 1, 9, 2], [1, 2, 3, 4], [0, 1, 2, -1], [0, 1, -3, 1]]
     bad_tokens = [[5, 9, 3, 1], [8, 8, 2, 7], [1] * 4, [4, -7, 1, 1], [6, 1, 1, 1]]
@@ -82,10 +84,12 @@ def _commits() -> Iterator[Case]:
 def _commit(
     name: str, paths: list[list[int]], accepted: list[int], tokens: list[list[int]], sizes: list[int],
     start: list[int], eos: list[list[int]], *, capacity: int = 9, bare: bool = False,
+    tokens_left: list[int] | None = None, history_rows: list[int] | None = None,
 ) -> Case:  # fmt: skip
     batch, width = len(paths), 4
-    history = [[b] * min(b + 3, capacity) + [-1] * (capacity - min(b + 3, capacity)) for b in range(batch)]
-    lengths = [min(b + 3, capacity) for b in range(batch)]
+    histories = batch if history_rows is None else 7
+    history = [[b] * min(b + 3, capacity) + [-1] * (capacity - min(b + 3, capacity)) for b in range(histories)]
+    lengths = [min(b + 3, capacity) for b in range(histories)]
     same = all(row == eos[0] for row in eos)
 
     def run(place: Place) -> Results:
@@ -94,10 +98,12 @@ def _commit(
         verdict = Verdict(
             int32(paths).view(batch, width), int32(accepted), int64(tokens).view(batch, width), int32([0] * batch)
         )
-        wide = place.put(torch.full((batch, capacity + 2), 77, dtype=torch.int64))  # rows are strided
+        wide = place.put(torch.full((histories, capacity + 2), 77, dtype=torch.int64))  # rows are strided
         written = {"history": wide[:, :capacity], "history_lens": place.put(int32(lengths))}
-        written["history"].copy_(place.put(int64(history).view(batch, capacity)))
+        written["history"].copy_(place.put(int64(history).view(histories, capacity)))
         options = {} if bare else {**written, "node_map": place.put(int32(NODE_MAP[: sum(sizes) + 2]))}
+        named = {"tokens_left": tokens_left, "history_rows": history_rows}
+        options |= {key: place.put(int32(values)) for key, values in named.items() if values is not None}
         eos_ids = int64(eos[0]) if eos and same else int64(eos).view(batch, -1) if eos else None
         found = commit(place.put(verdict), trees, place.put(int32(start)), eos_ids=place.put(eos_ids), **options)
         results = {field: value for field, value in found._asdict().items() if value is not None}
@@ -106,8 +112,9 @@ def _commit(
     def by_loops() -> Results:
         kept, lens = [row[:] for row in history], lengths[:]
         found = loops.commit(
-            paths, accepted, tokens, offsets(sizes).tolist(), start, kept, lens, eos, NODE_MAP
-        )._asdict()
+            paths, accepted, tokens, offsets(sizes).tolist(), start, kept, lens, eos, NODE_MAP, tokens_left,
+            history_rows,
+        )._asdict()  # fmt: skip
         long = {"last_token", "accept_rows", "draft_missing"}
         results = {
             field: torch.tensor(
@@ -122,8 +129,8 @@ def _commit(
                 results[field] = results[field].view(batch, width)
         if bare:
             return results
-        padded = torch.full((batch, capacity + 2), 77, dtype=torch.int64)
-        padded[:, :capacity] = int64(kept).view(batch, capacity)
+        padded = torch.full((histories, capacity + 2), 77, dtype=torch.int64)
+        padded[:, :capacity] = int64(kept).view(histories, capacity)
         return {**results, "history": padded, "history_lens": int32(lens)}
 
     return Case(f"commit/{name}", ("commit",), run, by_loops)

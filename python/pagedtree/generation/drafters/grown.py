@@ -134,7 +134,7 @@ class TreeGrower(Drafter):
         noise: dict[str, Any] = {}
         if self.law != "topk":
             seeds = sampling.seeds if self.law == "coupled" else sampling.draft_seeds(start)
-            noise = {"params": sampling.params, "seeds": seeds, "positions": start.long()}
+            noise = {"params": sampling.params, "seeds": seeds, "positions": start}
         vocab_size = sampling.vocab_size or logits.shape[-1]
         depth = self._depth
         frontiers = [*self.num_frontier[: depth - 1], 0]
