@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree._arguments import checked, expect_type
+from pagedtree._arguments import checked, expect_integers, expect_type
 from pagedtree._ops import call, makes_fakes, ops, register_fake
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
@@ -185,19 +185,20 @@ class TreeBatch:
 
     def _check(self) -> None:
         """Raises ValueError where the tensors do not belong together; what calls an op leaves that to the op."""
-        if self.cu_nodes.dim() != 1 or self.cu_nodes.shape[0] < 1:
-            raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(self.cu_nodes.shape)}")
-        rows = self.parents.shape[:1]
-        shapes = {"valid": (self.batch_size,), "mask": (*rows, -(-self.max_nodes // 32))}
-        for name in _TENSOR_FIELDS:
+        offsets, rows, device = self.cu_nodes.shape, self.parents.shape, self.cu_nodes.device
+        if len(offsets) != 1 or offsets[0] < 1:
+            raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(offsets)}")
+        if len(rows) != 1:
+            raise ValueError(f"parents: expected shape [N], got {list(rows)}")
+        shapes = (offsets, rows, rows, rows, rows, (rows[0], -(-self.max_nodes // 32)), (offsets[0] - 1,))
+        for name, shape in zip(_TENSOR_FIELDS, shapes, strict=True):
             tensor: Tensor = getattr(self, name)
-            expected, dtype = shapes.get(name, rows), torch.bool if name == "valid" else torch.int32
-            if name != "cu_nodes" and (tensor.shape != expected or tensor.dim() != (2 if name == "mask" else 1)):
-                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
-            if tensor.dtype != dtype:
-                raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
-            if tensor.device != self.device:
-                raise ValueError(f"{name}: expected a tensor on {self.device}, got one on {tensor.device}")
+            if tensor.shape != shape:
+                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            if tensor.dtype != (torch.bool if name == "valid" else torch.int32):
+                raise ValueError(f"{name}: expected torch.{'bool' if name == 'valid' else 'int32'}, got {tensor.dtype}")
+            if tensor.device != device:
+                raise ValueError(f"{name}: expected a tensor on {device}, got one on {tensor.device}")
 
     @property
     def batch_size(self) -> int:
@@ -295,7 +296,6 @@ class TreeBatch:
             **joined,
         )
 
-    @checked()
     def narrow(self, start: int, length: int) -> TreeBatch:
         """Trees `start` to `start + length - 1` alone, B = length, without rows of padding. Synchronises.
 
@@ -303,19 +303,31 @@ class TreeBatch:
         and max_depth stay. Raises ValueError for trees that the batch does not have, offsets that descend or pass N,
         and tensors that do not belong together.
         """
+        expect_integers(start=start, length=length)
         self._check()
         if start < 0 or length < 0 or start + length > self.batch_size:
             raise ValueError(
                 f"narrow: expected start and length within {self.batch_size} trees, got {start} and {length}"
             )
-        offsets, rows = self.cu_nodes[start : start + length + 1], self.parents.shape[0]
-        ends = offsets[:: max(length, 1)].tolist()  # the first and the last one, read at once
+        offsets, num_rows = self.cu_nodes[start : start + length + 1], self.parents.shape[0]
+        ends = offsets.tolist()
         begin, end = ends[0], ends[-1]
-        if not 0 <= begin <= end <= rows:
-            raise ValueError(f"cu_nodes: expected offsets that ascend from 0 to at most {rows}, got {begin} and {end}")
-        part = {name: getattr(self, name)[begin:end] for name in _TENSOR_FIELDS if name not in ("cu_nodes", "valid")}
-        cu_nodes = offsets - begin if begin else offsets
-        return replace(self, cu_nodes=cu_nodes, valid=self.valid[start : start + length], **part)
+        if not 0 <= begin <= end <= num_rows:
+            raise ValueError(
+                f"cu_nodes: expected offsets that ascend from 0 to at most {num_rows}, got {begin} and {end}"
+            )
+        rows = slice(begin, end)
+        return TreeBatch(
+            offsets - begin if begin else offsets,
+            self.parents[rows],
+            self.depths[rows],
+            self.first_child[rows],
+            self.next_sibling[rows],
+            self.mask[rows],
+            self.valid[start : start + length],
+            self.max_nodes,
+            self.max_depth,
+        )
 
     def to(self, device: torch.device | str) -> TreeBatch:
         """Returns the same batch on `device`."""
