@@ -23,6 +23,7 @@ from pagedtree.check.cases.verification import (
     Sampling,
     forest,
     hostile_rows,
+    limited,
     problem_of,
     tensors_of,
     with_draft_vocabulary,
@@ -141,6 +142,9 @@ def cases() -> Iterator[Case]:
         )
     yield _greedy("draft vocabulary", smaller, [60, 71])
     yield _sampled("draft vocabulary", smaller, SAMPLINGS["cool"], [60, 71])
+    few = limited(forest("", 8, 131))
+    yield _greedy("tokens left", few, [60, 71])
+    yield _rejection("tokens left", few, SAMPLINGS["plain"], "iid", [60, 71])
     masked = forest("", 4, 131, masked=True)
     yield _greedy("grammar mask", masked, [60, 71])
     yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])

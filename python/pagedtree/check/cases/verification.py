@@ -145,6 +145,7 @@ class Problem:
         drafts: int64 [N].
         allowed: bool [N, V] or None; packed: hand it in as words.
         draft_to_target: int64 [V_draft] or None.
+        tokens_left: int32 [B] or None.
     """
 
     name: str
@@ -156,6 +157,7 @@ class Problem:
     allowed: Tensor | None = None
     packed: bool = False
     draft_to_target: Tensor | None = None
+    tokens_left: Tensor | None = None
 
     @property
     def batch(self) -> int:
@@ -169,7 +171,11 @@ class Problem:
         cu_nodes = offsets([len(tree) for tree in self.parents])
         trees = build_trees(place.put(parents), place.put(cu_nodes), max_nodes=self.max_nodes, max_depth=self.max_depth)
         mask = self.allowed if self.allowed is None or not self.packed else as_words(self.allowed.numpy())
-        options = {"grammar_mask": mask, "draft_to_target": self.draft_to_target}
+        options = {
+            "grammar_mask": mask,
+            "draft_to_target": self.draft_to_target,
+            "tokens_left": self.tokens_left,
+        }
         given: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
         return (place.put(self.logits), place.put(self.drafts), trees), given
 
@@ -216,6 +222,8 @@ def verdict_by_loops(problem: Problem, decide: Callable[[int, Tree], tuple[Seque
         tree = problem.tree(b)
         path, tokens = decide(b, tree) if tree.rows else ([], [])
         status = (not tree.valid) * MALFORMED + any(tree.bad[node] for node in path) * BAD_ROW
+        left = width if problem.tokens_left is None else max(int(problem.tokens_left[b]), 0)
+        path, tokens = path[:left], tokens[:left]
         padded = [[*values, *[-1] * (width - len(values))] for values in (path, tokens)]
         for column, value in zip(columns, (padded[0], max(len(path) - 1, 0), padded[1], status), strict=True):
             column.append(value)
@@ -285,6 +293,12 @@ def problems() -> Iterator[Problem]:
     yield problem_of("1000 nodes", [random_tree(7, 1000, 30).parents.tolist()], 17)
     yield problem_of("chain of 1000", [list(range(-1, 999))], 3)
     yield with_draft_vocabulary(forest("draft vocabulary", 5))
+    yield limited(forest("tokens left", 10, hostile=True))
+
+
+def limited(problem: Problem) -> Problem:
+    """Returns the same trees with few tokens left, or none."""
+    return replace(problem, tokens_left=torch.arange(problem.batch, dtype=torch.int32) % 5 - 1)
 
 
 def with_draft_vocabulary(problem: Problem) -> Problem:
