@@ -1,4 +1,4 @@
-"""What tests and benchmarks share: the choice of backend."""
+"""For tests: the choice of backend, and drafts that expose the mistakes of an engine."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from contextlib import contextmanager
 from functools import cache
 
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
+from pagedtree._arguments import checked, expect_dims
 from pagedtree._ops import ops
+from pagedtree.drafting.draft import Draft
+from pagedtree.tree import MAX_NODES, build_trees
 
-__all__ = ["backends", "use_backend"]
+__all__ = ["backends", "decoy_propose", "use_backend"]
 
 
 @cache
@@ -40,3 +45,70 @@ def use_backend(name: str) -> Iterator[None]:
         yield
     finally:
         ops._use_backend(previous)
+
+
+@checked(integers=("texts", "lengths", "root_tokens"))
+def decoy_propose(
+    texts: Tensor,
+    lengths: Tensor,
+    *,
+    max_nodes: int,
+    max_depth: int,
+    root_tokens: Tensor | None = None,
+    active: Tensor | None = None,
+) -> Draft:
+    """Drafts the known continuation of each text, every right token behind siblings that are wrong.
+
+    For the test of an engine. First let it generate without drafts; then propose these texts by this drafter. A right
+    engine gives the same texts and accepts max_depth drafts in every step that the text is long enough for. An engine
+    that forgets `compact_kv`, or takes a node's row for its depth, passes with drafts that are mostly chains; here no
+    accepted node is at the row of its depth, so that its texts part or its drafts are refused.
+
+    Args:
+        texts: int32 or int64 [B, L], prompt and continuation; negative where a text has ended.
+        lengths: int32 or int64 [B], tokens of each text that the sequence has so far, at least 1: the root is the last
+            of them.
+        max_nodes: most nodes of a tree, root included, from 2 * max_depth + 1 to 1024.
+        max_depth: right drafts of a tree, >= 1.
+        root_tokens: int32 or int64 [B], the engine's own last tokens, entered at the roots. Default: those of `texts`.
+        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+
+        width = (max_nodes - 1) // max_depth
+        node = 0                                                    # the root
+        for depth in range(1, max_depth + 1):
+            children = [*(width - 1 wrong tokens), texts[b, lengths[b] + depth - 1]]      # all of them of `node`
+            node = width * depth                                    # the last child
+
+    Past a text's end all tokens are -1, which are no drafts. Nothing is read on the host.
+
+    Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
+    """
+    expect_dims("[B, L]", texts=texts)
+    batch, length = texts.shape
+    for name, tensor in (("lengths", lengths), ("root_tokens", root_tokens), ("active", active)):
+        if tensor is not None and tensor.shape != (batch,):
+            raise ValueError(f"{name}: expected shape [{batch}], got {list(tensor.shape)}")
+    if active is not None and active.dtype != torch.bool:
+        raise ValueError(f"active: expected torch.bool, got {active.dtype}")
+    if max_depth < 1:
+        raise ValueError(f"max_depth: expected at least 1, got {max_depth}")
+    if not 2 * max_depth < max_nodes <= MAX_NODES:
+        raise ValueError(f"max_nodes: expected {2 * max_depth + 1} to {MAX_NODES}, got {max_nodes}")
+    width = (max_nodes - 1) // max_depth
+    known = F.pad(texts.long(), (1, max_depth), value=-1)  # column p + 1 has the token of position p
+    columns = lengths.long()[:, None] + torch.arange(max_depth + 1, device=texts.device)
+    root, right = known.gather(1, columns.clamp(0, length + max_depth)).split([1, max_depth], dim=1)
+    distance = torch.arange(width - 1, -1, -1, device=texts.device)
+    wrong = torch.where(right[:, :, None] >= distance, right[:, :, None] - distance, right[:, :, None] + distance)
+    drafts = torch.where(right[:, :, None] >= 0, wrong, -1).flatten(1)
+    tokens = torch.cat([root if root_tokens is None else root_tokens.long()[:, None], drafts], dim=1)
+    nodes = torch.arange(1 + width * max_depth, dtype=torch.int32, device=texts.device)
+    parents = torch.where(nodes > 0, (nodes - 1) // width * width, -1).expand(batch, -1)
+    active = torch.ones_like(lengths, dtype=torch.bool) if active is None else active
+    packed = active.logical_not().int().argsort(stable=True)  # rows of idle sequences become padding, which is last
+    is_kept = active[packed, None]
+    cu_nodes = F.pad((active * nodes.numel()).cumsum(0), (1, 0)).int()
+    trees = build_trees(
+        torch.where(is_kept, parents, -1).int().flatten(), cu_nodes, max_nodes=max_nodes, max_depth=max_depth
+    )
+    return Draft(torch.where(is_kept, tokens[packed], -1).flatten(), trees)

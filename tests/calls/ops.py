@@ -13,7 +13,7 @@ from torch import Tensor
 
 import pagedtree as pt
 from calls import Call, valid_call
-from pagedtree import distributed
+from pagedtree import distributed, testing
 
 VOCAB = 40
 
@@ -433,6 +433,13 @@ def medusa_propose() -> Call:
     tree = pt.DraftTree.from_paths([[0], [1], [0, 0]])
     arguments = {"head_logits": torch.randn(2, 3, VOCAB), "tree": tree, "root_tokens": int64([3, 4])}
     return Call(pt.medusa_propose, arguments | {"active": torch.tensor([True, True])})
+
+
+@valid_call
+def decoy_propose() -> Call:
+    arguments = {"texts": torch.randint(VOCAB, (2, 9)), "lengths": int32([3, 7]), "max_nodes": 9, "max_depth": 4}
+    more = {"root_tokens": int64([3, 4]), "active": torch.tensor([True, True])}
+    return Call(testing.decoy_propose, arguments | more, is_for_host=True)
 
 
 @valid_call

@@ -12,6 +12,7 @@ from step_case import int32
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops
 from pagedtree.reference.drafting import ngram_tree
+from pagedtree.testing import decoy_propose
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -184,6 +185,31 @@ def test_medusa_bad_tree_values(backend: str) -> None:
     assert tokens.tolist() == [-1, -1, -1, -1]
 
 
+# decoy_propose --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_nodes", [7, 9, 10, 40])
+def test_decoys(device: torch.device, max_nodes: int) -> None:
+    """The right tokens are the last children of each other, none at the row of its depth; -1 past a text's end."""
+    texts = torch.tensor([[4, 0, 7, 2, 9], [5, 1, -1, -1, -1], [8, 8, 8, 8, 8]])
+    active, depth, width = torch.tensor([True, False, True]), 3, (max_nodes - 1) // 3
+    for lengths, expected in (([2, 2, 1], ([7, 2, 9], [8, 8, 8])), ([4, 1, 5], ([9, -1, -1], [-1, -1, -1]))):
+        draft = decoy_propose(texts, int32(lengths), max_nodes=max_nodes, max_depth=depth, active=active)
+        first, idle, last = packed_trees(draft)
+        assert idle == ([], []) and draft.trees.valid.tolist() == [True, False, True]
+        for tree, right, row, length in ((first, expected[0], 0, lengths[0]), (last, expected[1], 2, lengths[2])):
+            tokens, parents = tree
+            assert tokens[0] == texts[row, length - 1] and tokens[width::width] == right
+            assert parents == [-1, *(width * level for level in range(depth) for _ in range(width))]
+            for level, token in enumerate(right):
+                decoys = tokens[1 + width * level : width * (level + 1)]
+                assert all(decoy >= 0 for decoy in decoys) == (token >= 0)
+                assert len({token, *decoys}) == (width if token >= 0 else 1)
+    roots = decoy_propose(texts, int32([2, 2, 1]), max_nodes=7, max_depth=3, root_tokens=torch.tensor([3, 6, 5]))
+    assert [tokens[0] for tokens, _ in packed_trees(roots)] == [3, 6, 5]
+    assert decoy_propose(texts[:0], int32([]), max_nodes=7, max_depth=3).draft_tokens.shape == (0,)
+
+
 # Refusals, schemas ----------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +241,14 @@ def test_refusals(device: torch.device) -> None:
         rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
     with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be in 1..1023"):
         rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
+    for match, options in [
+        ("max_nodes: expected 9 to 1024, got 8", {"max_nodes": 8}),
+        ("max_depth: expected at least 1, got 0", {"max_depth": 0}),
+        (r"lengths: expected shape \[2\], got \[1\]", {"lengths": lens[:1]}),
+        ("active: expected torch.bool, got torch.int32", {"active": lens}),
+    ]:
+        with pytest.raises(ValueError, match=match):
+            decoy_propose(**({"texts": history, "lengths": lens, "max_nodes": 9, "max_depth": 4} | options))
     with pytest.raises(TypeError):
         ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]
 
