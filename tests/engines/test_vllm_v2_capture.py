@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from graph_case import Graph, use_stand_in
 from vllm_case import (
     LLM,
     NO_TREES,
@@ -42,41 +41,9 @@ PROMPTS = token_prompts(3)
 CAPTURED = CUDAGraphMode.FULL_DECODE_ONLY  # what vLLM makes of its default where it cannot split a model into pieces
 
 
-class Graph:
-    """Stands in for torch.cuda.CUDAGraph: nothing of Python runs at a replay, and all tensors stay where they were."""
-
-    replays = 0
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, Any, Any, list[Any]]] = []
-
-    def replay(self) -> None:
-        Graph.replays += 1
-        for op, args, kwargs, results in self.calls:
-            for place, found in zip(results, tree_leaves(op(*args, **kwargs)), strict=True):
-                if isinstance(place, torch.Tensor) and place.data_ptr() != found.data_ptr():
-                    place.copy_(found)
-
-
-class Recording(TorchDispatchMode):
-    """Stands in for torch.cuda.graph, which raises where the host reads what the device has computed."""
-
-    def __init__(self, graph: Graph, *args: Any, **kwargs: Any) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        assert op is not torch.ops.aten._local_scalar_dense.default
-        result = op(*args, **(kwargs or {}))
-        self.graph.calls.append((op, args, kwargs or {}, tree_leaves(result)))
-        return result
-
-
 @pytest.fixture
 def stand_in(monkeypatch) -> None:
-    monkeypatch.setattr(Graph, "replays", 0)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Recording)
+    use_stand_in(monkeypatch)
     monkeypatch.setattr(cudagraph_utils, "graph_capture", lambda **kwargs: contextlib.nullcontext())
     monkeypatch.setattr(cudagraph_utils, "capture_pool", lambda *args: contextlib.nullcontext())
     monkeypatch.setattr(model_runner, "lock_workspace", lambda: None)  # a CPU's worker makes none

@@ -10,8 +10,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from page_case import ROOT, python_blocks
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("docs", "examples", "benchmarks", "tools", "csrc")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("integrations/*.md"))]
@@ -28,10 +28,6 @@ def scripts(monkeypatch):
     """Makes the modules of docs/ and examples/ importable."""
     for folder in ("docs", "examples"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
-
-
-def python_blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture
@@ -69,31 +65,6 @@ def test_python_blocks_run(page, monkeypatch, request):
             exec(compile(block, str(page), "exec"), names)
     if packages is not None:
         assert names["folder"].is_relative_to(packages)
-
-
-# What a reader might write instead, by section.
-MISTAKES = {
-    "positions of a chunk": ("positions = ((seq_lens - counts)[sequence] + column)", "positions = column"),
-    "depth positions": ("positions[rows] = root.long()", "rows + root.long()"),
-    "tree_lens of causal sequences": ("tree_lens = torch.where(num_nodes > 1, num_nodes, -1)", "tree_lens = num_nodes"),
-    "idle is not malformed": ("trees.active & (verdict.status", "(verdict.status"),
-    "tree_lens of the shared part": ("tree_lens=torch.zeros(1, dtype=torch.int32),", ""),
-    "the old start": ("(draft_caches, draft_table, start,", "(draft_caches, draft_table, 1 + start,"),
-    "draft_missing": ("missing, num_missing = committed.draft_missing, committed.draft_num_missing", ""),
-    "logits at the root": ("hidden[cu_seqlens_q[1:].long() - 1])", "hidden[cu_seqlens_q[:-1].long()])"),
-    "the scale of the heads": ("scale=(NOPE + ROPE) ** -0.5,", ""),
-    "the last accepted node": ("hidden = all_hidden[last_rows.clamp(min=0)]", "hidden = all_hidden[:1]"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_integration_page_notices_mistakes(mistake):
-    """The comparisons with plain decoding can fail: each rule that the page states is needed for them to hold."""
-    right, wrong = MISTAKES[mistake]
-    program = "\n".join(python_blocks(ROOT / "docs" / "integration.md"))
-    assert right in program
-    with pytest.raises(AssertionError):
-        exec(compile(program.replace(right, wrong), "integration.md", "exec"), {})
 
 
 def heading_anchors(page: Path) -> set[str]:

@@ -1,0 +1,154 @@
+"""docs/integration.md: its server in a captured graph, and what its comparisons find where a reader makes a mistake."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+from graph_case import Graph, use_stand_in
+from page_case import ROOT, python_blocks
+
+import pagedtree as pt
+from pagedtree.generation.paged_cache import PagedCache
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PAGE = ROOT / "docs" / "integration.md"
+BLOCKS = python_blocks(PAGE)
+(ALONE,) = (block for block in BLOCKS if "def alone" in block)
+(TESTED,) = (block for block in BLOCKS if "class Tested" in block)
+SERVER = [block for block in BLOCKS[: BLOCKS.index(TESTED)] if block != ALONE]
+TEST, ASSERTED = TESTED.split("\nassert ")
+
+
+@pytest.fixture(autouse=True)
+def whole_trees():
+    """The page shows the defaults, and its code has them."""
+
+
+def run(blocks: list[str], *changes: tuple[str, str]) -> dict[str, Any]:
+    """Runs the blocks with other code for parts of it; returns their names."""
+    program = "\n".join(blocks)
+    for right, wrong in changes:
+        assert right in program
+        program = program.replace(right, wrong)
+    names: dict[str, Any] = {}
+    exec(compile(program, str(PAGE), "exec"), names)
+    return names
+
+
+def served(names: dict[str, Any], **options: Any) -> list[list[int]]:
+    """The texts of the page's requests with its drafts."""
+    server = names["Tested"](names["model"], num_pages=16, params=names["sampled"], **options)
+    return [request.tokens for request in names["serve"](server)]
+
+
+COMPACT, ATTEND = "self.cache.compact(table, start, ", "attend = attention(self.model, self.cache, table, "
+BY_ROW = "(start - trees.cu_nodes[:-1]).repeat_interleave(trees.cu_nodes.diff()) + torch.arange(rows)"
+SHARE = (
+    "request.cached = shared(donor) * PAGE_SIZE\n            self.cache.fork(donor.row, request.row, request.cached)"
+)
+KEEP = "self.cache.fork(donor.row, request.row, shared(donor) * PAGE_SIZE)"
+# By the names of the page's table.
+MISTAKES = {
+    "no `compact_kv`": [(COMPACT, "(")],
+    "`compact_kv` with the new `start`": [(COMPACT, "self.cache.compact(table, committed.start, ")],
+    "`compact_kv` without V, a layer or the scales": [
+        (COMPACT, "pt.compact_kv(self.cache.tensors()[::2], table, start, ")
+    ],
+    "positions by row instead of depth": [(ATTEND, f"positions = {BY_ROW}\n        {ATTEND}")],
+    "no tree mask": [("positions, slots, trees.mask)", "positions, slots)")],
+    "`seq_lens` without the new tokens": [(f"{ATTEND}seq_lens", f"{ATTEND}start.clamp(min=0)")],
+    "tokens and trees shifted against each other": [("draft_tokens.clamp(min=0)", "draft_tokens.clamp(min=0).roll(1)")],
+    "positions of the verification not `start`": [("positions=start)", "positions=seq_lens)")],
+    "seeds by place instead of request": [("[request.seed for request in requests]", "range(len(requests))")],
+    "pages for fewer than `start + max_nodes` positions": [
+        ("reserve(request.row, request.root + MAX_NODES)", "reserve(request.row, request.root + 1)")
+    ],
+    "pages given back that hold the text": [("request.root)  # the pages", "request.root - PAGE_SIZE)  # the pages")],
+    "a prefix shared before it has been read": [("other.cached, request.root)", "other.root, request.root)")],
+    "an evicted request that counts as read": [("        request.cached = 0\n", ""), (SHARE, KEEP)],
+    "tokens by the verdict's count instead of `commit`'s": [
+        ("committed.num_tokens[:, None]", "1 + verdict.num_accepted[:, None]")
+    ],
+}
+
+
+def symptoms() -> dict[str, list[str]]:
+    """The rows of the page's table."""
+    section = PAGE.read_text(encoding="utf-8").partition("## Test your integration")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.*?) \| (right|wrong) \| (right|wrong) \| (?:`(\w+)` )?\|$", section, re.MULTILINE)
+    return {name: rest for name, *rest in rows}
+
+
+def test_the_table_lists_the_mistakes_that_are_planted():
+    assert list(symptoms()) == list(MISTAKES)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake, monkeypatch):
+    """The page's test fails, and its table says what can be seen."""
+    first_tree, alone, argument = symptoms()[mistake]
+    monkeypatch.delenv("PAGEDTREE_CHECK", raising=False)
+    names = run([*SERVER, TEST], *MISTAKES[mistake])
+    assert not eval(ASSERTED, names)
+    texts, plain = served(names, batch_size=1), names["plain"]
+    end = len(names["prompts"][0]) + names["MAX_DEPTH"] + 1
+    assert ["wrong", "right"][texts[0][:end] == plain[0][:end]] == first_tree
+    assert ["wrong", "right"][texts == plain] == alone
+    if argument:
+        monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+        with pytest.raises(ValueError, match=f"`{argument}"):
+            run([*SERVER, TEST], *MISTAKES[mistake])
+
+
+def test_the_server_shares_and_evicts(monkeypatch):
+    """The requests of the page need it, and no check of values finds anything."""
+    monkeypatch.setenv("PAGEDTREE_CHECK", "1")
+    names = run([*SERVER, TESTED])
+    shared, released = [], []
+    fork, release = PagedCache.fork, PagedCache.release
+    monkeypatch.setattr(PagedCache, "fork", lambda *given: shared.append(given[-1]) or fork(*given))
+    monkeypatch.setattr(PagedCache, "release", lambda *given: released.append(given[-1]) or release(*given))
+    assert served(names) == names["plain"]
+    assert max(shared) > 0 and len(released) > len(names["prompts"])
+
+
+def attention(step: tuple[Any, ...], options: dict[str, Any], *layer: Any) -> Any:
+    return pt.tree_attention(*layer, *step, **options)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_the_captured_server(monkeypatch, is_right):
+    """One graph serves all steps; it does not learn of a tensor that is made anew."""
+    use_stand_in(monkeypatch)
+    # A replay of the stand-in calls the ops again, and a prepared call is gone by then.
+    monkeypatch.setattr(pt, "PreparedAttention", lambda *step, **options: partial(attention, step, options))
+    anew = ("self.page_table.fill_(-1)", "self.page_table = torch.full_like(self.page_table, -1)")
+    names = run([*SERVER, TESTED], *([] if is_right else [anew]))
+    assert (served(names, captured=True) == names["plain"]) == is_right
+    assert Graph.replays > 0
+
+
+# What a reader of the other sections might write instead.
+OTHER_MISTAKES = {
+    "the tree's mask": ('offsets, context["tree_mask"])', "offsets)"),
+    "the halves of a pair": ("[first * cos - second * sin, second", "[first * cos + second * sin, second"),
+    "compaction next to FlashInfer": ("pt.compact_kv(views, page_table, start, ", "("),
+    "the mask next to FlashInfer": ("seq_lens, offsets, slots, packed_mask)", "seq_lens, offsets, slots)"),
+    "the old start": ("draft_table, start, *accepted", "draft_table, 1 + start, *accepted"),
+    "draft_missing": ("missing, num_missing = committed.draft_missing, committed.draft_num_missing", ""),
+    "logits at the root": ("hidden[counts.cumsum(0) - 1]", "hidden[counts.cumsum(0) - counts]"),
+}
+
+
+@pytest.mark.parametrize("mistake", OTHER_MISTAKES)
+def test_the_other_sections_notice_mistakes(mistake):
+    """Their comparisons can fail: each rule that they state is needed for them to hold."""
+    change = OTHER_MISTAKES[mistake]
+    (block,) = (block for block in BLOCKS if change[0] in block)
+    with pytest.raises(AssertionError):
+        run([*SERVER, ALONE, block], change)
