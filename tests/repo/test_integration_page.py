@@ -84,6 +84,11 @@ def symptoms() -> dict[str, list[str]]:
     return {name: rest for name, *rest in rows}
 
 
+def test_the_server_is_short():
+    (server,) = (block for block in BLOCKS if "class Server" in block)
+    assert len(server.splitlines()) <= 120
+
+
 def test_the_table_lists_the_mistakes_that_are_planted():
     assert list(symptoms()) == list(MISTAKES)
 
