@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -161,7 +160,7 @@ class PreparedAttention:
     ) -> None:
         expect_type("page_table", page_table, Tensor)
         self._tensors = page_table, seq_lens, cu_seqlens_q, tree_mask
-        self._options = {
+        self._options: dict[str, Any] = {
             "tree_lens": tree_lens,
             "max_seqlen_q": max_seqlen_q,
             "scale": scale,
@@ -174,7 +173,7 @@ class PreparedAttention:
             self._step = Prepared(call(ops._prepare_attention.default, *self._tensors, **self._options))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(PreparedAttention, **self._options), self._tensors
+        return _prepared_again, (self._tensors, self._options)
 
     def __call__(
         self,
@@ -196,7 +195,7 @@ class PreparedAttention:
         """
         if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
-            return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[arg-type, return-value]
+            return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[return-value]
         layer = (q, k_cache, v_cache, self._step.number, sinks, k_scale, v_scale)
         try:
             if out is None:
@@ -207,6 +206,10 @@ class PreparedAttention:
         if not out.is_inference():
             torch.autograd.graph.increment_version(out)
         return out
+
+
+def _prepared_again(tensors: tuple[Any, ...], options: dict[str, Any]) -> PreparedAttention:
+    return PreparedAttention(*tensors, **options)
 
 
 _attend, _attend_out = ops._attend.default, ops._attend.out

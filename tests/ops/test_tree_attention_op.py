@@ -208,6 +208,19 @@ def test_prepared_calls_follow_their_tensors(target: Target, monkeypatch: pytest
         attend(*layer)
 
 
+@once_per_backend
+def test_prepared_calls_let_their_tensors_go(target: Target) -> None:
+    case = small(target)
+    layer = tuple(case.pop(name) for name in ("q", "k_cache", "v_cache"))
+    attend = PreparedAttention(**case)
+    with torch.inference_mode():
+        attend(*layer)
+    storage = case.pop("tree_mask").untyped_storage()
+    assert torch._C._storage_Use_Count(storage._cdata) > 1
+    del attend
+    assert torch._C._storage_Use_Count(storage._cdata) == 1
+
+
 def test_unknown_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     case = target.case([3], ["causal"]).build()
     monkeypatch.setenv("PAGEDTREE_ENGINE", "hmma")

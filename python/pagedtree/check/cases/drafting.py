@@ -275,8 +275,8 @@ def _ngram(
             "active": None if active is None else torch.tensor(active, dtype=torch.bool),
             "history_rows": None if rows is None else int32(rows),
         }
-        lengths = int32([len(row) for row in histories])
-        return draft_results(ngram_propose(*place.put((padded, lengths)), **place.put(given), **options))
+        text, lengths = place.put((padded, int32([len(row) for row in histories])))
+        return draft_results(ngram_propose(text, lengths, **place.put(given), **options))
 
     def by_loops() -> Results:
         texts = [row if active is None or active[b] else [] for b, row in enumerate(used)]
