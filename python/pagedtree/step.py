@@ -96,8 +96,7 @@ def commit(
     tokens_left: Tensor | None = None,
     history_rows: Tensor | None = None,
 ) -> Commit:
-    """Takes a verdict over: ends sequences at EOS or at their limit, records their tokens, and says where the next step
-    begins.
+    """Takes a verdict over: ends sequences at EOS or a limit, records their tokens, says where the next step begins.
 
     Args:
         verdict: what a verify op returned for `trees`.
