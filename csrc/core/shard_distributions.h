@@ -119,6 +119,7 @@ class KnownRows {
     distributions.target.bad = is_uniform(known) || known.peak.has_nan;
     distributions.total = known.total;
     distributions.draft_unit = 1.0;
+    distributions.root_position = root_position_of(p_.ratio.verify, b_);
   }
   PT_HOST_DEVICE double target(const NodeDistributions&, int64_t token) {
     return static_cast<double>(mass_at(token, 32));

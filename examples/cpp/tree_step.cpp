@@ -203,7 +203,8 @@ Verdict verify(const pagedtree::Backend& backend, const pagedtree::ExecContext& 
   params.first_child = trees.first_child.data();
   params.next_sibling = trees.next_sibling.data();
   params.valid = reinterpret_cast<const uint8_t*>(trees.valid.get());
-  params.seeds = params.positions = zeros.data();
+  params.seeds = zeros.data();
+  params.positions = {zeros.data(), true};
   params.accept_index = verdict.accept_index.data();
   params.num_accepted = verdict.num_accepted.data();
   params.tokens = verdict.tokens.data();

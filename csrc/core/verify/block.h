@@ -46,30 +46,29 @@ PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   const bool one_hot = p.law == DraftLaw::kOneHot;
   // The coins of nodes past the accepted prefix are used up as well, so they must not be those that the next step uses
   // at these nodes' positions: all coins are of the root's position, numbered by node.
-  const int64_t position = position_at(p, b, 0);
   int32_t child = -1, accepted = 0;
   double weight = 1.0, accepted_weight = 1.0;
-  bool judging = true, alive = true;  // not alive: nothing more can be accepted
+  bool judging = true;
   for (bool more = walk.num_nodes > 0; more;) {
     int64_t token = next_in_chain(p, walk, child);
-    if (judging ? alive : walk.depth == accepted) {
+    // With less weight nothing more can be accepted.
+    if (judging ? weight > kLeastWeight : walk.depth == accepted) {
       rows.open(p, b, walk.row(), !one_hot && token >= 0, distributions);
       if (distributions.target.bad) walk.status |= kBadRow;
-      Residual left = cut_before(p, rows, distributions, token, judging ? weight : accepted_weight);
+      Residual left = cut_before(p, rows, distributions, token, weight);
       if (!judging) {
-        token = draw_rest(p, b, position_at(p, b, walk.depth), rows, distributions, left);
+        token = draw_rest(p, b, position_at(distributions, walk.depth), rows, distributions, left);
       } else {
         double h = weight;
         if (token >= 0 && walk.depth > 0) {
           h = acceptance_of(weight * rows.sums(distributions, left.c).residual / distributions.total, weight);
         }
-        if (walk.depth > 0 && coin_of(p, b, walk.row(), position, walk.node) < h) {
+        if (walk.depth > 0 && coin_of(p, b, walk.row(), position_at(distributions, 0), walk.node) < h) {
           accepted = walk.depth;
           accepted_weight = weight;
         }
         const double q = token < 0 ? 0.0 : one_hot ? 1.0 : rows.draft(distributions, token);
         weight = q > 0.0 ? min_of(weight * rows.target(distributions, token) / (distributions.total * q), 1.0) : 0.0;
-        alive = weight > kLeastWeight;
       }
     }
     if (!judging) {
@@ -77,6 +76,7 @@ PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
       more = walk.depth < accepted && walk.descend(child);
     } else if (!walk.descend(child)) {
       judging = false;
+      weight = accepted_weight;
       walk.node = walk.depth = 0;
     }
   }

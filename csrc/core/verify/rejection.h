@@ -52,7 +52,7 @@ PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) 
   for (bool more = walk.num_nodes > 0; more;) {
     rows.open(p, b, walk.row(), !exclusive && walk.first_child() >= 0, distributions);
     if (distributions.target.bad) walk.status |= kBadRow;
-    const int64_t position = position_at(p, b, walk.depth);
+    const int64_t position = position_at(distributions, walk.depth);
     Residual left{0.0, distributions.total, 1.0};
     const int32_t child = exclusive ? judge_exclusive(p, walk, rows, distributions, position, left)
                                     : judge_in_turn(p, walk, rows, distributions, position, left);

@@ -47,7 +47,8 @@ struct NodeDistributions {
   double total;           // of the target's masses
   RowDistribution draft;  // row.logits null: no mass
   bool draft_is_probs;
-  double draft_unit;  // a draft's probability is its mass times this
+  double draft_unit;      // a draft's probability is its mass times this
+  int64_t root_position;  // of the sequence; here because walks on a GPU lack the registers to read it again
 };
 
 struct MassSums {
@@ -174,9 +175,14 @@ struct TriedTokens {
   }
 };
 
-// Position of the root of sequence b plus `depth`, wrapping as integers do.
-PT_HOST_DEVICE int64_t position_at(const RatioParams& p, int64_t b, int32_t depth) {
-  return static_cast<int64_t>(static_cast<uint64_t>(integer_at(p.verify.positions, b)) +
+// The position of the root of sequence b; 0 where nothing is drawn.
+PT_HOST_DEVICE int64_t root_position_of(const VerifyParams& p, int64_t b) {
+  return p.positions.data == nullptr ? 0 : integer_at(p.positions, b);
+}
+
+// The position at `depth` below the root, wrapping as integers do.
+PT_HOST_DEVICE int64_t position_at(const NodeDistributions& distributions, int32_t depth) {
+  return static_cast<int64_t>(static_cast<uint64_t>(distributions.root_position) +
                               static_cast<uint64_t>(int64_t{depth}));
 }
 

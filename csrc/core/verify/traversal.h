@@ -102,7 +102,6 @@ struct Traversal {
 
   // Goes to the node whose path is accepted, and opens it.
   PT_HOST_DEVICE void find_end() {
-    const int64_t position = position_at(p, walk.b, 0);
     enter(0, 1.0);
     for (bool accepted = false;;) {
       // A leaf's row is read only if the leaf is accepted.
@@ -117,7 +116,8 @@ struct Traversal {
           descend(child, weight);
           continue;
         }
-      } else if (depth == 0 || coin_of(p, walk.b, walk.rows.begin + at.node, position, at.node) < at.weight) {
+      } else if (depth == 0 ||
+                 coin_of(p, walk.b, walk.rows.begin + at.node, position_at(distributions(), 0), at.node) < at.weight) {
         accepted = true;
         continue;
       } else {
@@ -134,7 +134,7 @@ PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) 
   if (rows.leads()) t.walk.begin();
   if (t.walk.num_nodes > 0) {
     t.find_end();
-    const int64_t bonus = draw_rest(p, b, position_at(p, b, t.depth), rows, t.distributions(), t.at.left);
+    const int64_t bonus = draw_rest(p, b, position_at(t.distributions(), t.depth), rows, t.distributions(), t.at.left);
     for (t.walk.depth = 0; rows.leads(); ++t.walk.depth) {
       t.walk.node = t.node_at(t.walk.depth);
       t.walk.emit(t.walk.depth == t.depth ? bonus : t.token_of(t.node_at(t.walk.depth + 1)));

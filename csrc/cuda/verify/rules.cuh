@@ -244,6 +244,7 @@ class Rows {
       distributions.draft.row = draft_row;
       distributions.draft_is_probs = !finds_draft;
       distributions.draft_unit = 1.0;
+      distributions.root_position = root_position_of(p.verify, b);
     }
     __syncthreads();
     // Finds the draft's distribution if it must be found, then the target's.

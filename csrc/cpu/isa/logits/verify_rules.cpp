@@ -24,6 +24,7 @@ class Rows {
     distributions = {};
     distributions.draft_is_probs = p.draft_sampling.temperature == nullptr;
     distributions.draft_unit = 1.0;
+    distributions.root_position = root_position_of(p.verify, b);
     if (with_draft) distributions.draft.row = draft_row_of(p, row);
     if (distributions.draft.row.logits != nullptr && !distributions.draft_is_probs) {
       distributions.draft = distribution_at(distributions.draft.row, sampling_of(p.draft_sampling, b));

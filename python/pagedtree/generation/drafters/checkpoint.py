@@ -125,10 +125,10 @@ def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
         raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
     if bool(((ids < 0) | (ids >= num_tokens)).any()):
         raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")
-    if len(ids.unique()) < len(ids):
-        raise ValueError(
-            f"{name}: expected each of the target's tokens once at most, got {int(ids.mode().values)} again"
-        )
+    ordered = ids.sort().values
+    if bool((again := ordered[1:] == ordered[:-1]).any()):
+        twice = int(ordered[1:][again][0])
+        raise ValueError(f"{name}: expected each of the target's tokens once at most, got {twice} again")
 
 
 def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
