@@ -71,7 +71,7 @@ class BuildPython(build_py):
         if not self.editable_mode:
             target = Path(self.build_lib) / "pagedtree" / "benchmarks"
             target.mkdir(parents=True, exist_ok=True)
-            for pattern in ("benchmarks/*.py", "benchmarks/*.cu", "tools/gpu_model/*.py"):
+            for pattern in ("benchmarks/*.py", "benchmarks/*.cu"):
                 for source in ROOT.glob(pattern):
                     shutil.copy(source, target)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import measured_tables as of_runs
-import predicted_tables as of_code
 import real_tables as of_model
 import summary
 from tables import DOCS, Result, load
 
-PREDICTED = ("predicted_a100", "predicted_h200", "others_predicted", "flashinfer_predicted_h200")
 RECURRENT = of_runs.family("recurrent_", points=("base", "tree binary 8", "tree binary 128", "rule kimi delta"))
 VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"))
 DRAFTING = of_runs.family("append_kv", "rope_append", "compact_kv", "merge_states", "build", "expand", "ngram")
@@ -35,7 +33,7 @@ def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
 # Marker in performance.md -> what stands there.
 SECTIONS = {
     "summary": summary.measured,
-    "summary-predicted": summary.predicted,
+    "summary-gpu": kept("headline_h200", summary.on_gpu),
     "attention": kept("ops_avx512", of_runs.family("tree_attention", plot="Time against context, tree and batch")),
     "latent": kept("latent_cpu", of_runs.family("latent_attention")),
     "recurrent": kept("recurrent_cpu", RECURRENT),
@@ -50,21 +48,10 @@ SECTIONS = {
     "grammars": kept("grammars_cpu", of_runs.grammars),
 }
 
-# The same of predictions.md.
-PREDICTIONS = {
-    "predicted": of_code.attention(*PREDICTED),
-    "calls": kept("calls_predicted_h200", of_code.calls),
-    "op-calls": kept("ops_predicted_h200", of_code.op_calls),
-    "predicted-verification": of_code.verification("verification_predicted_h200", "verification_predicted_a100"),
-    "published": kept("published_predicted", of_code.published),
-    "bounds": kept("wgmma_bounds_h200", of_code.bounds),
-}
-
 
 # Page -> its sections.
 PAGES = {
     DOCS / "performance.md": SECTIONS,
-    DOCS / "predictions.md": PREDICTIONS,
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},
 }

@@ -209,7 +209,7 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
     with matplotlib.rc_context(STYLE):
         for path in sorted(results.glob("ops_*.json")):
             result = json.loads(path.read_text())
-            if not result.get("predicted") and not all(row["headline"] for row in result["rows"]):
+            if not all(row["headline"] for row in result["rows"]):
                 save(attention(result), f"{path.stem}_attention")
         for path in sorted(results.glob("real_*.json")):
             save(real(json.loads(path.read_text())), path.stem)

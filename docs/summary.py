@@ -1,6 +1,6 @@
 """The first screen of performance.md: how fast each part is beside the fastest other way to the same result.
 
-measured() and predicted() are its two tables; make_plots.py draws the first one.
+on_gpu() and measured() are its two tables; make_plots.py draws the second one.
 """
 
 from __future__ import annotations
@@ -96,34 +96,19 @@ def measured() -> str:
     return table(header, [list(line._replace(ratio=times(line.ratio))) for line in lines()])
 
 
-def predicted_attention(instance: str, ours: dict[str, Row], peers: dict[tuple[str, str], Row]) -> list[str]:
-    """A tile of head size 128. Its floor is that of the memory or of the tensor cores."""
-    row, (dtypes, _, rows) = ours[instance], instance.split("-")
-    small = ours[f"{dtypes}-128-16"]  # waits for memory alone, which gives the rate of one row
-    memory = small["tflop_per_s"] / small["memory_share"] * int(rows) / 16
-    floor = row["tflop_per_s"] / min(memory, row["tflop_per_s"] / row["busy"]["tensor"])
-    beside = [row["tflop_per_s"] / peers[instance, mask]["tflop_per_s"] for mask in ("custom", "causal")]
-    what, speed = f"attention, {dtypes}, {rows} rows", f"{row['tflop_per_s']:.0f} TFLOP/s"
-    return [what, speed, f"{floor:.2f}", *map(times, beside), row["machine"]]
+# Rows of headline.py that say how fast a step on a GPU is.
+GPU_POINTS = (
+    "one sequence, L 8k, T 16", "R 64, 256 MB", "R 64, 1 GB", "R 256, 256 MB", "prefill, empty prefix", "latent, R 512",
+    "greedy, a path", "sampled, a path, top-p 0.9", "sampled, all rows, temperature 0.8", "rejection",
+)  # fmt: skip
 
 
-def span(figures: list[float]) -> str:
-    return " to ".join(f"{figure:.2f}" for figure in dict.fromkeys(figures))
-
-
-def predicted() -> str:
-    attention, peers = load("predicted_h200"), load("flashinfer_predicted_h200")
-    verification, calls = load("verification_predicted_h200"), load("ops_predicted_h200")
-    ours = {row["instance"]: row for row in attention["rows"]}
-    flashinfer = {(row["instance"], row["mask"]): row for row in peers["rows"]}
-    tiles = ("bf16-128-16", "bf16-128-64", "bf16-128-128", "bf16/fp8-128-16")
-    rows = [predicted_attention(instance, ours, flashinfer) for instance in tiles]
-    for call in verification["calls"]:
-        what, reads = f"verification of all rows, {call['call']}", call["all_rows"]
-        floor = span([1 / figure for figure in reversed(reads)])
-        rows.append([what, f"{span(reads)} reads of the logits", floor, "", "", call["machine"]])
-    row = next(row for row in calls["rows"] if row["call"] == "tree_delta_rule, 32 nodes x 8")
-    floor = f"{row['floor_us'] / row['us']:.2f}"
-    rows.append(["recurrent layer, 8 trees of 32 nodes", f"{row['us']:.0f} us", floor, "", "", row["machine"]])
-    header = ["predicted", "ours", "floor / time", "over FlashInfer, tree mask", "over FlashInfer, causal", "GPU"]
-    return table(header, rows)
+def on_gpu(result: Result, name: str) -> str:
+    body = []
+    for row in (row for row in result["rows"] if row["point"] in GPU_POINTS):
+        ratio, peer = min((ratio, peer) for peer, ratio in row["ratio"].items() if not is_ours(peer))
+        ours = f"{row['ms'] * 1e3:.0f} us"
+        body.append([f"`{row['op']}`", row["point"], ours, times(ratio), peer, f"{over_floor(row):.2f}"])
+    machine = result["machine"]
+    header = ["op", "point", machine["cuda"], "over the fastest peer", "which", "floor / time"]
+    return f"{machine['cuda']}, {machine['date']}, commit {machine['commit']}:\n\n{table(header, body)}"

@@ -1,7 +1,4 @@
-"""mma, ldmatrix and wgmma against NVIDIA's CuTe, whose words tests/cute/vectors.npz.xz keeps (`make witness`).
-
-The wrappers run on simt, and from the PTX that nvcc made of them.
-"""
+"""mma, ldmatrix and wgmma against NVIDIA's CuTe, whose words tests/cute/vectors.npz.xz keeps (`make witness`)."""
 
 from __future__ import annotations
 
@@ -9,15 +6,11 @@ import numpy as np
 import pytest
 import torch
 from cute_case import VECTORS
-from ptx.execute import executed_from_ptx, simt_library
 
-from pagedtree import _C
 from pagedtree.check.case import Place
 from pagedtree.check.cases import instructions, instructions_sm90
 from pagedtree.testing import backends
-from pagedtree.tools.cubin import cuda_library, find_cuobjdump
 
-SIMT, CUDA = simt_library(), cuda_library()
 NAMES = sorted(name.removesuffix(".in") for name in VECTORS.files if name.endswith(".in"))
 PLACE = Place(torch.device("cpu"), "simt")
 KINDS = {"ss": "wgmma_ss/{0}/N {1}", "rsK": "wgmma_rs/K-major/{0}/N {1}", "rsN": "wgmma_rs/N-major/{0}/N {1}"}
@@ -47,16 +40,6 @@ def test_the_vectors_are_all_there() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_simt_agrees_with_cute(name: str) -> None:
     assert differing(name) == 0
-
-
-@pytest.mark.skipif(CUDA is None or find_cuobjdump() is None, reason="no CUDA library or no cuobjdump")
-@pytest.mark.skipif("9.0a+PTX" not in _C.build_info()["cuda_architectures"], reason="built without PTX for 9.0a")
-@pytest.mark.parametrize("name", NAMES)
-def test_ptx_agrees_with_cute(name: str) -> None:
-    assert SIMT is not None and CUDA is not None
-    with executed_from_ptx(SIMT, CUDA, lambda kernel: "instruction" in kernel) as executed:
-        assert differing(name) == 0
-    assert len(executed) == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -234,9 +234,9 @@ def test_a_kernel_that_is_wrong_does_not_pass(wrong: str, said: str) -> None:
 
 LAUNCHES = """
 import sys
-sys.path[:0] = ["tools"]
+sys.path[:0] = ["tests"]
 import torch
-from ptx.execute import base_of, intercepted_launches, simt_library, symbols_of
+from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 from pagedtree.check.case import Place
 from pagedtree.check.cases import attention
 library, kernels = simt_library(), []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cute_case import VECTORS
-from ptx.execute import intercepted_launches, simt_library
+from simt_case import intercepted_launches, simt_library
 
 from pagedtree import tree_attention
 from pagedtree.check.case import environment

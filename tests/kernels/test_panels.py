@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from cute_case import VECTORS as CUTE
-from ptx.execute import simt_library
+from simt_case import simt_library
 
 from pagedtree import tree_attention
 from pagedtree.check.case import environment

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import Counter
 from functools import lru_cache
@@ -11,8 +13,9 @@ import pytest
 
 from pagedtree import _C
 from pagedtree.tools import info
-from pagedtree.tools.cubin import Kernel, count_instructions, cuda_library, find_cuobjdump, read_kernels
+from pagedtree.tools.cubin import Kernel, cuda_library, find_cuobjdump, list_instructions, read_kernels
 
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = cuda_library()
 pytestmark = [
     pytest.mark.skipif(LIBRARY is None, reason="built without CUDA"),
@@ -37,11 +40,15 @@ def kernels() -> list[Kernel]:
 
 
 @lru_cache
-def instructions(architecture: str, pattern: str) -> dict[str, Counter[str]]:
-    """Counts the instructions of the kernels whose names match; disassembling all of them takes long."""
+def listings(architecture: str, pattern: str) -> dict[str, list[str]]:
+    """The instructions of the kernels whose names match; disassembling all of them takes long."""
     assert LIBRARY is not None
     chosen = [k for k in kernels() if k.architecture == architecture and re.search(pattern, k.name)]
-    return {kernel.name: opcodes for kernel, opcodes in count_instructions(LIBRARY, chosen).items()}
+    return {kernel.name: opcodes for kernel, opcodes in list_instructions(LIBRARY, chosen).items()}
+
+
+def instructions(architecture: str, pattern: str) -> dict[str, Counter[str]]:
+    return {name: Counter(opcodes) for name, opcodes in listings(architecture, pattern).items()}
 
 
 # What the core suite disassembles, and what `make test-all` does.
@@ -162,6 +169,63 @@ def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str,
         assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == tokens * 4 * 2 * parts + of_keys, name
         assert count(opcodes, r"LDGSTS\.E\.BYPASS\.128") >= 4 * 3, name
         assert count(opcodes, "LDL|STL") == 0, name
+
+
+# What runs once is the cost of a small call. Kernel on sm_90a: at most so many instructions in all; in its listing
+# before the first copy to shared memory, before the first product, behind the last one. A change may lower them only.
+BUDGETS = {
+    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 16, 128> >": (5384, 2015, 2531, 1840),
+    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6984, 2006, 2530, 2002),
+    "attention_kernel<Instance<__nv_bfloat16, Float8E4M3, 128, 16, 128> >": (6272, 2371, 3224, 1836),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (9968, 2782, 4987, 3329),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (9984, 2787, 5202, 3125),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (10472, 2728, 4736, 4532),
+    "join_kernel<__nv_bfloat16>": (936,),
+    "plan_kernel": (4832,),
+    "sample_kernel<(DType)2>": (11360,),
+    "draw_rows_kernel<(DType)2>": (11176,),
+    "walk_kernel<(DType)2>": (11560,),
+    "walk_kernel(": (32000,),
+    "traversal_kernel": (29240,),
+    "logprobs_kernel": (31552,),
+    "expand_top_kernel<(DType)2>": (7968,),
+    "expand_drawn_kernel<(DType)2>": (16040,),
+    "step_kernel<(DType)2>": (8744,),
+    "compact_kernel": (2688,),
+}
+COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
+
+
+def measured(opcodes: list[str]) -> tuple[int, ...]:
+    """Of a kernel without products the total alone."""
+    copies, products = ([i for i, opcode in enumerate(opcodes) if kind.match(opcode)] for kind in (COPIES, PRODUCTS))
+    if not products:
+        return (len(opcodes),)
+    return len(opcodes), copies[0], products[0], len(opcodes) - 1 - products[-1]
+
+
+def above_budget(name: str, opcodes: list[str]) -> bool:
+    return any(found > most for found, most in zip(measured(opcodes), BUDGETS[name], strict=True))
+
+
+@pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
+def test_code_that_runs_once_stays_within_its_budget() -> None:
+    found = listings("sm_90a", "^(" + "|".join(map(re.escape, BUDGETS)) + ")")
+    of_budget = {name: [code for kernel, code in found.items() if kernel.startswith(name)] for name in BUDGETS}
+    assert [len(codes) for codes in of_budget.values()] == [1] * len(BUDGETS)
+    print({name: measured(code) for name, (code,) in of_budget.items()})
+    assert [name for name, (code,) in of_budget.items() if above_budget(name, code)] == []
+    for name, (code,) in of_budget.items():
+        assert above_budget(name, ["NOP"] * (BUDGETS[name][0] - len(code) + 1) + code), "a longer kernel is seen"
+
+
+def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
+    """Nothing here executes inline PTX: another text is unverified until `check` has run it on a GPU."""
+    tile, run = ROOT / "csrc" / "cuda" / "tile", ROOT / "benchmarks" / "results" / "first_gpu_run.json"
+    text = b"".join((tile / name).read_bytes() for name in ("ptx_cuda.cuh", "ptx_sm90_cuda.cuh"))
+    is_verified = hashlib.sha256(text).hexdigest() == json.loads(run.read_text())["ptx_wrappers"]
+    unreleased = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    assert is_verified != ("unverified" in unreleased), "wrappers: expected those of first_gpu_run.json, or a line"
 
 
 @pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_case import Target, check, random_tree
-from ptx.execute import intercepted_launches, simt_library
+from simt_case import intercepted_launches, simt_library
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 

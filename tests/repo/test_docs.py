@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from page_case import ROOT, python_blocks
 
-FOLDERS = ("docs", "examples", "benchmarks", "tools", "csrc")
+FOLDERS = ("docs", "examples", "benchmarks", "csrc")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("integrations/*.md"))]
 ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]

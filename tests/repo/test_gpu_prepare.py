@@ -54,7 +54,7 @@ def checkout(tmp_path):
     shutil.copytree(BENCHMARKS / "gpu_run", tmp_path / "benchmarks" / "gpu_run")
     for path in BENCHMARKS.glob("flashinfer*"):
         shutil.copy(path, tmp_path / "benchmarks")
-    for name in ("csrc", "cmake", "python", "tools/gpu_model"):
+    for name in ("csrc", "cmake", "python", "tools"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("CMakeLists.txt", "Makefile", "setup.py", "pyproject.toml", "csrc/a.cu"):
         (tmp_path / name).write_text("")

@@ -31,7 +31,6 @@ def test_pages_show_the_kept_results(docs):
     make_performance = docs("make_performance")
     assert [page.name for page in make_performance.PAGES] == [
         "performance.md",
-        "predictions.md",
         "your_model.md",
         "README.md",
     ]
@@ -43,7 +42,6 @@ def test_pages_show_the_kept_results(docs):
 def test_page_stays_readable():
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 400
-    assert len((ROOT / "docs" / "predictions.md").read_text(encoding="utf-8").splitlines()) <= 400
     assert len(text[: text.index("\n## ")].splitlines()) <= 50
 
 
@@ -199,50 +197,6 @@ def test_summary_compares_with_the_fastest_peer(docs, sweep_result, real_result,
         ("generate, plain", "SmolLM2, batch 16", "200 tokens/s", 2.0, "vLLM"),
     ]
     assert [summary.times(ratio) for ratio in (0.344, 12.44, 5659.7)] == ["0.34 x", "12.4 x", "5660 x"]
-
-
-def predicted_row(instance: str, speed: float, share: float | None = None, **others) -> dict:
-    binds = "tensor" if share is None else "memory"
-    row = {"machine": "X1", "instance": instance, "tflop_per_s": speed, "memory_share": share, "source": "l2"}
-    return row | {"binds": binds, "busy": {"memory": 1.0, "tensor": 0.5}} | others
-
-
-def test_predictions_stand_beside_those_of_flashinfer(docs, tmp_path, monkeypatch):
-    tables, predicted = docs("tables"), docs("predicted_tables")
-    monkeypatch.setattr(predicted, "load", lambda name: tables.load(name, tmp_path))
-    rows = [predicted_row("bf16-128-16", 69.2, 0.9, source="memory"), predicted_row("bf16-128-64", 274)]
-    rows += [predicted_row("bf16-64-16", 1), predicted_row("bf16-128-64", 5, binds="memory", machine="X2")]
-    keep(tmp_path, predicted_x1={"commit": "abc", "rows": rows})
-    alone = predicted.attention("predicted_x1", "flashinfer_x1")()
-    assert "`predicted_x1.json` (commit abc):" in alone and "FlashInfer" not in alone
-    assert alone.endswith("| bf16, 16 | 69 (90%), memory |  |\n| bf16, 64 | 274, tensor | 5, L2 |")
-    peers = [predicted_row("bf16-128-64", 122, mask="custom"), predicted_row("bf16-128-64", 257, mask="causal")]
-    keep(tmp_path, flashinfer_x1={"commit": "def", "rows": peers})
-    text = predicted.attention("predicted_x1", "flashinfer_x1")()
-    assert "| X1 | X2 | X1, FlashInfer, tree mask | X1, FlashInfer, causal |" in text
-    assert text.endswith("| bf16, 64 | 274, tensor | 5, L2 | 122, tensor | 257, tensor |")
-
-
-def test_whole_calls_show_both_engines_where_they_differ(docs):
-    row = {"machine": "X1", "call": "B 1", "us": 12.34, "ratio": 1.5, "balance": 1.0, "idle": 0, "kv_reads": 2.0}
-    row |= {"pieces": 8, "empty_pieces": 0}
-    rows = [row | {"engine": "mma.sync"}, row | {"engine": "wgmma", "us": 10.6, "idle": 3, "pieces": 4}]
-    rows += [row | {"engine": "mma.sync", "call": "B 2"}]
-    lines = docs("predicted_tables").calls({"commit": "abc", "rows": rows}, "calls_x1").split("\n")
-    assert lines[0].endswith("X1, commit abc (`calls_x1.json`):")
-    assert lines[-2:] == [
-        "| B 1 | 12 us, 1.50 x | 11 us, 1.50 x | 1.00 | 0 / 3 | 2.00 | 8 / 4 | 0 |",
-        "| B 2 | 12 us, 1.50 x |  | 1.00 | 0 | 2.00 | 8 | 0 |",
-    ]
-
-
-def test_floor_of_a_predicted_tile_is_the_memorys_or_the_tensor_cores(docs):
-    ours = {row["instance"]: row for row in [predicted_row("bf16-128-16", 72, 0.9), predicted_row("bf16-128-64", 240)]}
-    ours["bf16-128-128"] = predicted_row("bf16-128-128", 240)
-    peers = {(instance, mask): predicted_row("", 120) for instance in ours for mask in ("custom", "causal")}
-    line = docs("summary").predicted_attention("bf16-128-64", ours, peers)  # memory: 80 for 16 rows, 320 for 64
-    assert line == ["attention, bf16, 64 rows", "240 TFLOP/s", "0.75", "2.00 x", "2.00 x", "X1"]
-    assert docs("summary").predicted_attention("bf16-128-128", ours, peers)[2] == "0.50"  # tensor cores: 480 of 640
 
 
 @pytest.mark.slow

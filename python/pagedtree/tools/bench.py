@@ -1,4 +1,4 @@
-"""`python -m pagedtree bench [NAME] [ARGUMENTS]`: runs the script bench_NAME.py of benchmarks/ or tools/gpu_model/."""
+"""`python -m pagedtree bench [NAME] [ARGUMENTS]`: runs the script bench_NAME.py of benchmarks/."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ OF_CHECKOUT = ("distributed", "real", "rules")
 def scripts() -> dict[str, Path]:
     """Returns name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
     for folder in map(Path, pagedtree.__path__):
-        checkout = folder.parents[1]
-        for places in ([folder / "benchmarks"], [checkout / "benchmarks", checkout / "tools" / "gpu_model"]):
-            found = sorted(script for place in places for script in place.glob("bench_*.py"))
-            if found:
+        for place in (folder, folder.parents[1]):
+            if found := sorted((place / "benchmarks").glob("bench_*.py")):
                 return {path.stem.removeprefix("bench_"): path for path in found}
     return {}
 

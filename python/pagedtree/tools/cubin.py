@@ -7,7 +7,6 @@ import re
 import shutil
 import struct
 import subprocess
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,10 @@ import pagedtree
 
 __all__ = [
     "Kernel",
-    "count_instructions",
     "cuda_library",
     "extract_cubins",
     "find_cuobjdump",
+    "list_instructions",
     "read_kernels",
     "read_launch_bounds",
 ]
@@ -142,14 +141,14 @@ def _instructions(library: Path, architecture: str, symbols: list[str]) -> Itera
             yield name, match[1]
 
 
-def count_instructions(library: Path, kernels: list[Kernel]) -> dict[Kernel, Counter[str]]:
-    """Counts the machine instructions in the code of each of the library's `kernels`; USETMAXREG by its operands, too.
+def list_instructions(library: Path, kernels: list[Kernel]) -> dict[Kernel, list[str]]:
+    """Lists the machine instructions of each of the library's `kernels` in their order; USETMAXREG with its operands.
 
     It takes 15 seconds for all kernels of one architecture. Raises FileNotFoundError without cuobjdump.
     """
-    counts: dict[Kernel, Counter[str]] = {kernel: Counter() for kernel in kernels}
+    listings: dict[Kernel, list[str]] = {kernel: [] for kernel in kernels}
     for architecture in {kernel.architecture for kernel in kernels}:
-        of_symbol = {kernel.symbol: counts[kernel] for kernel in kernels if kernel.architecture == architecture}
+        of_symbol = {kernel.symbol: listings[kernel] for kernel in kernels if kernel.architecture == architecture}
         for symbol, opcode in _instructions(library, architecture, list(of_symbol)):
-            of_symbol[symbol][opcode] += 1
-    return counts
+            of_symbol[symbol].append(opcode)
+    return listings
