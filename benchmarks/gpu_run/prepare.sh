@@ -144,8 +144,7 @@ END
 }
 
 mkdir -p "$downloads"
-step wheel wheel csrc cmake CMakeLists.txt Makefile setup.py pyproject.toml python benchmarks/*.py benchmarks/*.cu \
-  tools/gpu_model
+step wheel wheel csrc cmake CMakeLists.txt Makefile setup.py pyproject.toml python benchmarks/*.py benchmarks/*.cu
 step calibration calibration $here/calibration.cu $here/*.cuh
 for name in flashinfer_{kernel,sampling}; do
   step $name $name.so $here/prepare.sh benchmarks/$name.cu benchmarks/flashinfer_kernel.py
