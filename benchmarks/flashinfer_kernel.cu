@@ -1,6 +1,6 @@
 // FlashInfer's FA2 paged prefill kernel behind C functions, for benchmarks where only its headers are at hand:
-// bf16, head size 128, a custom mask or a causal one; the cache of FLASHINFER_KV. flashinfer_kernel.py compiles it and
-// calls it through ctypes.
+// bf16, head size 128, a custom mask or a causal one. flashinfer_kernel.py compiles it and calls it through
+// ctypes.
 //
 // Written for flashinfer-python 0.7 (flashinfer/data/include).
 
@@ -23,11 +23,7 @@ namespace {
 
 using flashinfer::MaskMode;
 using flashinfer::PrefillPlanInfo;
-#ifndef FLASHINFER_KV
-#define FLASHINFER_KV nv_bfloat16
-#endif
-using Cached = FLASHINFER_KV;  // bench_predict.py compiles it for __nv_fp8_e4m3 too
-using Params = flashinfer::BatchPrefillPagedParams<nv_bfloat16, Cached, nv_bfloat16, int32_t>;
+using Params = flashinfer::BatchPrefillPagedParams<nv_bfloat16, nv_bfloat16, nv_bfloat16, int32_t>;
 
 constexpr uint32_t kHeadDim = 128;
 
@@ -113,7 +109,7 @@ int flashinfer_plan(const FlashInferShape* shape, int32_t* query_indptr, int32_t
         query_indptr, page_indptr, shape->num_queries, shape->batch, shape->num_heads, shape->num_kv_heads, kHeadDim,
         kHeadDim, shape->page_size, /*enable_cuda_graph=*/false, sizeof(nv_bfloat16), /*window_left=*/-1,
         /*fixed_split_size=*/-1, /*disable_split_kv=*/false, /*num_colocated_ctas=*/0, /*uniform_q_len=*/0,
-        static_cast<cudaStream_t>(shape->stream), sizeof(Cached));
+        static_cast<cudaStream_t>(shape->stream), sizeof(nv_bfloat16));
   });
 }
 
@@ -125,9 +121,9 @@ int flashinfer_run(const FlashInferShape* shape, const void* plan, void* q, void
   return guarded([&] {
     const auto& info = *static_cast<const PrefillPlanInfo*>(plan);
     const auto bf16 = [](void* pointer) { return static_cast<nv_bfloat16*>(pointer); };
-    flashinfer::paged_kv_t<Cached, int32_t> cache(shape->num_kv_heads, shape->page_size, kHeadDim, shape->batch,
-                                                  flashinfer::QKVLayout::kNHD, static_cast<Cached*>(k),
-                                                  static_cast<Cached*>(v), page_indices, page_indptr, last_page_len);
+    flashinfer::paged_kv_t<nv_bfloat16, int32_t> cache(shape->num_kv_heads, shape->page_size, kHeadDim, shape->batch,
+                                                       flashinfer::QKVLayout::kNHD, bf16(k), bf16(v), page_indices,
+                                                       page_indptr, last_page_len);
     Params params(bf16(q), cache, packed_mask, query_indptr, packed_indptr, /*maybe_q_rope_offset=*/nullptr, bf16(out),
                   /*lse=*/nullptr, /*maybe_alibi_slopes=*/nullptr, shape->num_heads, shape->num_heads * kHeadDim,
                   kHeadDim, /*window_left=*/-1, /*logits_soft_cap=*/0.0f, scale, /*rope_scale=*/1.0f,

@@ -21,7 +21,6 @@ symbol_versions = runpy.run_path(str(PACKAGE / "tools" / "symbol_versions.py"))[
 LIMITS = {"GLIBC": (2, 34), "GLIBCXX": (3, 4, 29), "CXXABI": (1, 3, 13), "GCC": (3, 4)}
 REQUIRED = {
     "pagedtree/benchmarks/bench_ops.py",
-    "pagedtree/benchmarks/bench_predict.py",
     "pagedtree/benchmarks/flashinfer_kernel.cu",
     "pagedtree/include/pagedtree/core/backend.h",
     "pagedtree/lib/cmake/pagedtree/pagedtree-config.cmake",

@@ -21,22 +21,13 @@ struct Surroundings {
   int64_t l2_bytes;
 };
 
-// Kinds of steps: how many there are, their KV tiles, those of them from memory, the most CTAs that work on one SM.
-py::list steps_of(const Replay& found) {
-  py::list steps;
-  for (const auto& [step, count] : found.steps) {
-    steps.append(py::make_tuple(count, step.tiles, step.from_memory, step.busiest));
-  }
-  return steps;
-}
-
 py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surroundings& around) {
   std::vector<int32_t> ranges(kListSize);
   const RangeLimits limits = range_limits(tile, around.num_sms, around.max_shared_bytes);
   make_ranges(work, limits, ranges.data());
   const int32_t num_ranges = ranges[0], sharers = ranges[1];
   py::list sequences;
-  int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0, of_this = 0, most_pieces = 0;
+  int64_t row_tiles = 0, kv_tiles = 0, cut_row_tiles = 0, pieces = 0;
   for (int64_t b = 0; b < work.batch; ++b) {
     const SequenceWork sequence = sequence_work(work, b);
     if (sequence.row_tiles > 0) sequences.append(b);
@@ -55,8 +46,6 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
       const int64_t parts = min_of<int64_t>(sharers, ceil_div<int64_t>(rows, work.m_tile));
       cut_row_tiles += same ? 0 : parts;
       pieces += same ? parts : 2 * parts;
-      of_this = same ? of_this + 1 : 2;
-      most_pieces = max_of(most_pieces, of_this);
     }
     before = start;
   }
@@ -84,14 +73,10 @@ py::dict explain_launch(const WorkShape& work, const TileShape& tile, const Surr
   result["balance"] = found.balance();
   result["idle"] = found.idle;
   result["kv_reads"] = found.kv_reads();
-  py::dict replayed;  // for the model of calls (tools/gpu_model)
-  replayed["steps"] = steps_of(found);
+  py::dict replayed;  // the sums over all launches are made of these
   replayed["tiles"] = found.tiles;
   replayed["most_tiles"] = found.most_tiles;
   replayed["different"] = found.different;
-  replayed["most_row_tiles"] = found.most_row_tiles;
-  replayed["most_pieces"] = most_pieces;
-  replayed["empty_pieces"] = found.empty_pieces;
   result["replayed"] = replayed;
   return result;
 }

@@ -1,8 +1,7 @@
 #include "bindings/replay.h"
 
-#include <algorithm>
+#include <cstddef>
 #include <unordered_map>
-#include <utility>
 #include <vector>
 
 namespace pagedtree {
@@ -81,26 +80,21 @@ class Replayer {
   Replay run() {
     const int32_t at_once = min_of(found_.ctas, device_.num_sms * device_.ctas);
     std::vector<Cta> slots(static_cast<size_t>(at_once));
-    std::vector<int32_t> on_sm(static_cast<size_t>(min_of(at_once, device_.num_sms)));
-    while (true) {
-      ReplayStep step{};
-      std::fill(on_sm.begin(), on_sm.end(), 0);
-      for (size_t i = 0; i < slots.size(); ++i) {
-        while (!find_tile(slots[i]) && started_ < found_.ctas) start_next(slots[i]);
-        if (slots[i].tile >= slots[i].end) continue;
-        take_tiles(slots[i], step);
-        step.busiest = max_of(step.busiest, ++on_sm[i % on_sm.size()]);
+    for (bool is_done = false; !is_done;) {
+      is_done = true;
+      for (Cta& cta : slots) {
+        while (!find_tile(cta) && started_ < found_.ctas) start_next(cta);
+        if (cta.tile >= cta.end) continue;
+        take_tiles(cta);
+        is_done = false;
       }
-      if (step.tiles == 0) break;
-      ++found_.steps[step];
     }
     for (const Cta& cta : slots) finish(cta);
     found_.tiles *= head_stride_ * m_stride_;
     found_.most_tiles *= head_stride_ * m_stride_;
-    found_.most_row_tiles *= head_stride_ * m_stride_;
     found_.from_memory *= head_stride_ * m_stride_;
     found_.different = l2_.different() * head_stride_ * grain_;
-    return std::move(found_);
+    return found_;
   }
 
  private:
@@ -111,7 +105,6 @@ class Replayer {
     int32_t tile = 0, end = 0;  // those left of the row tile
     int64_t block = 0;          // of KV tile 0
     int64_t tiles = 0;
-    int32_t row_tiles = 0;
   };
 
   // Finds how coarse the replay has to be.
@@ -146,7 +139,6 @@ class Replayer {
     if (!cta.has_range) return;
     found_.tiles += cta.tiles;
     found_.most_tiles = max_of(found_.most_tiles, cta.tiles);
-    found_.most_row_tiles = max_of<int64_t>(found_.most_row_tiles, cta.row_tiles);
     found_.idle += cta.tiles == 0;
   }
 
@@ -175,24 +167,18 @@ class Replayer {
     const int32_t end = cta.at.same_row(cta.stop) ? cta.stop.kv_tile : sequence.kv_tiles;
     cta.tile = max_of(cta.at.kv_tile, seen.first);
     cta.end = sequence.seq_len > 0 ? min_of(end, seen.end) : 0;
-    ++cta.row_tiles;
-    found_.empty_pieces += (cta.at.kv_tile > 0 || end < sequence.kv_tiles) && cta.tile >= cta.end;
     const int32_t head = cta.at.row_tile / sequence.m_tiles;
     const auto [known, is_new] = blocks_.try_emplace(int64_t{cta.at.sequence} << 32 | head, 0);
     if (is_new) known->second = l2_.add(ceil_div(sequence.kv_tiles, grain_));
     cta.block = known->second;
   }
 
-  void take_tiles(Cta& cta, ReplayStep& step) {
+  void take_tiles(Cta& cta) {
     const int32_t block = cta.tile / grain_;
     const auto next = static_cast<int32_t>(min_of<int64_t>((int64_t{block} + 1) * grain_, cta.end));
-    const int32_t tiles = next - cta.tile;
+    cta.tiles += next - cta.tile;
     cta.tile = next;
-    cta.tiles += tiles;
-    step.tiles += tiles;
-    if (!l2_.read(cta.block + block)) return;
-    step.from_memory += tiles;
-    found_.from_memory += grain_;
+    if (l2_.read(cta.block + block)) found_.from_memory += grain_;
   }
 
   const WorkShape& work_;

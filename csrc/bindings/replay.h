@@ -2,9 +2,7 @@
 // reads reach memory. Needs no GPU.
 #pragma once
 
-#include <compare>
 #include <cstdint>
-#include <map>
 
 #include "core/schedule.h"
 
@@ -17,26 +15,14 @@ struct ReplayDevice {
   int64_t l2_tiles;  // KV tiles of one KV head for which L2 has room
 };
 
-// All CTAs are in step: each takes one KV tile, if it has one left.
-struct ReplayStep {
-  int32_t tiles;
-  int32_t from_memory;  // of these, tiles that L2 did not hold
-  int32_t busiest;      // the most CTAs with a tile on one SM
-
-  auto operator<=>(const ReplayStep&) const = default;
-};
-
 // Tiles are KV tiles of one KV head in which some row of the row tile sees a key. The kernel passes over all others.
 struct Replay {
-  std::map<ReplayStep, int64_t> steps;  // how many there are of each kind
   int32_t ctas = 0;
-  int32_t idle = 0;            // CTAs without a tile
-  int64_t tiles = 0;           // of all CTAs
-  int64_t most_tiles = 0;      // of one CTA
-  int64_t different = 0;       // each counted once, however many row tiles read it
-  int64_t from_memory = 0;     // reads that L2 did not hold
-  int64_t most_row_tiles = 0;  // that one CTA works on
-  int64_t empty_pieces = 0;    // pieces of a cut row tile that have no tile
+  int32_t idle = 0;         // CTAs without a tile
+  int64_t tiles = 0;        // of all CTAs
+  int64_t most_tiles = 0;   // of one CTA
+  int64_t different = 0;    // each counted once, however many row tiles read it
+  int64_t from_memory = 0;  // reads that L2 did not hold
 
   // The largest over the mean number of tiles of a CTA.
   double balance() const {
@@ -47,8 +33,9 @@ struct Replay {
   }
 };
 
-// Replays a list's part of a plan; L2 keeps the tiles that were read last. What it takes is bounded for every call: of
-// very large ones neighbouring tiles are read together, and not all row tiles are walked through.
+// Replays a list's part of a plan. All CTAs are in step: each takes one KV tile, if it has one left. L2 keeps the tiles
+// that were read last. Time and memory are bounded for every call: of very large ones neighbouring tiles are read
+// together, and not all row tiles are walked through.
 Replay replay(const WorkShape& work, const int32_t* ranges, const ReplayDevice& device);
 
 }  // namespace pagedtree
