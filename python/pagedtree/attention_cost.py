@@ -78,8 +78,7 @@ class AttentionCost:
         flops: what the rows that there are need; every query counts as if it saw all keys of its sequence, or as many
             as its window has.
         executed_flops: the sum over all launches.
-        floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster. Not a
-            prediction.
+        floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster.
     """
 
     launches: tuple[AttentionLaunch, ...]
