@@ -1,7 +1,10 @@
-"""The shape of the source tree: who may include or import whom, and where Torch, CUDA and the engines may be known."""
+"""The shape of the source tree: who may include or import whom, where Torch, CUDA and the engines may be known,
+and how large it may be."""
 
 import ast
 import re
+import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,3 +189,59 @@ def test_tensors_are_made_with_a_dtype() -> None:
 def test_a_tensor_without_dtype_is_found(name: str) -> None:
     call = f"torch.{name}(3)"
     assert without_dtype(f"x = [{call}.int(), torch.{name}(3, dtype=torch.int32), x.new_zeros(3)]") == [call]
+
+
+CODE = (".py", ".h", ".cpp", ".cu", ".cuh")
+BUDGET_FILE = ROOT / "tests" / "repo" / "budget.toml"
+BUDGET = {name: int(most) for name, most in re.findall(r'^"?([^"\s]+)"? = (\d+)', BUDGET_FILE.read_text(), re.M)}
+FOLDER_PARTS = {"csrc": 2, "python": 4, "tests": 2}  # so many parts of a path name a folder of the budget; else one
+
+
+def tracked_texts() -> dict[str, str]:
+    """The text files that git knows, by path."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    paths = [path for path in listed.split("\0") if (ROOT / path).is_file() and not (ROOT / path).is_symlink()]
+    data = {path: (ROOT / path).read_bytes() for path in paths}
+    return {path: content.decode() for path, content in data.items() if b"\0" not in content}
+
+
+def counted(texts: dict[str, str]) -> dict[str, int]:
+    """Lines of code in each folder, of code, of text; places that the formatter skips."""
+    found = Counter({"text": sum(text.count("\n") for text in texts.values())})
+    for path, text in texts.items():
+        if path.endswith(CODE):
+            *folders, _ = path.split("/")
+            folder = "/".join(folders[: FOLDER_PARTS.get(path.split("/")[0], 1)]) or "."
+            found.update({folder: text.count("\n"), "code": text.count("\n")})
+            found["fmt_skip"] += len(re.findall(r"#\s*fmt: skip", text))
+    return found
+
+
+def beyond(found: dict[str, int], budget: dict[str, int]) -> list[str]:
+    """What has more than the budget allows, and which folders only one of both has."""
+    return [name for name in sorted(found | budget) if not 0 <= found.get(name, -1) <= budget.get(name, -1)]
+
+
+def test_sizes_stay_within_the_budget() -> None:
+    found = counted(tracked_texts())
+    today = "\n".join(f'"{name}" = {count}' for name, count in sorted(found.items()))
+    assert beyond(found, BUDGET) == [], f"{BUDGET_FILE.name} allows less (CONTRIBUTING.md, Size); counted:\n{today}"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "names"),
+    [
+        ("csrc/core/verify/a.h", "\n", ["code", "csrc/core", "text"]),
+        ("docs/a.md", "one\n", ["text"]),
+        ("tests/a.py", "x = 1  # fmt" + ": skip", ["fmt_skip"]),
+        ("tests/new/a.py", "", ["tests/new"]),
+    ],
+)
+def test_more_than_the_budget_is_found(path: str, text: str, names: list[str]) -> None:
+    within = {"code": 3, "text": 4, "fmt_skip": 0, "csrc/core": 2, "tests": 1}
+    texts = {"csrc/core/a.h": "//\n\n", "tests/b.py": "pass\n", "README.md": "#\n"}
+    assert beyond(counted(texts), within) == []
+    assert beyond(counted(texts | {path: text}), within) == names
+    assert beyond(counted(texts), within | {"csrc/gone": 9}) == ["csrc/gone"]
