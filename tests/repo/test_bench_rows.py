@@ -35,24 +35,6 @@ def row_of(name, ms, *, gb_per_s=2000.0, **ratio):
 # Rows and targets -----------------------------------------------------------------------------------------------------
 
 
-def test_every_row_has_its_name_and_an_op(benchmarks):
-    headline, bench_ops = benchmarks("headline"), benchmarks("bench_ops")
-    assert len(headline.BY_NAME) == len(headline.HEADLINES)
-    ops = {op.name: op for op in bench_ops.OPS}
-    for row in headline.HEADLINES:
-        assert row.shape.keys() <= ops[row.op].base.keys(), row.name
-        for target in (*row.cuda, *row.cpu):
-            assert target.figure in headline.FIGURES
-            assert not target.figure.endswith("row") or target.against[0] in headline.BY_NAME
-    listed = [point.name for point in headline.points(bench_ops.OPS, small=False)]
-    assert listed == [row.name for row in headline.HEADLINES]
-    # A row that another is compared with comes first.
-    for row in headline.HEADLINES:
-        for target in row.cuda:
-            if target.figure.endswith("row"):
-                assert listed.index(target.against[0]) < listed.index(row.name)
-
-
 def test_sizes_of_the_rows(benchmarks):
     """What the names promise: batch, keys, nodes, rows of a KV head, bytes of K and V, the ragged lengths' sum."""
     headline, peers = benchmarks("headline"), benchmarks("attention_peers")
@@ -119,17 +101,6 @@ def test_figures_and_verdicts(benchmarks):
     assert {entry["met"] for entry in headline.judged(failed, [], MACHINE, "cuda", counts=True)} == {None}
 
 
-def test_peers_that_compile_are_measured_where_they_are_named(benchmarks):
-    suite, peers = benchmarks("suite"), benchmarks("attention_peers")
-    point = suite.points(peers.OP)[0]
-    settings = suite.Settings(torch.device("cpu"), 0.1, 1e9, 1e9, without_compiled=True)
-    assert settings.wants(peers.FlexAttention, point) == suite.COMPILES
-    settings.without_compiled = False
-    assert settings.wants(peers.FlexAttention, point) is None
-    settings.peers, settings.without_compiled = ["flex"], True
-    assert settings.wants(peers.FlexAttention, point) is None
-
-
 # Files and processes --------------------------------------------------------------------------------------------------
 
 # Takes the points that the file lacks, as bench_ops does; dies where a point's name says so.
@@ -189,18 +160,6 @@ def test_a_result_is_never_half_written(benchmarks, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         measure.write_json(target, {"rows": [1, 2]})
     assert json.loads(target.read_text()) == {"rows": [1]}
-
-
-@pytest.mark.parametrize("has_git", [True, False])
-def test_the_commit_where_there_is_no_git(benchmarks, monkeypatch, tmp_path, has_git):
-    measure = benchmarks("measure")
-    monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    if not has_git:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    assert measure.commit() is None
-    monkeypatch.setenv("COMMIT", "abc1234")
-    assert measure.commit() == "abc1234"
 
 
 # The GPU's clock ------------------------------------------------------------------------------------------------------
