@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -163,32 +162,6 @@ def test_what_benchmarks_write_does_not_make_a_checkout_dirty(suite, monkeypatch
     assert measure.commit() == clean
     code.write_text("2\n")
     assert measure.commit() == f"{clean}-dirty"
-
-
-@pytest.mark.slow
-def test_grammars_are_measured(suite, tmp_path, monkeypatch, capsys):
-    pytest.importorskip("xgrammar")
-    table = tmp_path / "grammars.json"
-    arguments = ["--vocab", "2000", "--tree", "chain 4", "--batch", "2", "--positions", "2", "--pass-ms", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments, "--repeats", "2", "--budget", "0.1", "--json", str(table)])
-    importlib.import_module("bench_grammars").main()
-    rows = json.loads(table.read_text())["rows"]
-    assert {row["grammar"] for row in rows} == {"JSON schema", "programs"}
-    assert {row["beside"] for row in rows if row["what"] == "GrammarMasks"} == {
-        "nothing", "the host waits", "matmul on one thread"
-    }  # fmt: skip
-    assert all(row["filled"] >= 0 and row["waited"] >= 0 for row in rows if row["what"] == "GrammarMasks")
-
-
-def test_request_options_are_measured(suite, tmp_path, monkeypatch, capsys):
-    table = tmp_path / "options.json"
-    arguments = ["--batch", "2", "--tree", "chain 4", "--vocab", "1000", "--budget", "0", "--json", str(table)]
-    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
-    assert importlib.import_module("bench_options").main() == 0
-    rows = json.loads(table.read_text())["rows"]
-    assert {row["rule"] for row in rows} == {"sampled", "rejection"} and len({row["sampling"] for row in rows}) == 3
-    assert all(row["ratio"] == 1 for row in rows if row["options"] == "none")
-    assert len({row["options"] for row in rows}) == 9 and all(row["median"] > 0 for row in rows)
 
 
 def test_a_step_of_the_host_benchmark_calls_all_of_its_ops(suite, monkeypatch):

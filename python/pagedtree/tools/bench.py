@@ -12,7 +12,7 @@ import pagedtree
 
 DEFAULT = "ops"
 # These run models and text of examples/, which are not in the wheel.
-OF_CHECKOUT = ("distributed", "real", "rules")
+OF_CHECKOUT = ("distributed", "real")
 
 
 def scripts() -> dict[str, Path]:
