@@ -1,4 +1,4 @@
-"""A real model edits a file, with and without draft trees; then other kinds of text, and a picture.
+"""A real model edits a file, with and without draft trees; then other kinds of text.
 
     python examples/demo.py [--device cuda] [--dtype float32] [--prompts 2] [--max-new-tokens 96] [--json PATH]
 
@@ -6,8 +6,7 @@ The model is SmolLM2-135M-Instruct. First one chat prompt is answered twice, wit
 the tokens per second are shown while it runs. The table then has three kinds of text, with the median over a few
 prompts of each: edits repeat what they were given, summaries quote from it, stories repeat nothing. All is greedy. In
 float32 a text that is not plain decoding's is an error (exit code 1); in half precision, where a pass over more tokens
-rounds in another way, the first one is shown with the margin between the two most likely tokens there. Some steps of
-the last run are drawn as SVG and HTML.
+rounds in another way, the first one is shown with the margin between the two most likely tokens there.
 
 Where the model cannot be had, examples/toy.py shows the small models of this folder.
 """
@@ -29,7 +28,6 @@ import toy
 import transformers
 from live import compare_live, first_difference
 from real_prompts import DEMO, KINDS, Prompt, chat_ids, held_out
-from recorder import Recorder, write_picture
 from torch import Tensor
 
 from pagedtree.integrations.transformers import generate, packed_weights
@@ -98,16 +96,12 @@ class Demo:
         for prompt in held_out(kind, self.args.prompts):
             ids, plain = self.ids(prompt), None
             for name, make in self.drafters.items():
-                self.recorder = Recorder(self.decode, sequence=0)
-                (text,), stats = generate(
-                    self.model, [ids], drafter=make(), max_new_tokens=self.args.max_new_tokens, on_step=self.recorder
-                )
+                (text,), stats = generate(self.model, [ids], drafter=make(), max_new_tokens=self.args.max_new_tokens)
                 plain = text if plain is None else plain
                 rates[name].append(stats.num_tokens / stats.wall_time)
                 gains[name].append(rates[name][-1] / rates["plain"][-1])
                 steps[name].append(stats.tokens_per_step)
                 same[name].append(not self.differs(plain, text, f"{kind}, {prompt.name}, {name}"))
-            self.recorded = ids.tolist()
         return [
             {
                 "kind": kind,
@@ -140,14 +134,13 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--live-tokens", type=int, default=400, help="at most, of the answer that comes first")
     parser.add_argument("--json", type=Path, help="write the table here too")
-    parser.add_argument("--picture", type=Path, default=Path("build/demo"), help="path without its ending")
     args = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
     try:
         real_model.checkpoint()
     except ModuleNotFoundError as error:
         print(f"{error}. Here are the small models of examples/checkpoints instead.\n", flush=True)
-        return toy.main(["--device", args.device, "--picture", str(args.picture)])
+        return toy.main(["--device", args.device])
     is_half = args.device != "cpu" or is_fast(torch.bfloat16)
     dtype = getattr(torch, args.dtype or ("bfloat16" if is_half else "float32"))
     demo = Demo(args, dtype)
@@ -159,7 +152,6 @@ def main() -> int:
         generate(demo.model, [[1, 2, 3]], max_new_tokens=2)  # what is done once
         demo.live()
         rows = demo.table()
-    write_picture(demo.recorder, demo.recorded, args.picture, f"{[*demo.drafters][-1]}, greedy")
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if not demo.is_wrong:

@@ -8,7 +8,7 @@ drafter, greedy and sampled: tokens that a sequence gains in a step, accepted dr
 sequences, time to the first token, and whether the output is that of plain decoding. In fp32 a difference is an error
 (exit code 1); in half precision the first one is shown with the margin between the two most likely tokens there. The
 second table has the rules of verification that weigh the draft model's probabilities; their texts follow the same
-distribution as those of plain sampling, but are not the same texts. One run is drawn as SVG and HTML.
+distribution as those of plain sampling, but are not the same texts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import transformers
 from live import compare_live, fastest, first_difference
-from recorder import Recorder, write_picture
 from stdlib_text import prompts as stdlib_prompts
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -146,7 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--json", type=Path, help="write the table here too")
-    parser.add_argument("--picture", type=Path, default=Path("build/toy"), help="path without its ending")
     args = parser.parse_args(argv)
     transformers.utils.logging.disable_progress_bar()
 
@@ -162,7 +160,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     def decode(tokens: list[int]) -> str:
         return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
 
-    recorder = Recorder(decode, sequence=0)
     samplings = {
         "greedy": None,
         f"T {args.temperature:g}, top-p {args.top_p:g}": SamplingParams(temperature=args.temperature, top_p=args.top_p),
@@ -182,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\nall {len(batch)} prompts in one batch, {args.max_new_tokens} tokens each:", flush=True)
 
     def complete(
-        drafter: Drafter | None, rule: str = "auto", record: Recorder | None = None
+        drafter: Drafter | None, params: SamplingParams | None, rule: str = "auto"
     ) -> tuple[list[Tensor], Any]:
         print(f"  {sampling}: {name}, {rule} ...", file=sys.stderr)
         sequences, stats = generate(
@@ -193,7 +190,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             params=params,
             page_size=PAGE_SIZE,
             rule=rule,
-            on_step=record,
         )
         return list(sequences), stats
 
@@ -201,8 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for sampling, params in samplings.items():
         plain: Run | None = None
         for name, make in drafters.items():
-            record = recorder if params is None and name == "draft-model tree" else None
-            run = Run(sampling, name, *complete(make(), record=record))
+            run = Run(sampling, name, *complete(make(), params))
             plain = plain or run
             run.identical = same_text(plain, run)
             if not run.identical:
@@ -212,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rule_runs: list[Run] = []
     makers = rule_drafters(draft)
     for name, rule in ((name, rule) for name, rules in RULES.items() for rule in rules):
-        run = Run(sampling, f"{name}, {rule}", *complete(makers[name](), rule))
+        run = Run(sampling, f"{name}, {rule}", *complete(makers[name](), params, rule))
         run.identical = same_text(plain, run) if rule == "sampled" else None
         rule_runs.append(run)
     print_table(runs)
@@ -221,7 +216,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs += rule_runs
     completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
     print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
-    write_picture(recorder, batch[0].tolist(), args.picture, "Draft-model trees, greedy")
     if args.json:
         args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
     is_wrong |= any(run.identical is False for run in runs)

@@ -1,8 +1,4 @@
-"""What drafters learn from: texts, what the target's layers made of them, and the tokens that it holds likely.
-
-`Windows` are pieces of a long text, which the target reads whenever they come up. `Answers` are texts that the target
-wrote, which it reads once.
-"""
+"""What heads learn from: a target's answers, the outputs of its layers there, and the tokens that it holds likely."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from torch import Tensor
 
 from pagedtree.integrations.transformers.model import decoder_layers
 
-__all__ = ["SEED", "Answers", "Batch", "Windows", "layer_outputs"]
+__all__ = ["SEED", "Answers", "Batch", "layer_outputs"]
 
 SEED = 0
 # So many of the tokens that the target holds the most likely are learnt; of a language model's, the others are noise.
@@ -102,29 +98,9 @@ def layer_outputs(model: Any, layers: Sequence[int], tokens: Tensor) -> tuple[Te
     return torch.cat([found[i] for i in layers], dim=-1), logits
 
 
-class Windows:
-    """Windows of `context` tokens of a long text, at random places, `batch` at a time."""
-
-    def __init__(self, model: Any, layers: Sequence[int], tokens: Tensor, batch: int, context: int) -> None:
-        self._model, self._layers, self._tokens, self._shape = model, layers, tokens, (batch, context)
-
-    @property
-    def frequencies(self) -> Tensor:
-        """[V]: how often each token occurs."""
-        return torch.bincount(self._tokens, minlength=self._model.config.get_text_config().vocab_size).float()
-
-    def batch(self, step: int) -> Batch:
-        """It depends on the step alone, so that a resumed run sees what it would have."""
-        generator, (batch, context) = torch.Generator().manual_seed(SEED + step), self._shape
-        starts = torch.randint(len(self._tokens) - context, (batch, 1), generator=generator)
-        tokens = self._tokens[starts + torch.arange(context + 1)]
-        features, logits = layer_outputs(self._model, self._layers, tokens[:, :-1])
-        likely = logits.topk(min(TEACHER_TOKENS, logits.shape[-1]))
-        return Batch(tokens, features, likely.indices, likely.values, torch.ones_like(tokens[:, 1:]).bool())
-
-
 class Answers:
-    """Texts that the target wrote. What it makes of them is kept in files, of which a batch reads only its own part.
+    """Texts that the target wrote, which it reads once. What it makes of them is kept in files, of which a batch reads
+    only its own part.
 
     Args:
         folder: of these files. They take (F + 3 K) * 2 bytes for each token.

@@ -7,7 +7,6 @@ import importlib
 import io
 import re
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 from page_case import ROOT, python_blocks
@@ -138,31 +137,3 @@ def test_tests_that_pages_name_exist():
     for page in sorted((ROOT / "docs").glob("integrations/*.md")):
         for name, suffix in re.findall(r"\b(test_\w+)(\.py)?\b", page.read_text(encoding="utf-8")):
             assert name + ".py" in tests if suffix else name in functions, f"{page.name} names {name}"
-
-
-STEPS = [
-    dict(parents=[-1, 0, 0, 1, 1, 3], tokens=["<root>", "a&b", " c", "\n", "d", "e"], accepted=[1, 3], bonus='"'),
-    dict(parents=[-1], tokens=['"'], accepted=[], bonus="\tend"),
-    dict(parents=[-1, *range(1023)], tokens=["x"] * 1024, accepted=[0, *range(1, 1024)], bonus="y"),
-]
-
-
-def test_run_picture_shows_every_step(scripts):
-    run_picture = importlib.import_module("run_picture")
-    steps = [run_picture.StepRecord(**step) for step in STEPS]
-    svg = run_picture.draw_run(steps, prompt="line\n<root>", title="A & B")
-    elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")
-    texts = ["".join(element.itertext()) for element in elements]
-    for expected in ("A & B", "step 3", "<root>", "a&b", "·c", "⏎", "⇥end", "+1024", "1028 tokens"):
-        assert any(expected in text for text in texts), expected
-    assert "step 4" not in texts
-    assert svg in run_picture.html_page(svg)
-
-
-def test_run_picture_leaves_out_what_does_not_fit(scripts):
-    run_picture = importlib.import_module("run_picture")
-    wide = run_picture.StepRecord([-1] + [0] * 30, ["r"] + [f"t{i}" for i in range(30)], [25], "b")
-    svg = run_picture.draw_run([wide], max_rows=10)
-    drawn = [f"t{i}" for i in range(30) if f">t{i}<" in svg]
-    assert drawn == [*(f"t{i}" for i in range(9)), "t24"]  # the accepted node 25 always
-    assert ">+20<" in svg

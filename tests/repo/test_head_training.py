@@ -1,4 +1,4 @@
-"""examples/train_eagle.py and train_block.py: they learn what is drafted, from any target, and do nothing twice."""
+"""examples/train_head.py: a head learns what is drafted, from any target, and nothing is done twice."""
 
 import json
 import shutil
@@ -34,6 +34,17 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+def small_target(layers: int):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=2048, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval().requires_grad_(False)
+
+
 @pytest.fixture
 def arguments(folder, tmp_path):
     (tmp_path / "asked.txt").write_text("import os\n\ndef main():\nclass A:\n")
@@ -43,21 +54,18 @@ def arguments(folder, tmp_path):
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("name", ["eagle", "block"])
-def test_a_drafter_is_trained_for_any_target(name, arguments, folder, tmp_path, capsys):
-    import train_block
-    import train_eagle
+def test_a_head_is_trained_for_any_target(arguments, folder, tmp_path, capsys):
+    import train_head
     from transformers import AutoModelForCausalLM
 
-    from pagedtree.integrations.transformers import generate
+    from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
 
-    training = {"eagle": train_eagle.EagleTraining, "block": train_block.BlockTraining}[name]()
-    train_eagle.train_drafter(training, None, arguments)
+    train_head.main(arguments)
     out = capsys.readouterr().out
-    assert "6 texts" in out and f"{name}: step 3  loss" in out
-    assert f"{name}: accepted drafts in a tree: prompts" in out and "n-gram tree: accepted drafts" in out
+    assert "6 texts" in out and "eagle: step 3  loss" in out
+    assert "eagle: accepted drafts in a tree: prompts" in out and "n-gram tree: accepted drafts" in out
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    drafter = training.drafter(tmp_path / "out" / name, model)
+    drafter = EagleDrafter(EagleHead.from_pretrained(tmp_path / "out" / "eagle", model))
     prompts = [[5, 6, 7], [300, 301, 302, 303]]
     plain, _ = generate(model, prompts, max_new_tokens=8)
     drafted, _ = generate(model, prompts, drafter=drafter, max_new_tokens=8)
@@ -66,50 +74,49 @@ def test_a_drafter_is_trained_for_any_target(name, arguments, folder, tmp_path, 
 
 def test_nothing_is_answered_or_read_twice(arguments, monkeypatch, capsys):
     import own_texts
-    import train_eagle
+    import train_head
     import training_text
 
-    train_eagle.train_drafter(train_eagle.EagleTraining(), None, arguments)
+    train_head.main(arguments)
     first = capsys.readouterr().out
     assert "answers: 6 of 6" in first and "read by the target: 1 of 1" in first
     monkeypatch.setattr(own_texts, "generate", None)
     monkeypatch.setattr(training_text, "_read", None)
-    train_eagle.train_drafter(train_eagle.EagleTraining(), None, arguments)
+    train_head.main(arguments)
     second = capsys.readouterr().out
     assert "answers:" not in second and "read by" not in second and "resumed at step 3" in second
     assert second.splitlines()[-1] == first.splitlines()[-1]
     with pytest.raises(ValueError, match=r"eagle\.pt: expected a run of the same steps, sizes and draft tokens"):
-        train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--draft-vocab", "64"])
+        train_head.main([*arguments, "--draft-vocab", "64"])
 
 
 def test_a_run_ends_by_the_clock(arguments, monkeypatch, capsys):
-    import head_training
-    import train_eagle
+    import train_head
 
     clock = iter(range(0, 10**6, 60))  # each look takes a minute
-    monkeypatch.setattr(head_training.time, "monotonic", lambda: next(clock))
-    train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--steps", "18", "--minutes", "20"])
+    monkeypatch.setattr(train_head.time, "monotonic", lambda: next(clock))
+    train_head.main([*arguments, "--steps", "18", "--minutes", "20"])
     out = capsys.readouterr().out
     first = torch.load(Path(arguments[3]) / ".state" / "eagle.pt")
     assert 3 < first["step"] < 18 and first["minutes"] >= 20 and "eagle: accepted drafts" in out
-    train_eagle.train_drafter(train_eagle.EagleTraining(), None, [*arguments, "--steps", "18", "--minutes", "20"])
+    train_head.main([*arguments, "--steps", "18", "--minutes", "20"])
     assert torch.load(Path(arguments[3]) / ".state" / "eagle.pt")["step"] == first["step"]
 
 
-def test_a_head_that_trains_guesses_better():
+def test_a_head_that_trains_guesses_better(tmp_path):
     """On one batch, from a target of random weights: the loss falls by far more than rounding."""
-    import train_eagle
-    import train_tiny
-    from training_text import SEED, Windows
+    import train_head
+    from own_texts import Text
+    from training_text import SEED, Answers
 
-    torch.manual_seed(0)
-    target = train_tiny.llama(hidden=64, intermediate=64, layers=4, heads=2, kv_heads=1).eval().requires_grad_(False)
-    source = Windows(target, (0, 1, 2), torch.randint(2048, (400,)), batch=2, context=32)
-    head = train_eagle.new_head(target, (0, 1, 2), torch.arange(2048), 32, (2, 1, 64))
+    target = small_target(layers=4)
+    texts = [Text(1, tokens) for tokens in torch.randint(2048, (2, 33)).tolist()]
+    source = Answers(target, (0, 1, 2), texts, tmp_path, batch_tokens=66, max_tokens=33)
+    head = train_head.new_head(target, (0, 1, 2), torch.arange(2048), 32, (2, 1, 64))
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
     losses = []
     for _ in range(12):
-        loss = train_eagle.unrolled_loss(head, source.batch(0), torch.arange(2048), SEED)
+        loss = train_head.unrolled_loss(head, source.batch(0), torch.arange(2048), SEED)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -119,18 +126,16 @@ def test_a_head_that_trains_guesses_better():
 
 def test_an_eagle_head_is_trained_as_it_drafts():
     """In pass m of training, the row of a root is what a head gives that drafts m tokens behind the token after it."""
-    import train_eagle
-    import train_tiny
+    import train_head
     from training_text import layer_outputs
 
-    torch.manual_seed(0)
-    target = train_tiny.llama(hidden=64, intermediate=64, layers=4, heads=2, kv_heads=1).eval().requires_grad_(False)
-    head = train_eagle.new_head(target, (0, 1, 2), torch.arange(0, 2048, 2), 160, (2, 1, 64)).requires_grad_(False)
+    target = small_target(layers=4)
+    head = train_head.new_head(target, (0, 1, 2), torch.arange(0, 2048, 2), 160, (2, 1, 64)).requires_grad_(False)
     torch.nn.init.normal_(head.fc.weight, std=0.1)
     tokens = torch.randint(2048, (2, 13))
     features, _ = layer_outputs(target, (0, 1, 2), tokens[:, :-1])
     roots = torch.tensor([[0, 3, 7], [6, 0, 3]])
-    first, *later = train_eagle.unrolled_states(head, tokens, features, roots)
+    first, *later = train_head.unrolled_states(head, tokens, features, roots)
     assert first.shape == (2, 12, 64) and len(later) == 3 and all(states.shape == (2, 3, 64) for states in later)
 
     def attend(q, k, v):
@@ -165,12 +170,10 @@ def test_the_teacher_within_a_draft_vocabulary():
 
 
 def test_texts_are_learnt_up_to_their_ends(tmp_path):
-    import train_tiny
     from own_texts import Text
     from training_text import Answers, layer_outputs
 
-    torch.manual_seed(0)
-    target = train_tiny.llama(hidden=64, intermediate=64, layers=2, heads=2, kv_heads=1).eval()
+    target = small_target(layers=2)
     # The last one is all prompt; the one before it is cut off.
     texts = [Text(2, [30, 31, 32, 33, 34]), Text(3, [*range(10, 30)]), Text(9, [*range(50, 59)])]
     source = Answers(target, (0,), texts, tmp_path, batch_tokens=64, max_tokens=7)
