@@ -13,9 +13,9 @@
 # status is 1 then.
 #
 # Environment: PREPARED, the folder that prepare.sh made (default build/gpu_run); PYTHON (default python3), which has
-# torch with CUDA, Triton and pytest-xdist; COMMIT, named in the results. REHEARSE=1 runs every step in tiny sizes on a
-# CPU with the checkout as it is built, simt in the GPU's place and without NVIDIA's tools; the names of its files begin
-# with rehearsal_, and its JSON says so.
+# torch with CUDA, Triton and pytest-xdist; COMMIT, named in the results (default: PREPARED's). REHEARSE=1 runs every
+# step in tiny sizes on a CPU with the checkout as it is built, simt in the GPU's place and without NVIDIA's tools; the
+# names of its files begin with rehearsal_, and its JSON says so.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -61,19 +61,22 @@ install() {
   step install 30 "$python" -m pip install -q --no-index --no-deps --no-compile --target "$site" "$prepared"/wheel/pagedtree-*.whl
   ((status == 0)) || exit 1
   export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH} PAGEDTREE_GPU_RUN=$prepared
+  export COMMIT=${COMMIT:-$(sed -n 's/^ *"commit": "\(.*\)",$/\1/p' "$prepared/manifest.json")}
 }
 
 if [ "$rehearse" = 1 ]; then
   check=(--device cpu --backend simt --quick --only append_kv)
   bench=(--device cpu --backend simt --threads 1 --headline --quick --seconds 0) calls=(--rows B\ 1)
-  machine=(nproc) self_test=("${check[@]}") calibration=(true)
+  machine=(nproc) self_test=(true) calibration=(true)
   profiler=() sanitizer=(env) wanted=(tests/ops/test_commit.py) selection=(-k simt)
   sweep=("${bench[@]}" --rows append_kv) races=()
   export PYTHONPATH=$PWD/python
 else
   check=(--device cuda)
   bench=(--device cuda --headline --together) calls=()
-  machine=(bash -c "nvidia-smi; '$python' -m pagedtree info") self_test=(--engine wgmma) calibration=("$prepared/calibration" "${out}calibration.jsonl")
+  machine=(bash -c "nvidia-smi; '$python' -m pagedtree info")
+  self_test=("$python" -m pagedtree check --engine wgmma)
+  calibration=("$prepared/calibration" "${out}calibration.jsonl")
   profiler=(ncu --clock-control none --profile-from-start off --set full --export "${out}profile" --page details)
   sanitizer=(compute-sanitizer --tool racecheck --kernel-name kns=pagedtree --target-processes all --error-exitcode 9)
   read -ra wanted <<< "${TESTS:-tests/ops tests/generation/test_fixed_step.py}"
@@ -90,7 +93,7 @@ case $part in
   1)
     step machine 30 "${machine[@]}"
     step check 50 "$python" -m pagedtree check "${check[@]}" --json "${out}check.json"
-    step wgmma 40 "$python" -m pagedtree check "${self_test[@]}"
+    step wgmma 40 "${self_test[@]}"
     step calibration 45 "${calibration[@]}"
     step calls 120 "$python" benchmarks/bench_ops.py --seconds 0.05 "${bench[@]}" "${calls[@]}" --peers \
       --json "${out}calls.json"
