@@ -55,7 +55,10 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_failing_steps_do_not_stop_the_others(tmp_path: Path) -> None:
     status, steps = run("1", tmp_path, "false")
-    assert status == 1 and steps == {**dict.fromkeys(STEPS["1"], 1), **dict.fromkeys(("machine", "wgmma", "calibration"), 0)}
+    assert status == 1 and steps == {
+        **dict.fromkeys(STEPS["1"], 1),
+        **dict.fromkeys(("machine", "wgmma", "calibration"), 0),
+    }
 
 
 def test_unknown_parts_are_refused(tmp_path: Path) -> None:
