@@ -66,7 +66,7 @@ install() {
 
 if [ "$rehearse" = 1 ]; then
   check=(--device cpu --backend simt --quick --only append_kv)
-  bench=(--device cpu --backend simt --threads 1 --headline --quick --seconds 0) calls=(--rows B\ 1)
+  bench=(--device cpu --backend simt --threads 1 --headline --quick --seconds 0.001) calls=(--rows append_kv)
   machine=(nproc) self_test=(true) calibration=(true)
   profiler=() sanitizer=(env) wanted=(tests/ops/test_commit.py) selection=(-k simt)
   sweep=("${bench[@]}" --rows append_kv) races=()
