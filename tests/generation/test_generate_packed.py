@@ -31,7 +31,7 @@ from pagedtree.integrations.transformers import (
     tree_generate,
 )
 from pagedtree.integrations.transformers.model import use_attention
-from pagedtree.integrations.transformers.packed_weights import PackedLinear, pays
+from pagedtree.integrations.transformers.packed_weights import PackedLinear, check_packable, pays
 from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,16 +236,18 @@ def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
             leave.wait(60)
         unpacked.set()
 
-    thread = threading.Thread(target=hold)
+    thread, check = threading.Thread(target=hold), threading.Thread(target=check_packable, args=(model,))
     with in_turn(used):
         thread.start()
-        assert not packed.wait(0.1) and not packed_layers(model)
+        check.start()
+        assert not packed.wait(0.1) and not packed_layers(model) and check.is_alive()
     assert packed.wait(60)
     with in_turn(used):
         leave.set()
         assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
     assert unpacked.wait(60) and not packed_layers(model)
     thread.join()
+    check.join()
 
 
 @pytest.mark.parametrize(("model", "options", "message"), [

@@ -168,8 +168,9 @@ def check_packable(model: nn.Module) -> None:
         raise ValueError(
             "pack_weights: expected None or False within torch.autocast, which converts dense weights alone"
         )
-    if any(isinstance(module, PackedLinear) for module in model.modules()) or _candidates((model,), True):
-        return
+    with in_turn(model):  # another thread may be packing
+        if any(isinstance(module, PackedLinear) for module in model.modules()) or _candidates((model,), True):
+            return
     if not _dtypes():
         raise ValueError("pack_weights: expected a torch that has oneDNN's packed linear layers, got one without them")
     raise ValueError(
