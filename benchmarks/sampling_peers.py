@@ -1,6 +1,6 @@
-"""What users of a GPU call to sample a token for each row of logits, without the packages (carried.py).
+"""What users of a GPU call to sample a token for each row of logits, with the packages or without (carried.py).
 
-Peers of `sample`: FlashInfer's kernels through ctypes, vLLM's Gumbel sampler in Triton.
+Peers of `sample`: FlashInfer and its kernels through ctypes, vLLM's Gumbel sampler in Triton.
 """
 
 from __future__ import annotations
@@ -47,6 +47,22 @@ class RowSampler:
 
     def check(self) -> None:
         self.rule.check(self.problem, lambda logits, row: self.draw(logits.contiguous()), self.owner)
+
+
+class FlashInferSampling(RowSampler):
+    """FlashInfer's sampling of every row, from probabilities, which its softmax makes first."""
+
+    name, owner = "FlashInfer", "FlashInfer's"
+    absent = staticmethod(package("flashinfer", "cuda"))
+
+    def draw(self, logits: Tensor) -> Tensor:
+        sampling = importlib.import_module("flashinfer").sampling
+        probs = sampling.softmax(logits.contiguous(), temperature=self.temperature)
+        if self.top_k:
+            return sampling.top_k_top_p_sampling_from_probs(probs, self.top_k, self.top_p)
+        if self.top_p < 1:
+            return sampling.top_p_sampling_from_probs(probs, self.top_p)
+        return sampling.sampling_from_probs(probs)
 
 
 class FlashInferSamplingKernels(RowSampler):
@@ -116,4 +132,4 @@ class VllmGumbel(RowSampler):
         return self.sample(logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False)
 
 
-PEERS = [FlashInferSamplingKernels, VllmGumbel]
+PEERS = [FlashInferSampling, FlashInferSamplingKernels, VllmGumbel]

@@ -20,7 +20,7 @@ from typing import Any
 import sampling_peers
 import torch
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, always, package
+from suite import Mismatch, Op, Ours, Shape, always
 from torch import Tensor
 
 import pagedtree
@@ -93,34 +93,6 @@ def flashinfer_distribution(logits: Tensor, params: dict[str, Any]) -> Tensor:
     if params.get("top_k", 0):
         probs = sampling.top_k_renorm_probs(probs, params["top_k"])
     return sampling.top_p_renorm_probs(probs, params["top_p"]) if params.get("top_p", 1.0) < 1 else probs
-
-
-class FlashInferSampling:
-    """FlashInfer's sampling of every row, from probabilities, which its softmax makes first."""
-
-    name = "FlashInfer"
-    absent = staticmethod(package("flashinfer", "cuda"))
-
-    def __init__(self, verification: Verification) -> None:
-        if verification.rule.params is None:
-            raise ValueError("it has no greedy sampling")
-        self.problem, self.params = verification.problem, verification.rule.params
-        self.sampling = importlib.import_module("flashinfer").sampling
-
-    def draw(self, logits: Tensor) -> Tensor:
-        top_k, top_p = self.params.get("top_k", 0), self.params.get("top_p", 1.0)
-        probs = self.sampling.softmax(logits.contiguous(), temperature=self.params["temperature"])
-        if top_k:
-            return self.sampling.top_k_top_p_sampling_from_probs(probs, top_k, top_p)
-        if top_p < 1:
-            return self.sampling.top_p_sampling_from_probs(probs, top_p)
-        return self.sampling.sampling_from_probs(probs)
-
-    def run(self, copy: int) -> Tensor:
-        return self.draw(self.problem.logits[copy])
-
-    def check(self) -> None:
-        check_distribution(self.problem, lambda logits, row: self.draw(logits), "FlashInfer's")
 
 
 class TorchChain:
@@ -497,5 +469,5 @@ def op_of(
 OPS = [
     op_of("verify_greedy", RULES),
     op_of("verify_sampled", RULES),
-    op_of("sample", RULES, peers=(FlashInferSampling, *sampling_peers.PEERS)),
+    op_of("sample", RULES, peers=tuple(sampling_peers.PEERS)),
 ]
