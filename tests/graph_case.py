@@ -9,6 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pagedtree._ops import Prepared
+
 
 class Graph:
     """Stands in for torch.cuda.CUDAGraph: nothing of Python runs at a replay, and all tensors stay where they were."""
@@ -41,6 +43,7 @@ class Recording(TorchDispatchMode):
 
 
 def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Prepared, "__del__")  # a graph does not ask whether what it has launched with is still there
     monkeypatch.setattr(Graph, "replays", 0)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", Recording)

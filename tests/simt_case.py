@@ -11,15 +11,9 @@ from pathlib import Path
 
 import pagedtree
 
-EXECUTOR = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.POINTER(ctypes.c_uint),
-    ctypes.c_size_t,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-)
+GRID_AND_BLOCK = [ctypes.POINTER(ctypes.c_uint)] * 2
+BYTES = ctypes.c_size_t
+EXECUTOR = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *GRID_AND_BLOCK, BYTES, ctypes.c_void_p, BYTES)
 
 
 @lru_cache
