@@ -150,16 +150,18 @@ RULES = [
     ),
     Mutant(
         "joint rules with the coins of positions", "core/verify/block.h",
-        "coin_of(p, b, walk.row(), position, walk.node)", "coin_of(p, b, walk.row(), position + walk.depth, 0)",
+        "position_at(distributions, 0), walk.node)", "position_at(distributions, walk.depth), 0)",
     ),
     Mutant(
         "the distribution of node n is row n of the draft's", "core/verify/rules.h",
-        "p.draft_rows.data == nullptr ? row : token_at(p.draft_rows, row)", "row", (HOSTILE,),
+        "p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row)", "row", (HOSTILE,),
     ),
     Mutant(
         "a typical bound that lets equals pass", "core/verify/typical.h",
         "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)", (HOSTILE,),
     ),
+    Mutant("a token too many", "core/verify/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0", (CASES,)),
+    Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", "", (CASES,)),
 ]  # fmt: skip
 
 ON_PATH = "at.go_up()) count += at.token() == token;"
@@ -203,8 +205,7 @@ REQUESTS = [
     of_options("words begin before history_start", "} else if (left > start) {", "} else if (left > 0) {"),
     of_options("words do not end in the path", "if (!at.at_root()) {\n        token", "if (false) {\n        token"),
     of_options(
-        "stop ids one token too late", "static_cast<int64_t>(predicted) < o.min_position",
-        "static_cast<int64_t>(predicted) <= o.min_position",
+        "stop ids one token too late", "+ 1) < o.min_position[sequence]", "+ 1) <= o.min_position[sequence]"
     ),
     of_options(
         "the root's position for all nodes", "o.cu_nodes == nullptr || node == 0 ? 0 : o.depths[root + node];", "0;"
@@ -345,7 +346,7 @@ STATES = [
 CHOICE = [
     of_drafts(
         "a draft model that is told of other sequences' trees", "drafters/model",
-        "places[sequence.index] for sequence in self._selected", "i for i, sequence in enumerate(self._selected)",
+        "places[s.index] for s in self._selected", "i for i, s in enumerate(self._selected)",
     ),
     of_drafts(
         "nodes under guesses that nobody verified", "tree_tuner",
@@ -417,7 +418,7 @@ TOP = [
 ]
 
 VALUES = [
-    of_values("counters that overflow", "value_counts", "return a + b; }) == 0;", "return a + b; }) >> 40 == 0;"),
+    of_values("counters that overflow", "value_counts", "if (missing == 0)", "if (missing >> 40 == 0)"),
     of_values("values that no counter has", "value_counts", "seen.others = true;", "seen.others = false;"),
     of_values(
         "the zeros of float16 that are negative",

@@ -48,18 +48,7 @@ def run(*command: str, **environment: str) -> None:
 def failed_test(tests: tuple[str, ...], only: str) -> str | None:
     """The first test that fails, None if all pass; other ends of a run are errors."""
     environment = {**os.environ, "PYTHONPATH": str(BUILD / "python"), "OMP_NUM_THREADS": "1"}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "--no-header",
-        "-k",
-        only,
-        "-m",
-        "not slow and not stats",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-k", only, "-m", "not slow and not stats"]
     done = subprocess.run([*command, *tests], cwd=ROOT, env=environment, text=True, capture_output=True)
     if done.returncode == 0:
         return None

@@ -59,9 +59,3 @@ def test_failing_steps_do_not_stop_the_others(tmp_path: Path) -> None:
         **dict.fromkeys(STEPS["1"], 1),
         **dict.fromkeys(("machine", "wgmma", "calibration"), 0),
     }
-
-
-def test_unknown_parts_are_refused(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks/gpu_run/run.sh"
-    done = subprocess.run([script, "4", tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stderr == "PART: expected 1, 2 or 3, got '4'\n"

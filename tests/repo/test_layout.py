@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mutant_list import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -245,3 +246,8 @@ def test_more_than_the_budget_is_found(path: str, text: str, names: list[str]) -
     assert beyond(counted(texts), within) == []
     assert beyond(counted(texts | {path: text}), within) == names
     assert beyond(counted(texts), within | {"csrc/gone": 9}) == ["csrc/gone"]
+
+
+def test_places_of_mutants_are_there() -> None:
+    texts = {m: ((PYTHON if m.backend == "python" else CSRC) / m.file).read_text() for m in MUTANTS}
+    assert [mutant.name for mutant, text in texts.items() if mutant.line not in text] == []
