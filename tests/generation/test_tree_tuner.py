@@ -230,7 +230,7 @@ def scheduled(monkeypatch):
         return replace(plan_of(self, remaining, unread, others_wait), depth=steps[-1])
 
     def keep_some(self, proposal, confidence):
-        assert confidence is None or confidence.shape == proposal.trees.parents.shape
+        assert confidence is None or len(confidence) >= proposal.trees.cu_nodes[-1]
         whole = keep(self, proposal, confidence)
         trees = proposal.trees
         if len(steps) % 2 or trees.max_nodes == 1:

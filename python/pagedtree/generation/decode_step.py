@@ -76,8 +76,7 @@ class DecodeStep:
     ) -> None:
         self.model, self.cache, self.drafter, self.eos_ids, self.logprobs = model, cache, drafter, eos_ids, logprobs
         self.vocab_size = model.vocab_size
-        # Any object with `observe` is a drafter.
-        self.feature_layers: tuple[int, ...] = tuple(getattr(drafter, "feature_layers", ()))
+        self.feature_layers = tuple(drafter.feature_layers)
         self._moves: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
 
     def pack(

@@ -68,7 +68,7 @@ class Engine:
                 each.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
         if tuner is not None:  # to read a token takes as long as there are weights
-            self.draft_share = getattr(drafter, "num_weights", 0) / max(model.num_weights, 1)
+            self.draft_share = drafter.num_weights / max(model.num_weights, 1)
         self.max_nodes = max(drafter.max_nodes, 1)
         sequences = scheduler.waiting
         capacity = max((sequence.max_length for sequence in sequences), default=0)
@@ -87,8 +87,7 @@ class Engine:
 
     def run(self) -> None:
         try:
-            if hasattr(self.drafter, "check_target"):  # any object with `observe` is a drafter
-                self.drafter.check_target(self.model)
+            self.drafter.check_target(self.model)
             self.drafter.begin(self.cache.page_size, self.sampling.for_drafts())
             while not self.scheduler.is_done:
                 self.step()
@@ -165,8 +164,9 @@ class Engine:
                 return batch, roots_only(len(batch.decode), self.device), (plan, None)
             draft, choice = self._propose(batch.decode), None
             if plan is not None:
-                draft, kept = self._keep(plan, draft)
-                choice = plan, kept
+                kept = self._keep(plan, draft)
+                draft, choice = kept.draft, (plan, kept)
+            draft = without_padding(draft)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft, choice
             # The drafter did not declare trees of this size: make sure of the pages, and ask again.
@@ -189,7 +189,7 @@ class Engine:
         self.stats.drafted_steps += 1
         return plan
 
-    def _keep(self, plan: Plan, draft: Draft) -> tuple[Draft, Kept]:
+    def _keep(self, plan: Plan, draft: Draft) -> Kept:
         """Selects the nodes that are worth verifying."""
         # Do not select drawn drafts by their probability: the rules need a selection that is independent of the draw.
         begin = time.perf_counter()
@@ -197,9 +197,8 @@ class Engine:
         kept = plan.keep(draft, None if is_drawn else self.drafter.confidence())
         if kept.rows is not None:
             self.drafter.narrow(kept.draft, kept.rows)
-        draft = without_padding(kept.draft)
         self.stats.draft_time += time.perf_counter() - begin
-        return draft, kept
+        return kept
 
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)

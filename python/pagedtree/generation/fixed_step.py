@@ -155,10 +155,11 @@ def check_device(device: torch.device) -> None:
 
 def check_drafter(drafter: Drafter) -> None:
     """Raises ValueError for a drafter whose work cannot be captured in a graph."""
-    if not vars(type(drafter)).get("is_capturable"):
+    kind = type(drafter.given)
+    if not vars(kind).get("is_capturable"):
         raise ValueError(
             "cuda_graph: expected a drafter of NoDrafter, NgramDrafter, MedusaDrafter, ModelDrafter, EagleDrafter,"
-            f" MtpDrafter, got {type(drafter).__name__}"
+            f" MtpDrafter, got {kind.__name__}"
         )
     if isinstance(drafter, NgramDrafter) and drafter.remember:
         raise ValueError(

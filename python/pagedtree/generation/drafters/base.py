@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,6 +119,7 @@ class Drafter:
         max_depth: the most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` wants the target's hidden states.
         num_weights: parameters used per token that is read; it tells the cost of reading relative to the target.
+        model: that drafts, if there is one. Calls of `generate` that share it take turns.
         networks: what it computes drafts with, torch modules and whatever else can be called.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` wants at all tokens of every pass,
             prompts included. The output of layer i is the residual stream behind it, transformers' hidden_states[i + 1]
@@ -147,8 +148,14 @@ class Drafter:
     has_free_guesses: bool = False
     is_capturable: bool = False
     num_weights: int = 0
+    model: Any = None
     networks: tuple[Any, ...] = ()
     tuner: TunerOf | None = None  # what `generate(tree="auto")` learnt
+
+    @property
+    def given(self) -> Any:
+        """The object that keeps the state: another one where `as_drafter` adapted it."""
+        return self
 
     def check_target(self, model: PackedModel) -> None:
         """Is called before `begin` with the target; raises ValueError for one that this drafter is not made for: of
@@ -236,23 +243,35 @@ class Drafter:
 
 
 class _Stateless(Drafter):
-    """Any object with `propose`."""
+    """An object that has `propose`, and some of these members."""
+
+    members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
 
     def __init__(self, drafter: Any) -> None:
-        self.max_nodes = int(getattr(drafter, "max_nodes", 0))
-        self.draft_law = getattr(drafter, "draft_law", "onehot")
-        self.is_chain = bool(getattr(drafter, "is_chain", False))
-        self.propose = drafter.propose  # type: ignore[method-assign]
+        found = {name: getattr(drafter, name) for name in self.members if hasattr(drafter, name)}
+        vars(self).update({"max_nodes": 0, **found})
+
+
+class _Stateful(_Stateless):
+    """An object that has `observe`, too, and so may have all members of `Drafter`."""
+
+    members = tuple(name for name in vars(Drafter) if not name.startswith("_") and name != "given")
+    given: Any = None
+
+    def __init__(self, drafter: Any) -> None:
+        super().__init__(drafter)
+        self.given = drafter
 
 
 def as_drafter(drafter: Any) -> Drafter:
+    """Returns a `Drafter` for what `generate` was given."""
     if drafter is None:
         return NoDrafter()
-    if isinstance(drafter, Drafter) or callable(getattr(drafter, "observe", None)):
-        return cast(Drafter, drafter)
+    if isinstance(drafter, Drafter):
+        return drafter
     if not callable(getattr(drafter, "propose", None)):
         raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
-    return _Stateless(drafter)
+    return _Stateful(drafter) if callable(getattr(drafter, "observe", None)) else _Stateless(drafter)
 
 
 def roots_only(batch_size: int, device: torch.device) -> Draft:

@@ -15,7 +15,35 @@ from pagedtree.generation.drafters.base import Drafter, roots_only
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.scheduler import GeneratedSequence
 
-__all__ = ["bounded", "trees_of", "without_padding"]
+__all__ = ["RowMap", "bounded", "trees_of", "without_padding"]
+
+
+class RowMap:
+    """The rows of what drafters proposed, laid one behind the other, that the rows of a draft are.
+
+    rows: integers [N], -1 for a row that nobody proposed; None: they are the same.
+    """
+
+    def __init__(self, rows: Tensor | None = None) -> None:
+        self._rows = rows
+
+    def part(self, rows: Tensor) -> RowMap:
+        """Returns the map of a part of the draft: its rows `rows`, -1 for new ones."""
+        if self._rows is None:
+            return RowMap(rows)
+        return RowMap(torch.where(rows < 0, -1, self._rows[rows.clamp(min=0).long()]))
+
+    def rows(self, first: int = 0) -> Tensor:
+        """Returns int32 [N], the rows of the drafter whose own ones begin at `first`."""
+        assert self._rows is not None
+        return (self._rows - first).int()
+
+    def values(self, values: Tensor) -> Tensor:
+        """Returns values [M] of the proposals at the rows of the draft, 0 for rows that nobody proposed."""
+        if self._rows is None:
+            return values
+        rows = self._rows.to(values.device).long()
+        return torch.where(rows < 0, 0.0, values[rows.clamp(min=0, max=len(values) - 1)])
 
 
 def bounded(drafter: Drafter) -> Drafter:
@@ -39,13 +67,11 @@ class _Bounded:
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._num_positions: int | None = getattr(drafter, "num_positions", None)
+        self._num_positions = drafter.num_positions
         self._num_selected = 0
         self._asked: list[int] = []  # places of the selected sequences that the drafter is asked for
         self._limits: list[int] = []  # how deep the nodes of each of these may be
-        # Of each row of the last proposal: the drafter's own row, -1 for a root that it was not asked for; None where
-        # they are the same rows.
-        self._rows: Tensor | None = None
+        self._map = RowMap()  # of the last proposal, to the drafter's own
         self._last: Tensor | None = None  # int32 [sequences + 1], the last positions, for captured steps
 
     def __getattr__(self, name: str) -> Any:
@@ -76,7 +102,7 @@ class _Bounded:
             draft = as_draft(self._drafter.propose(tokens, lengths, active, rows), batch, device)
             assert self._last is not None
             return draft if draft.trees.max_depth == 0 else _cut(draft, self._last[rows] - (lengths - 1))[0]
-        self._rows = None
+        self._map = RowMap()
         if not self._asked:
             return roots_only(batch, device)
         draft = as_draft(self._drafter.propose(*self._of_asked(tokens, lengths)), len(self._asked), device)
@@ -87,42 +113,27 @@ class _Bounded:
             draft = draft._replace(draft_rows=own)
         if draft.trees.max_depth > min(self._limits):
             limits = torch.tensor(self._limits, dtype=torch.int32).to(device, non_blocking=True)
-            draft, self._rows = _cut(draft, limits)
-            self._tell(draft, self._rows)
+            draft, kept = _cut(draft, limits)
+            self._map = RowMap(kept)
+            self._drafter.narrow(draft, kept)
         if len(self._asked) < batch:
             places = {place: i + 1 for i, place in enumerate(self._asked)}
-            draft, own = trees_of([roots_only(1, device), draft], [places.get(place, 0) for place in range(batch)])
-            own = own - 1
-            self._rows = own if self._rows is None else torch.where(own < 0, own, self._rows[own.clamp(min=0)])
-        draft = without_padding(draft)
-        if self._rows is not None:
-            self._rows = self._rows[: draft.draft_tokens.shape[0]]
+            draft, rows = trees_of([roots_only(1, device), draft], [places.get(place, 0) for place in range(batch)])
+            self._map = self._map.part(rows - 1)
         return draft
 
-    # Any object with `observe` is a drafter, whether or not it has these methods.
-    def unread(self, sequences: list[GeneratedSequence]) -> int:
-        return self._drafter.unread(sequences) if hasattr(self._drafter, "unread") else 0
-
-    def limit_depth(self, levels: int | None) -> None:
-        if hasattr(self._drafter, "limit_depth"):
-            self._drafter.limit_depth(levels)
-
     def confidence(self) -> Tensor | None:
-        has_any = self._asked and hasattr(self._drafter, "confidence")
-        values = self._drafter.confidence() if has_any else None
-        if values is None or self._rows is None:
-            return values
-        rows = self._rows.to(values.device)
-        return torch.where(rows < 0, 0.0, values[rows.long().clamp(min=0, max=len(values) - 1)])
+        values = self._drafter.confidence() if self._asked else None
+        return None if values is None else self._map.values(values)
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         if not self._asked:
             return
-        own = rows if self._rows is None else self._rows[rows.long().clamp(min=0)]
+        part = self._map.part(rows)
         if len(self._asked) < self._num_selected:
             draft, picked = trees_of([draft], self._asked)
-            own = own[picked]
-        self._tell(draft, own)
+            part = part.part(picked)
+        self._drafter.narrow(draft, part.rows())
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
         if self._last is None:
@@ -142,11 +153,6 @@ class _Bounded:
             return tokens, lengths
         places = torch.tensor(self._asked, dtype=torch.int64).to(tokens.device, non_blocking=True)
         return tokens.index_select(0, places), lengths.index_select(0, places)
-
-    def _tell(self, draft: Draft, rows: Tensor) -> None:
-        narrow = getattr(self._drafter, "narrow", None)  # any object with `observe` is a drafter
-        if narrow is not None:
-            narrow(draft, rows.int())
 
 
 def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:

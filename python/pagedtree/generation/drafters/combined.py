@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pagedtree import Draft
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, as_drafter
-from pagedtree.generation.drafters.bounded import bounded, trees_of
+from pagedtree.generation.drafters.bounded import RowMap, bounded, trees_of
 from pagedtree.generation.drafters.ngram import NgramDrafter
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
@@ -80,20 +80,19 @@ class CombinedDrafter(Drafter):
         self.draft_law = laws[0]
         sizes = [each.max_nodes for each in both]
         self.max_nodes = max(sizes) if all(sizes) else 0  # else nobody knows
-        self._depths = [getattr(each, "max_depth", 0) or max(each.max_nodes - 1, 0) for each in both]
+        self._depths = [each.max_depth or max(each.max_nodes - 1, 0) for each in both]
         self.max_depth = max(self._depths)
         self.is_chain = all(each.is_chain for each in both)
         self.has_free_guesses = any(self.is_lookup)
-        self.needs_hidden = any(getattr(each, "needs_hidden", False) for each in both)
-        self._layers = [tuple(getattr(each, "feature_layers", ())) for each in both]
+        self.needs_hidden = any(each.needs_hidden for each in both)
+        self._layers = [tuple(each.feature_layers) for each in both]
         self.feature_layers = sum(self._layers, ())
-        self._by_level = [bool(getattr(each, "grows_by_level", False)) for each in both]
+        self._by_level = [each.grows_by_level for each in both]
         self.grows_by_level = any(self._by_level)
-        self._weights = [getattr(each, "num_weights", 0) for each in both]
+        self._weights = [each.num_weights for each in both]
         self.num_weights = sum(self._weights)
-        self.networks = tuple(network for each in both for network in getattr(each, "networks", ()))
-        # Calls of `generate` that share it take turns.
-        self.model = next((each.model for each in both if getattr(each, "model", None) is not None), None)
+        self.networks = tuple(network for each in both for network in each.networks)
+        self.model = next((each.model for each in both if each.model is not None), None)
         self._target_weights = 1
         self._selected: list[GeneratedSequence] = []
         self._reset()
@@ -112,13 +111,12 @@ class CombinedDrafter(Drafter):
         self._kinds: list[list[int]] = [[], []]
         self._chosen: list[int] = []
         self._lengths: list[int] = []  # of the texts; empty once what came behind them is counted
-        self._rows: Tensor | None = None  # its rows in those of both drafters; None: all are of one
+        self._map: RowMap | None = None  # its rows in those of both drafters; None: all are of one
 
     def check_target(self, model: PackedModel) -> None:
         self._target_weights = max(model.num_weights, 1)
         for each in self.both:
-            if hasattr(each, "check_target"):  # any object with `observe` is a drafter
-                each.check_target(model)
+            each.check_target(model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
         for each in self.both:
@@ -161,7 +159,8 @@ class CombinedDrafter(Drafter):
         # Trees are counted through; each drafter has given those of its places.
         trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w)[0])}
         wanted = [trees[which, b] for b, which in enumerate(self._chosen)]
-        combined, self._rows = trees_of([self._of(0)[1], self._of(1)[1]], wanted)
+        combined, rows = trees_of([self._of(0)[1], self._of(1)[1]], wanted)
+        self._map = RowMap(rows)
         return combined
 
     def _ask(self, which: int, places: list[int], tokens: Tensor, lengths: Tensor) -> None:
@@ -219,7 +218,7 @@ class CombinedDrafter(Drafter):
         """Guesses that are copied and those of a model have log-probabilities on one scale."""
         if not self._chosen:
             return None
-        if self._rows is None:
+        if self._map is None:
             return self.both[self._chosen[0]].confidence()
         sizes = [self._of(which)[1].draft_tokens.shape[0] for which in (0, 1)]
         parts = torch.zeros(sum(sizes), dtype=torch.float32).split(sizes)
@@ -228,18 +227,18 @@ class CombinedDrafter(Drafter):
             if known is None:
                 return None
             part[: len(known)] = known[: len(part)].cpu()
-        return torch.cat(parts)[self._rows.cpu()]
+        return self._map.values(torch.cat(parts))
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        if self._rows is None:
+        if self._map is None:
             if self._chosen:
                 self.both[self._chosen[0]].narrow(draft, rows)
             return
-        own, first = self._rows[rows.long()], [0, self._of(0)[1].draft_tokens.shape[0]]
+        first = [0, self._of(0)[1].draft_tokens.shape[0]]
         for which, each in enumerate(self.both):
             if not self.is_lookup[which]:
                 part, picked = trees_of([draft], [b for b, chosen in enumerate(self._chosen) if chosen == which])
-                each.narrow(part, (own[picked] - first[which]).int())
+                each.narrow(part, self._map.part(rows).part(picked).rows(first[which]))
 
     def read(self, rows: FeatureRows) -> None:
         counts = [len(layers) for layers in self._layers]

@@ -225,9 +225,9 @@ def generate(
     params = read.on_params(SamplingParams() if config.is_sampled else params)
     every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
-    draft_model, networks = getattr(drafter, "model", None), getattr(drafter, "networks", ())
-    shared = model, model.config, drafter, draft_model, getattr(draft_model, "config", None), *networks
-    drafter = as_drafter(drafter)
+    given, drafter = drafter, as_drafter(drafter)
+    networks = drafter.networks
+    shared = model, model.config, given, drafter.model, getattr(drafter.model, "config", None), *networks
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = [
         GeneratedSequence(
@@ -276,8 +276,7 @@ def generate(
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     sampling = Sampling(rule, params, arguments.seeds_of(seeds, len(sequences), device), shards, vocab_size=num_logits)
     with in_turn(*(thing for thing in shared if thing is not None)):
-        if hasattr(drafter, "prepare"):  # any object with `observe` is a drafter
-            drafter.prepare(sequences)
+        drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         with ExitStack() as stack:
             if pack_weights:
@@ -361,7 +360,7 @@ def _check_graph(
             "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"
         )
     check_device(device)
-    for name, each in (("model", model), ("drafter", getattr(drafter, "model", None))):
+    for name, each in (("model", model), ("drafter", drafter.model)):
         check_constant(f"cuda_graph: {name}", each)
     if shards is not None:
         raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
@@ -378,11 +377,11 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     # A captured step drafts the same tree each time, and ranks of shards would choose by clocks of their own.
     if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
         return None
-    known = getattr(drafter, "tuner", None)  # any object with `observe` is a drafter
+    known = drafter.tuner
     if known is None or known.model() is not model:
-        max_depth = getattr(drafter, "max_depth", 0) or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
-        kinds = (bool(getattr(drafter, name, False)) for name in ("grows_by_level", "has_free_guesses"))
-        drafter.tuner = known = TunerOf(weakref.ref(model), TreeTuner(max_depth, *kinds))
+        max_depth = drafter.max_depth or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
+        tuner = TreeTuner(max_depth, drafter.grows_by_level, drafter.has_free_guesses)
+        drafter.given.tuner = known = TunerOf(weakref.ref(model), tuner)
     return known.tuner
 
 

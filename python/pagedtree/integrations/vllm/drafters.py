@@ -24,7 +24,7 @@ from vllm.distributed import get_tp_group
 from pagedtree import Draft
 from pagedtree.distributed import DraftGroup, VocabShards
 from pagedtree.generation.drafters import EagleDrafter, EagleHead, FeatureRows, MedusaHeads, NgramDrafter, load_drafter
-from pagedtree.generation.drafters.base import best_trees
+from pagedtree.generation.drafters.base import as_drafter, best_trees
 from pagedtree.generation.drafters.bounded import bounded
 from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
@@ -123,9 +123,9 @@ class ModelTreeDrafter(TreeDrafter):
             self.drafter = self._load(None)
         else:
             return
-        self.drafter = bounded(self.drafter)  # by the positions of the draft model
+        self.drafter = bounded(as_drafter(self.drafter))  # by the positions of the draft model
         self.drafter.begin(page_size=16, sampling=_greedy(vocab_size))
-        self.share = _share_of(getattr(self.drafter, "num_weights", 0), target_model)
+        self.share = _share_of(self.drafter.num_weights, target_model)
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
         """The drafter of this rank, its model split over `group`."""
