@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees
-from pagedtree.integrations.masks import unpack_mask
+from pagedtree.bits import unpacked
 from pagedtree.tree import MAX_NODES
 
 
@@ -42,7 +42,7 @@ def trees_from_paths(paths: Tensor) -> TreeBatch:
 def trees_from_packed_mask(packed_mask: Tensor, generation_lengths: Tensor) -> TreeBatch:
     """The trees of packed masks, int32 [B, max_tokens, W]: a node's parent is the last other node that it sees."""
     tokens = packed_mask.shape[1]
-    seen = unpack_mask(packed_mask, min(tokens, 32 * packed_mask.shape[2])).tril(-1)
+    seen = unpacked(packed_mask, min(tokens, 32 * packed_mask.shape[2])).tril(-1)
     numbers = torch.arange(1, seen.shape[2] + 1, dtype=torch.int32, device=seen.device)
     return _trees((seen * numbers).amax(2) - 1, generation_lengths)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import expect_type
+from pagedtree.bits import packed
 from pagedtree.sampling_params import SamplingParams
 
 __all__ = ["CHANGES_LOGITS", "RequestOptions", "option_arguments"]
@@ -268,10 +269,10 @@ def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
 
 
 def _packed(rows: Sequence[np.ndarray[Any, Any]], vocab: int) -> np.ndarray[Any, Any]:
-    bits = np.zeros((len(rows), -(-vocab // 32) * 32), np.uint8)
-    for row, ids in zip(bits, rows, strict=True):
-        row[ids] = 1
-    return np.packbits(bits, axis=1, bitorder="little").view("<u4").view(np.int32)
+    mask = np.zeros((len(rows), vocab), np.bool_)
+    for row, ids in zip(mask, rows, strict=True):
+        row[ids] = True
+    return packed(torch.from_numpy(mask)).numpy()
 
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from pagedtree._arguments import checked, expect_integers, expect_type
 from pagedtree._ops import call, makes_fakes, ops, register_fake
+from pagedtree.bits import unpacked
 
 __all__ = ["DraftTree", "TreeBatch", "build_trees"]
 
@@ -125,8 +126,7 @@ class DraftTree:
 
     @property
     def mask(self) -> np.ndarray:
-        bits = np.unpackbits(self._mask_words.view(np.uint8), axis=1, bitorder="little")
-        return bits[:, : self.num_nodes].astype(bool)
+        return unpacked(torch.from_numpy(self._mask_words), self.num_nodes).numpy()
 
     @property
     def child_ranks(self) -> np.ndarray:

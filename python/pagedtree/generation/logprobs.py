@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Commit, RequestOptions, SamplingParams, Verdict, token_logprobs
+from pagedtree.bits import packed
 from pagedtree.generation.rules import Sampling
 
 __all__ = ["LogprobReader", "TokenLogprobs"]
@@ -135,8 +136,7 @@ def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor
     # Entries that are no tokens add nothing to column 0.
     columns = torch.where(known, stop_ids, 0).long()
     bits.scatter_reduce_(1, columns, known, "amax")
-    words = (bits.unflatten(1, (-1, 32)).long() << torch.arange(32, device=bits.device, dtype=torch.int64)).sum(2).int()
-    return allowed & ~words
+    return allowed & ~packed(bits)
 
 
 def _shaped(found: list[Tensor]) -> Found:

@@ -21,6 +21,7 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
+from pagedtree.bits import unpacked
 from pagedtree.generation.scheduler import GeneratedSequence
 
 if TYPE_CHECKING:
@@ -189,9 +190,3 @@ class Sampling:
             return distributed.verify_rejection(*drafted, self.params, draft_law="onehot", **named)
         named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
         return distributed.verify_rejection(*drafted, self.params, draft_law=draft_law, **named)
-
-
-def unpacked(mask: Tensor, vocab: int) -> Tensor:
-    """Returns bool [N, V] of a packed mask, int32 [N, ceil(V / 32)]."""
-    bits = torch.arange(32, device=mask.device, dtype=torch.int64)
-    return ((mask[:, :, None] >> bits) & 1).flatten(1)[:, :vocab].bool()

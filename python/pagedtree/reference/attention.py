@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedtree.bits import unpacked
+
 
 def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
     """Returns bool [n, seq_len]: which keys each of a sequence's n queries sees; words int32 [n, W], causal if tree_len
@@ -18,7 +20,7 @@ def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, wind
             first = max(0, position - window + 1) if window else 0
             seen[i, first : max(position + 1, 0)] = True
             continue
-        bits = np.flatnonzero(np.unpackbits(words[i].numpy().view(np.uint8), bitorder="little")[:tree_len])
+        bits = np.flatnonzero(unpacked(words[i], tree_len))
         position = tree_start + len(bits) - 1
         seen[i, :tree_start] = True
         if window:

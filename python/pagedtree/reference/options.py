@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagedtree.bits import unpacked
 from pagedtree.options import RequestOptions
 from pagedtree.sampling_params import SamplingParams
 from pagedtree.tree import TreeBatch
@@ -43,7 +44,7 @@ def apply_options(
         forbidden = np.zeros(vocab, bool)
         for mask, at in ((given.get("allowed_mask"), b), (grammar, row)):
             if mask is not None:
-                forbidden |= ~(mask[at].numpy() if mask.dtype == torch.bool else unpacked(mask[at], vocab))
+                forbidden |= ~(mask[at] if mask.dtype == torch.bool else unpacked(mask[at], vocab)).numpy()
         forbidden[[x for x in ends_of_bad_words(given, b, path) if 0 <= x < vocab]] = True
         args = (given, params, b, [x for x in path if 0 <= x < vocab])
         if positions is not None and "stop_ids" in given and "min_position" in given:
@@ -103,7 +104,7 @@ def with_bias_and_penalties(
         counts[x] += 1
     seen = counts > 0
     if "prompt_mask" in given:
-        seen = seen | unpacked(given["prompt_mask"][b], vocab)
+        seen = seen | unpacked(given["prompt_mask"][b], vocab).numpy()
     row, is_nan, forbidden = row.copy(), np.isnan(row), forbidden | (row == -np.inf)
     with np.errstate(all="ignore"):
         if {"bias_tokens", "bias_values", "cu_bias"} <= given.keys():
@@ -132,8 +133,3 @@ def penalties_of(params: SamplingParams, b: int) -> tuple[np.float32, np.float32
         for value in (value_of("presence_penalty"), value_of("frequency_penalty"))
     )
     return np.float32(repetition if repetition > 0 else 1), np.float32(presence), np.float32(frequency)
-
-
-def unpacked(words: Tensor, vocab: int) -> np.ndarray:
-    """Returns bool [vocab] of packed int32 words."""
-    return np.unpackbits(words.contiguous().numpy().view(np.uint8), bitorder="little")[:vocab].astype(bool)

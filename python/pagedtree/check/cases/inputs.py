@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import DraftTree
+from pagedtree.bits import packed
 
 DTYPES = {
     "fp32": torch.float32,
@@ -65,11 +66,8 @@ def words64(count: int, seed: int = 0) -> Tensor:
 
 def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
     """Returns bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
-    given = np.asarray(bits, dtype=bool)
-    width = -(-given.shape[1] // 32) if words is None else words
-    wide = np.zeros((given.shape[0], width * 32), dtype=bool)
-    wide[:, : given.shape[1]] = given[:, : width * 32]
-    return torch.from_numpy(np.packbits(wide, axis=1, bitorder="little").view(np.int32).copy())
+    made = packed(torch.from_numpy(np.ascontiguousarray(bits, dtype=bool)))
+    return made if words is None else torch.nn.functional.pad(made, (0, words - made.shape[1]))
 
 
 def storage_shape(layout: str, pages: int, page_size: int, heads: int, head_dim: int) -> tuple[int, ...]:

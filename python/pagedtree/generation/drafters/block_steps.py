@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import Draft, append_kv, expand_tree, merge_states, rerank_tree, start_draft, tree_attention
+from pagedtree.bits import packed
 from pagedtree.generation.drafters.block_layers import CandidateSelector
 from pagedtree.generation.drafters.grown import chosen_scores
 from pagedtree.generation.paged_step import PagedStep
@@ -29,10 +30,8 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
     distance = place[:, None] - place
     mask, tree_lens = None, None
     if window:  # the op sees the text and the token itself, at one position for all of a block
-        own = torch.zeros((size, -(-size // 32)), dtype=torch.int64, device=q.device)
-        own[place, place // 32] = 1 << (place % 32)
-        own = torch.where(own >= 1 << 31, own - (1 << 32), own)
-        mask, tree_lens = own.int().repeat(batch, 1), torch.full_like(step.seq_lens, size)
+        own = packed(distance == 0)
+        mask, tree_lens = own.repeat(batch, 1), torch.full_like(step.seq_lens, size)
         rest = distance > 0
     else:  # the op sees what is not behind a token
         rest = (distance < 0) & (distance > -around)

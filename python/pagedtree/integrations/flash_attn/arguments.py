@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree.integrations.masks import all_visible, pack_intervals
+from pagedtree.integrations.masks import all_visible
 
 __all__ = ["even_offsets", "one_of", "refuse", "rows_in_sequences", "scale_of", "visibility"]
 
@@ -64,4 +64,11 @@ def visibility(
     sequence = torch.searchsorted(cu_seqlens_q[1:], query, right=True)
     lens = seq_lens.clamp(max=max_keys)
     own_key = query + torch.nn.functional.pad(lens - cu_seqlens_q[1:], (0, 1))[sequence]  # the last query's is last
-    return {"tree_mask": pack_intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": lens}
+    return {"tree_mask": _intervals(own_key - left, own_key + right + 1, max_keys), "tree_lens": lens}
+
+
+def _intervals(begin: Tensor, end: Tensor, n: int) -> Tensor:
+    """int32 [..., ceil(n / 32)]: the words of a mask that is True from begin to end - 1, both int [...]."""
+    first = torch.arange(0, n, 32, device=begin.device, dtype=torch.int64)
+    below_begin, below_end = ((1 << (x[..., None] - first).clamp(0, 32)) - 1 for x in (begin, end))
+    return (below_end & ~below_begin).int()

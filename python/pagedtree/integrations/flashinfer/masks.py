@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import checked, expect_dims
-from pagedtree.integrations.masks import pack_mask, unpack_mask
+from pagedtree.bits import packed, unpacked
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
 
@@ -131,7 +131,7 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
             raise ValueError(f"custom_mask: expected every row of sequence {b} to see its first {s - t} keys")
         rows.append(torch.nn.functional.pad(mask[:, s - t :] != 0, (0, width - t)))
     empty = torch.empty(0, width, dtype=torch.bool, device=device)
-    return pack_mask(torch.cat([empty, *rows]))
+    return packed(torch.cat([empty, *rows]))
 
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
@@ -143,6 +143,6 @@ def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Te
     parts, begin = [], 0
     for n, s, t in sizes:
         words = torch.nn.functional.pad(tree_mask[begin : begin + n], (0, max(0, -(-t // 32) - tree_mask.shape[1])))
-        parts.append(torch.nn.functional.pad(unpack_mask(words, t), (s - t, 0), value=True).flatten())
+        parts.append(torch.nn.functional.pad(unpacked(words, t), (s - t, 0), value=True).flatten())
         begin += n
     return parts

@@ -7,8 +7,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from pagedtree.bits import packed
 from pagedtree.integrations.indices import INT32_MAX
-from pagedtree.integrations.masks import pack_mask
 
 __all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
 
@@ -65,7 +65,7 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
     bs, n, _ = seen.shape
     if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         rows = _packed_rows(tree_mask, bs, n)
-        rows.copy_(pack_mask(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
+        rows.copy_(packed(seen).view(bs * n, 1).view(torch.uint8)[:, : rows.shape[1]])
     else:
         cells, values = _cells(seq_lens, n, _mode(mode)).flatten(), seen.flatten().byte()
         mask = _flat_bytes(tree_mask, bs, n)
@@ -89,4 +89,4 @@ def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, t
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
     cells, mask = _cells(seq_lens.long(), n, _mode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
     known = cells < mask.numel()
-    return pack_mask((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))
+    return packed((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))

@@ -17,7 +17,8 @@ from transformers.masking_utils import sdpa_mask
 
 from pagedtree import tree_attention
 from pagedtree._C import HEAD_DIMS
-from pagedtree.integrations.masks import all_visible, pack_mask
+from pagedtree.bits import packed
+from pagedtree.integrations.masks import all_visible
 from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.fused_rotary import rotation_of
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
@@ -194,4 +195,4 @@ def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tenso
                 f'attention implementation "{NAME}": `attention_mask` must be bool, or 0 and very negative, got a bias'
             )
         visible = ~hidden
-    return pack_mask(visible).flatten(0, 1)
+    return packed(visible).flatten(0, 1)

@@ -14,6 +14,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from pagedtree import RequestOptions, SamplingParams, Verdict
+from pagedtree.bits import unpacked
 from pagedtree.integrations.vllm.options import BatchSampling, option_lists
 
 __all__ = ["DeviceSampling"]
@@ -124,9 +125,7 @@ class DeviceSampling:
         rows = offsets[request] + verdict.accept_index[request, step].clamp(min=0)
         scores = logits[rows]
         if grammar_mask is not None:
-            bits = torch.arange(32, dtype=torch.int32, device=self.device)
-            is_allowed = (grammar_mask[rows][:, :, None] >> bits & 1).flatten(1)[:, : self.vocab_size].bool()
-            scores.masked_fill_(~is_allowed, -torch.inf)
+            scores.masked_fill_(~unpacked(grammar_mask[rows], self.vocab_size), -torch.inf)
         mode = self.sampler.logprobs_mode
         if mode in PROCESSED_LOGPROBS_MODES:
             queries = batch.logits_indices[rows]

@@ -13,6 +13,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
 
 from pagedtree import RequestOptions, SamplingParams, token_logprobs
+from pagedtree.bits import unpacked
 from pagedtree.integrations.vllm.limits import MAX_TOP_N
 from pagedtree.integrations.vllm.options import is_penalized, known_ids, option_lists, params_of
 
@@ -48,7 +49,7 @@ def sampled_logprobs(
     if mode == "raw_logits" or top_n > MAX_TOP_N:
         scores = logits[chosen_rows].float()
         if mask is not None:
-            scores.masked_fill_(~_bits(mask, scores.shape[1]), -math.inf)
+            scores.masked_fill_(~unpacked(mask, scores.shape[1]), -math.inf)
         if mode != "raw_logits":
             scores = Sampler.compute_logprobs(scores)
         found = Sampler.gather_logprobs(scores, top_n, chosen)
@@ -107,9 +108,3 @@ def _processed(
         both = grammar_mask if options.allowed_mask is None else options.allowed_mask & grammar_mask
         options = replace(options, allowed_mask=both)
     return params_of(given, device, greedy_temperature=1.0), options
-
-
-def _bits(mask: Tensor, vocab: int) -> Tensor:
-    """bool [R, V] of packed int32 [R, ceil(V / 32)]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    return (mask[:, :, None] >> shifts & 1).flatten(1)[:, :vocab].bool()
