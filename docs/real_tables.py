@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tables import Result, Row, machine_line, pivot, table
+from tables import Result, Row, field, listing, machine_line, pivot
 
 KINDS = ("edits", "summaries", "stories")
 RATES = "bfloat16"
@@ -53,7 +53,7 @@ def in_columns(
         if has_all and "all" in of:
             text += "; all {1:.2f} ({0:.2f} to {2:.2f})".format(*of["all"][figure])
         cells.append({"way": way, "sequences": f"{sequences} sequence{'s' * (sequences != 1)}", "text": text})
-    return pivot(corner, cells, *(lambda row, key=key: row[key] for key in ("way", "sequences", "text")))
+    return pivot(corner, cells, *map(field, ("way", "sequences", "text")))
 
 
 def texts(result: Result) -> str:
@@ -87,14 +87,14 @@ def at_once(*shown: tuple[str, str]) -> Callable[[Result, str], str]:
     """
 
     def render(result: Result, name: str) -> str:
-        of = {(row["way"], row["sequences"], row["kind"]): row for row in rows_of(result)}
-        columns = {"edits": (1, "edits"), "summaries with quotations": (1, "summaries"), "stories": (1, "stories")}
-        columns["all three, 8 sequences at once"] = 8, "all"
-        lines = []
-        for way, title in shown:
-            found = [of.get((way, *column)) for column in columns.values()]
-            lines.append([title, *("" if row is None else rate_and_gain(row) for row in found)])
-        return table(["tokens/s", *columns], lines)
+        rates = {(row["way"], row["sequences"], row["kind"]): rate_and_gain(row) for row in rows_of(result)}
+        shows = {"edits": (1, "edits"), "summaries with quotations": (1, "summaries"), "stories": (1, "stories")}
+        shows["all three, 8 sequences at once"] = 8, "all"
+        rows = [
+            {"tokens/s": title} | {show: rates.get((way, *of), "") for show, of in shows.items()}
+            for way, title in shown
+        ]
+        return listing(rows, {column: field(column) for column in ("tokens/s", *shows)})
 
     return render
 
@@ -105,10 +105,17 @@ def rate_and_gain(row: Row) -> str:
 
 def accepted(*shown: tuple[str, str]) -> Callable[[Result, str], str]:
     """Accepted drafts of a tree for one sequence, by kind."""
+    titles = dict(shown)
 
     def render(result: Result, name: str) -> str:
         of = {(row["way"], row["kind"]): row for row in rows_of(result) if row["sequences"] == 1}
-        lines = [[title, *(f"{of[way, kind]['tokens_per_step'] - 1:.2f}" for kind in KINDS)] for way, title in shown]
-        return table(["accepted drafts a step", *KINDS], lines)
+        rows = [of[way, kind] for way in titles for kind in KINDS]
+        return pivot(
+            "accepted drafts a step",
+            rows,
+            line=lambda row: titles[row["way"]],
+            column=field("kind"),
+            cell=lambda row: f"{row['tokens_per_step'] - 1:.2f}",
+        )
 
     return render

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from real_tables import QUANTISED, rows_of
-from tables import RESULTS, Result, Row, is_ours, load, over_floor, table, threads_of
+from tables import RESULTS, Result, Row, fastest_other, field, listing, load, op_name, over_floor, threads_of
 
 
 class Line(NamedTuple):
@@ -38,6 +38,12 @@ OPS = [
     ("best drafts of a model", "ops_avx512", "expand_tree", "base"),
     ("accepted keys and values moved", "ops_avx512", "compact_kv", "base"),
 ]
+# Rows of headline.py that say how fast a step on a GPU is.
+GPU_POINTS = (
+    *("one sequence, L 8k, T 16", "R 64, 256 MB", "R 64, 1 GB", "R 256, 256 MB", "prefill, empty prefix"),
+    *("latent, R 512", "greedy, a path", "sampled, a path, top-p 0.9", "sampled, all rows, temperature 0.8"),
+    "rejection",
+)
 
 
 def times(ratio: float) -> str:
@@ -52,9 +58,8 @@ def op_lines(results: Path) -> Iterator[Line]:
     for what, name, op, point in OPS:
         if result := load(name, results):
             row = next(row for row in result["rows"] if (row["op"], row["point"]) == (op, point))
-            ratio, peer = min((ratio, peer) for peer, ratio in row["ratio"].items() if not is_ours(peer))
-            ours, floor, machine = f"{row['ms']:.3g} ms", f"{over_floor(row):.2f}", machine_of(result["machine"])
-            yield Line(what, f"`{op}`, {point}", ours, ratio, peer, floor, machine)
+            machine = machine_of(result["machine"])
+            yield Line(what, f"`{op}`, {point}", f"{row['ms']:.3g} ms", *fastest_other(row), over_floor(row), machine)
 
 
 def fastest(rows: list[Row]) -> Row:
@@ -92,23 +97,21 @@ def lines(results: Path = RESULTS) -> list[Line]:
 
 
 def measured() -> str:
-    header = ["measured", "point", "ours", "over the fastest peer", "which", "floor / time", "machine"]
-    return table(header, [list(line._replace(ratio=times(line.ratio))) for line in lines()])
-
-
-# Rows of headline.py that say how fast a step on a GPU is.
-GPU_POINTS = (
-    "one sequence, L 8k, T 16", "R 64, 256 MB", "R 64, 1 GB", "R 256, 256 MB", "prefill, empty prefix", "latent, R 512",
-    "greedy, a path", "sampled, a path, top-p 0.9", "sampled, all rows, temperature 0.8", "rejection",
-)  # fmt: skip
+    columns = {"measured": "what", "point": "point", "ours": "ours", "over the fastest peer": "ratio", "which": "peer"}
+    columns |= {"floor / time": "floor", "machine": "machine"}
+    rows = [line._asdict() | {"ratio": times(line.ratio)} for line in lines()]
+    return listing(rows, {title: field(key) for title, key in columns.items()})
 
 
 def on_gpu(result: Result, name: str) -> str:
-    body = []
-    for row in (row for row in result["rows"] if row["point"] in GPU_POINTS):
-        ratio, peer = min((ratio, peer) for peer, ratio in row["ratio"].items() if not is_ours(peer))
-        ours = f"{row['ms'] * 1e3:.0f} us"
-        body.append([f"`{row['op']}`", row["point"], ours, times(ratio), peer, f"{over_floor(row):.2f}"])
     machine = result["machine"]
-    header = ["op", "point", machine["cuda"], "over the fastest peer", "which", "floor / time"]
-    return f"{machine['cuda']}, {machine['date']}, commit {machine['commit']}:\n\n{table(header, body)}"
+    columns = {
+        "op": op_name,
+        "point": field("point"),
+        machine["cuda"]: lambda row: f"{row['ms'] * 1e3:.0f} us",
+        "over the fastest peer": lambda row: times(fastest_other(row)[0]),
+        "which": lambda row: fastest_other(row)[1],
+        "floor / time": over_floor,
+    }
+    rows = [row for row in result["rows"] if row["point"] in GPU_POINTS]
+    return f"{machine['cuda']}, {machine['date']}, commit {machine['commit']}:\n\n{listing(rows, columns)}"

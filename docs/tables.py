@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).parent
+DOCS = Path(__file__).resolve().parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
 
 Row = dict[str, Any]
@@ -26,29 +26,33 @@ def load(name: str, results: Path = RESULTS) -> Result | None:
     return result
 
 
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def listing(rows: Iterable[Row], columns: dict[str, Show]) -> str:
     """One line for each row, one column for each function of it."""
-    return table(list(columns), [[show(row) for show in columns.values()] for row in rows])
+    header = [[*columns], ["---", *["---:"] * (len(columns) - 1)]]
+    lines = [*header, *([show(row) for show in columns.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def pivot(corner: str, rows: Iterable[Row], line: Show, column: Show, cell: Show) -> str:
     """Lines and columns in the order in which the rows have them; empty where no row is."""
-    found: dict[tuple[str, str], str] = {}
+    found: dict[str, dict[str, str]] = {}
+    columns: dict[str, None] = {}
     for row in rows:
-        if (key := (line(row), column(row))) in found:
-            raise ValueError(f"pivot: one row for each line and column expected, got two for {key}")
-        found[key] = cell(row)
-    lines, columns = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
-    return table([corner, *columns], [[name, *(found.get((name, of), "") for of in columns)] for name in lines])
+        cells, name = found.setdefault(line(row), {}), column(row)
+        if name in cells:
+            raise ValueError(f"pivot: one row for each line and column expected, got two for {line(row)}, {name}")
+        cells[name] = cell(row)
+        columns[name] = None
+    shows = {name: lambda row, name=name: row[1].get(name, "") for name in columns}
+    return listing(found.items(), {corner: lambda row: row[0], **shows})  # type: ignore[arg-type]
 
 
 def field(key: str, form: str = "") -> Show:
     return lambda row: format(row[key], form)
+
+
+def op_name(row: Row) -> str:
+    return f"`{row['op']}`"
 
 
 def threads_of(machine: dict[str, Any]) -> str:
@@ -63,11 +67,16 @@ def machine_line(machine: dict[str, Any], name: str) -> str:
     )
 
 
-def is_ours(peer: str) -> bool:
-    """The op itself in another mode stands beside the peers, too."""
-    return peer.startswith("pagedtree")
+def others(row: Row) -> dict[str, float]:
+    """The ratios of the peers, without those of the op itself in another mode."""
+    return {peer: ratio for peer, ratio in row["ratio"].items() if not peer.startswith("pagedtree")}
 
 
-def over_floor(row: Row) -> float:
+def fastest_other(row: Row) -> tuple[float, str]:
+    """The smallest ratio and whose it is; 0 and "" where there is no peer."""
+    return min(((ratio, peer) for peer, ratio in others(row).items()), default=(0.0, ""))
+
+
+def over_floor(row: Row) -> str:
     """The floor's time over the op's."""
-    return row["floor_ms"] / row["ms"]
+    return f"{row['floor_ms'] / row['ms']:.2f}"

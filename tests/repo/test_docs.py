@@ -84,40 +84,21 @@ def test_cpp_excerpts_are_lines_of_the_example():
     assert {line.split("//")[0].strip() for line in block.splitlines()} <= statements
 
 
-def test_quickstart_is_short():
-    lines = [line for line in python_blocks(ROOT / "README.md")[0].splitlines() if line]
-    assert len([line for line in lines if not line.startswith("import")]) <= 15
-
-
-def test_list_of_public_names_is_up_to_date(scripts):
+def test_generated_parts_are_up_to_date(scripts):
     pytest.importorskip("transformers")
-    committed = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    assert committed == importlib.import_module("make_api").index(), "docs/api.md is out of date: run `make docs`"
+    make_pages = importlib.import_module("make_pages")
+    for page, sections in make_pages.PAGES.items():
+        text = page.read_text(encoding="utf-8")
+        assert text == make_pages.filled(text, sections), f"{page.name} is out of date: run `make docs`"
 
 
-def test_api_reference_has_what_its_contents_and_the_list_of_names_say(scripts):
-    pytest.importorskip("transformers")
-    text = importlib.import_module("make_api").reference()
-    contents = text[: text.index("\n## ")]
-    assert len(re.findall(r"^- \[", contents, re.MULTILINE)) == len(re.findall(r"^## ", text, re.MULTILINE))
-    listed = re.findall(r"^- \[`(\w+)`\]", (ROOT / "docs" / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert re.findall(r"^### `(\w+)`", text, re.MULTILINE) == listed
-    for name in ("TreeBatch", "tree_attention", "verify_sampled", "ModelDrafter", "Traffic"):
-        assert f"[`{name}`](#{name.lower()})" in contents
-    assert "Traffic.words" in text
-
-
-def test_list_of_architectures_shows_the_kept_outcomes(scripts):
-    text = (ROOT / "docs" / "transformers.md").read_text(encoding="utf-8")
-    filled = importlib.import_module("make_architectures").filled(text)
-    assert text == filled, "docs/transformers.md is out of date: run `make docs`"
-
-
-def test_tests_that_a_page_names_exist():
-    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "integrations" / "transformers.md").read_text())
-    assert len(named) > 20
-    for file, name in named:
-        assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file}::{name}"
+def test_plots_are_of_the_kept_results(scripts, tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
+        pytest.skip("another matplotlib draws other bytes")
+    make_plots = importlib.import_module("make_plots")
+    for path in make_plots.write(images=tmp_path):
+        assert path.read_bytes() == (make_plots.IMAGES / path.name).read_bytes(), f"{path.name}: run `make docs`"
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -132,8 +113,12 @@ def test_links_lead_to_files(page):
 
 
 def test_tests_that_pages_name_exist():
-    tests = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
+    tests = {path: path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")}
     functions = set(re.findall(r"^def (test_\w+)", "\n".join(tests.values()), re.MULTILINE))
+    files = {path.name for path in tests}
     for page in sorted((ROOT / "docs").glob("integrations/*.md")):
-        for name, suffix in re.findall(r"\b(test_\w+)(\.py)?\b", page.read_text(encoding="utf-8")):
-            assert name + ".py" in tests if suffix else name in functions, f"{page.name} names {name}"
+        text = page.read_text(encoding="utf-8")
+        for name, suffix in re.findall(r"\b(test_\w+)(\.py)?\b", text):
+            assert name + ".py" in files if suffix else name in functions, f"{page.name} names {name}"
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
+            assert f"\ndef {name}(" in tests[ROOT / file], f"{page.name} names {file}::{name}"

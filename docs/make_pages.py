@@ -1,9 +1,11 @@
-"""Writes the tables of README.md and of pages in docs/ from the JSON files under benchmarks/results/."""
+"""Writes the tables and lists of README.md and docs/: results (benchmarks/results/), public names, architectures."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import architectures
+import make_api
 import measured_tables as of_runs
 import real_tables as of_model
 import summary
@@ -30,30 +32,25 @@ def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
     return shown
 
 
-# Marker in performance.md -> what stands there.
-SECTIONS = {
-    "summary": summary.measured,
-    "summary-gpu": kept("headline_h200", summary.on_gpu),
-    "attention": kept("ops_avx512", of_runs.family("tree_attention", plot="Time against context, tree and batch")),
-    "latent": kept("latent_cpu", of_runs.family("latent_attention")),
-    "recurrent": kept("recurrent_cpu", RECURRENT),
-    "verification": kept("ops_avx512", VERIFICATION),
-    "options": kept("options_cpu", of_runs.options),
-    "drafting": kept("ops_avx512", DRAFTING),
-    "host": kept("host_cpu", of_runs.host),
-    "gpu": kept("headline_h200", of_runs.on_gpu),
-    "real": kept("real_cpu", of_model.gains),
-    "rules": kept("rules", of_runs.rules),
-    "distributed": kept("distributed", of_runs.distributed),
-    "grammars": kept("grammars_cpu", of_runs.grammars),
-}
-
-
-# Page -> its sections.
+# Page -> its markers -> what stands there.
 PAGES = {
-    DOCS / "performance.md": SECTIONS,
+    DOCS / "performance.md": {
+        "summary": summary.measured,
+        "summary-gpu": kept("headline_h200", summary.on_gpu),
+        "attention": kept("ops_avx512", of_runs.family("tree_attention", plot="Time against context, tree and batch")),
+        "latent": kept("latent_cpu", of_runs.family("latent_attention")),
+        "recurrent": kept("recurrent_cpu", RECURRENT),
+        "verification": kept("ops_avx512", VERIFICATION),
+        "drafting": kept("ops_avx512", DRAFTING),
+        "host": kept("host_cpu", of_runs.host),
+        "gpu": kept("headline_h200", of_runs.on_gpu),
+        "real": kept("real_cpu", of_model.gains),
+        "distributed": kept("distributed", of_runs.distributed),
+    },
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},
+    DOCS / "transformers.md": {"architectures": architectures.listed},
+    DOCS / "api.md": {"names": make_api.names},
 }
 
 
@@ -67,4 +64,4 @@ def filled(text: str, sections: dict[str, Callable[[], str]]) -> str:
 
 if __name__ == "__main__":
     for page, sections in PAGES.items():
-        page.write_text(filled(page.read_text(), sections))
+        page.write_text(filled(page.read_text(encoding="utf-8"), sections), encoding="utf-8")

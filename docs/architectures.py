@@ -1,6 +1,4 @@
-"""Writes the list of architectures in transformers.md from architectures.json, which the tests compare with each run.
-
-python docs/make_architectures.py
+"""The list of architectures in transformers.md, from architectures.json, which the tests compare with each run.
 
 python tests/architecture_case.py writes architectures.json anew (some minutes).
 """
@@ -9,12 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
-DOCS = Path(__file__).parent
-KEPT = DOCS / "architectures.json"
-MARKS = "<!-- architectures:begin -->\n", "\n<!-- architectures:end -->"
+KEPT = Path(__file__).with_name("architectures.json")
 # What a refusal says, and what that means to a reader.
 REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
@@ -31,9 +26,9 @@ REASONS = {
 }
 
 
-def listing(kept: dict) -> str:
+def listed() -> str:
     """Markdown: which model types are served, which are refused and why, which were not built."""
-    outcomes = kept["outcomes"]
+    outcomes = json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"]
     served = [name for name, outcome in outcomes.items() if outcome == "same"]
     rows = [("The same text", served)]
     refused = {name: outcome for name, outcome in outcomes.items() if outcome.startswith("refused: ")}
@@ -47,19 +42,3 @@ def listing(kept: dict) -> str:
     lines = ["| | Model types |", "|---|---|"]
     lines += [f"| {text} ({len(names)}) | {', '.join(sorted(names))} |" for text, names in rows]
     return "\n".join(lines)
-
-
-def filled(text: str) -> str:
-    """The page with its list from architectures.json."""
-    head, rest = text.split(MARKS[0], 1)
-    return head + MARKS[0] + listing(json.loads(KEPT.read_text(encoding="utf-8"))) + MARKS[1] + rest.split(MARKS[1])[1]
-
-
-def main() -> int:
-    page = DOCS / "transformers.md"
-    page.write_text(filled(page.read_text(encoding="utf-8")), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
