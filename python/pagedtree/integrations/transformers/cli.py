@@ -24,7 +24,7 @@ from pagedtree.integrations.transformers.command_models import DTYPES, NUM_NODES
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
-from pagedtree.integrations.transformers.printer import Printer as _Printer
+from pagedtree.integrations.transformers.printer import Printer
 from pagedtree.testing import backends
 
 __all__ = ["main"]
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         rule, params = _sampling(parser, args, _config_fields(model, args))
         drafter = drafter_of(model, args)
         grammars = _grammars(parser, model, tokenizer, eos_ids, grammar, args)
-        printer = _Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
+        printer = Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
         _, stats = generate(
             model,
             [prompt],
@@ -96,91 +96,53 @@ def _parser() -> argparse.ArgumentParser:
         description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, progress and statistics"
         " to stderr.",
     )
-    parser.add_argument(
-        "--model", required=True, help="checkpoint of the target: a folder, a GGUF file or a name on the hub"
-    )
-    parser.add_argument("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
-    parser.add_argument(
-        "--chat", action="store_true", help="the prompt is a user's message, put into the tokenizer's chat template"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="a system message in front of it; needs --chat")
-    drafts = parser.add_mutually_exclusive_group()
-    drafts.add_argument(
-        "--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer, as --model"
-    )
-    drafts.add_argument(
-        "--drafter", metavar="FOLDER", help="folder of a draft head, of any format that load_drafter reads"
-    )
-    drafts.add_argument("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
-    drafts.add_argument("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
-    drafts.add_argument("--block", metavar="PATH", help="folder of a block drafter (DFlash)")
-    drafts.add_argument("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
-    parser.add_argument(
-        "--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)"
-    )
-    parser.add_argument(
-        "--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless"
-    )
-    parser.add_argument(
-        "--num-nodes", type=int, help=f"nodes of a draft tree, the root included (default {NUM_NODES}, of n-grams 32)"
-    )
-    parser.add_argument("--depth", type=int, help="most draft tokens in a row (default: the drafter's own)")
-    parser.add_argument("--width", type=int, help="most guesses for a place (default: the drafter's own); 1 = chains")
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="default %(default)s")
-    parser.add_argument("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated"
-    )
-    parser.add_argument(
-        "--min-new-tokens",
-        type=int,
-        help="tokens before the end-of-text token may come (default: the checkpoint's, or 0)",
-    )
-    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="may not come; may be repeated")
-    parser.add_argument(
-        "--repetition-penalty", type=float, help="divides what was there before (default: the checkpoint's, or 1 = off)"
-    )
-    parser.add_argument("--presence-penalty", type=float, help="subtracted from what was generated (default 0)")
-    parser.add_argument("--frequency-penalty", type=float, help="subtracted each time that it was (default 0)")
-    parser.add_argument(
-        "--logprobs", type=int, metavar="N", help="tells each token's log-probability, rank and the N most likely"
-    )
-    grammars = parser.add_mutually_exclusive_group()
-    grammars.add_argument("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
-    grammars.add_argument("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
-    parser.add_argument(
-        "--max-whitespace",
-        type=int,
-        metavar="N",
-        help=f"most white space between two parts of the JSON text (default {MAX_WHITESPACE} characters; 0 = one line)",
-    )
-    parser.add_argument(
-        "--no-generation-config",
-        action="store_true",
-        help="leave out what the checkpoint's generation_config.json asks for",
-    )
-    parser.add_argument(
-        "--temperature", type=float, help="0 = greedy (default: the checkpoint's where it samples, else greedy)"
-    )
+    add = parser.add_argument
+    drafts, grammar = (parser.add_mutually_exclusive_group().add_argument for _ in range(2))
     sampling = parser.add_argument_group(
         "sampling", "only with a temperature above 0; the defaults are the checkpoint's where it samples"
-    )
-    sampling.add_argument("--top-p", type=float, help="else 1 = off")
-    sampling.add_argument("--top-k", type=int, help="else 0 = off")
-    sampling.add_argument("--min-p", type=float, help="else 0 = off")
-    sampling.add_argument("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
-    parser.add_argument("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
-    parser.add_argument("--num-pages", type=int, help="pages in the cache (default: enough)")
-    parser.add_argument(
-        "--device", default="cuda" if "cuda" in backends() else "cpu", help="default: cuda where it can run, else cpu"
-    )
-    parser.add_argument("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
-    parser.add_argument(
-        "--pack-weights",
-        action=argparse.BooleanOptionalAction,
-        help="lay out the weights for CPUs during the call (default: where that is likely to pay)",
-    )
-    parser.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
+    ).add_argument
+    add("--model", required=True, help="checkpoint of the target: a folder, a GGUF file or a name on the hub")
+    add("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
+    add("--chat", action="store_true", help="the prompt is a user's message, put into the tokenizer's chat template")
+    add("--system", metavar="TEXT", help="a system message in front of it; needs --chat")
+    drafts("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer, as --model")
+    drafts("--drafter", metavar="FOLDER", help="folder of a draft head, of any format that load_drafter reads")
+    drafts("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
+    drafts("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
+    drafts("--block", metavar="PATH", help="folder of a block drafter (DFlash)")
+    drafts("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
+    add("--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)")
+    add("--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless")
+    add("--num-nodes", type=int, help=f"nodes of a draft tree with its root (default {NUM_NODES}, of n-grams 32)")
+    add("--depth", type=int, help="most draft tokens in a row (default: the drafter's own)")
+    add("--width", type=int, help="most guesses for a place (default: the drafter's own); 1 = chains")
+    add("--max-new-tokens", type=int, default=128, help="default %(default)s")
+    add("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
+    add("--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated")
+    add("--min-new-tokens", type=int, help="tokens before an end-of-text token (default: the checkpoint's, or 0)")
+    add("--bad-word", action="append", default=[], metavar="TEXT", help="may not come; may be repeated")
+    add("--repetition-penalty", type=float, help="divides what came before (default: the checkpoint's, or 1 = off)")
+    add("--presence-penalty", type=float, help="subtracted from what was generated (default 0)")
+    add("--frequency-penalty", type=float, help="subtracted each time that it was (default 0)")
+    add("--logprobs", type=int, metavar="N", help="tells each token's log-probability, rank and the N most likely")
+    grammar("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
+    grammar("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
+    blanks = f"most white space between two parts of the JSON text (default {MAX_WHITESPACE} characters; 0 = one line)"
+    add("--max-whitespace", type=int, metavar="N", help=blanks)
+    add("--no-generation-config", action="store_true", help="leave out what generation_config.json asks for")
+    add("--temperature", type=float, help="0 = greedy (default: the checkpoint's where it samples, else greedy)")
+    sampling("--top-p", type=float, help="else 1 = off")
+    sampling("--top-k", type=int, help="else 0 = off")
+    sampling("--min-p", type=float, help="else 0 = off")
+    sampling("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
+    add("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
+    add("--num-pages", type=int, help="pages in the cache (default: enough)")
+    device = "cuda" if "cuda" in backends() else "cpu"
+    add("--device", default=device, help="default: cuda where it can run, else cpu")
+    add("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
+    packed = "lay out the weights for CPUs during the call (default: where that is likely to pay)"
+    add("--pack-weights", action=argparse.BooleanOptionalAction, help=packed)
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
     return parser
 
 

@@ -25,6 +25,7 @@ from pagedtree.generation.tree_tuner import TreeTuner, TunerOf
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
 from pagedtree.integrations.transformers.attention import autocast_dtype
+from pagedtree.integrations.transformers.generate_arguments import Prompts
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.packed_weights import check_packable, packed_weights, pays
@@ -194,56 +195,36 @@ def generate(
     to itself; TypeError for params, options, functions or objects of another type.
     """
     packed = TransformersModel(model)
-    if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params: expected SamplingParams or None, got {type(params).__name__}")
+    arguments.check_kinds(params=params, callback=callback, on_step=on_step, shards=shards, streamer=streamer)
+    arguments.check_kinds(share_prefix=share_prefix, pack_weights=pack_weights, cuda_graph=cuda_graph)
+    arguments.check_kinds(logits_processor=logits_processor)
     if not isinstance(generation_config, bool):
-        raise TypeError(
-            f"generation_config: expected True or False, got {type(generation_config).__name__}; True takes"
-            " model.generation_config"
-        )
-    arguments.check_switches(share_prefix=share_prefix, pack_weights=pack_weights, cuda_graph=cuda_graph)
-    arguments.check_functions(callback=callback, on_step=on_step)
-    arguments.check_objects(shards=shards, streamer=streamer, logits_processor=logits_processor)
-    arguments.at_least_one(
-        max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens,
-        **({} if max_sequences is None else {"max_sequences": max_sequences}),
-    )  # fmt: skip
+        kind = type(generation_config).__name__
+        raise TypeError(f"generation_config: expected True or False, got {kind}; True takes model.generation_config")
+    arguments.at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
+    arguments.at_least_one(max_sequences=1 if max_sequences is None else max_sequences)
     eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
     given = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
     config = config_fields(model, params=params, rule=rule, given=given) if generation_config else ConfigFields()
     stops = config.stops(stop_strings, tokenizer)
-    input_ids, attention_mask = arguments.prompts_and_mask(input_ids, attention_mask)
-    vocab_size = packed.vocab_size if shards is None else shards.vocab
-    prompts = arguments.token_lists(input_ids, attention_mask, vocab_size, pad=None if pad in eos_ids else pad)
-    device, num_logits = packed.device, packed.num_logits if shards is None else shards.vocab
-    every_option = arguments.options_of(options, len(prompts), n)
-    least = arguments.least_lengths(min_new_tokens, max_new_tokens, len(prompts), n)
+    vocab_size, num_logits = (packed.vocab_size, packed.num_logits) if shards is None else (shards.vocab, shards.vocab)
+    prompts = Prompts.of(input_ids, attention_mask, vocab_size, None if pad in eos_ids else pad, n)
+    every_option = arguments.options_of(options, prompts)
+    least = arguments.least_lengths(min_new_tokens, max_new_tokens, prompts)
+    read = config.read(logits_processor or (), prompts.tokens, prompts.width, eos_ids, num_logits)
     if params is None and rule == "greedy":
         rule = "auto"  # penalties make params of temperature 0
-    width = input_ids.shape[1] if isinstance(input_ids, Tensor) else None
-    read = config.read(logits_processor or (), prompts, width, eos_ids, num_logits)
     params = read.on_params(SamplingParams() if config.is_sampled else params)
     every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
-    given, drafter = drafter, as_drafter(drafter)
-    networks = drafter.networks
-    shared = model, model.config, given, drafter.model, getattr(drafter.model, "config", None), *networks
+    adapted = as_drafter(drafter)
+    draft_config, networks = getattr(adapted.model, "config", None), adapted.networks
+    owned, drafter = (model, model.config, drafter, adapted.model, draft_config, *networks), adapted
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
-    sequences = [
-        GeneratedSequence(
-            index=b * n + j,
-            group=b,
-            tokens=list(prompt),
-            max_length=len(prompt) + max_new_tokens,
-            # The last token is always computed, and what is shared is whole pages.
-            shared_len=(len(prompt) - 1) // page_size * page_size if n > 1 else 0,
-        )
-        for b, prompt in enumerate(prompts)
-        for j in range(n)
-    ]
+    sequences = prompts.sequences(max_new_tokens, page_size)
     _limit_lengths(packed, sequences)
     params = arguments.sequence_params(params, len(prompts), n)
-    requests = RequestRows(sequences, every_option, eos_ids, least, params, num_logits, device)
+    requests = RequestRows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
     if requests.is_used:
         rule, params = check_options(rule, params, config.origin())
     matchers = arguments.grammars_of(grammars, len(sequences))
@@ -252,49 +233,42 @@ def generate(
         raise ValueError("logprobs: expected None with shards, whose logits no rank has whole")
     if streamer is not None and len(sequences) != 1:
         raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(sequences)}")
-    max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
-    if num_pages is None:
-        needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
-        num_pages = max(sum(needed[:max_sequences]), 1)
-    num_pages = arguments.integer("num_pages", num_pages)
-    cache = PagedCache(num_pages, page_size, device, packed.is_recurrent)
+    num_pages = _num_pages(num_pages, page_size, sequences, drafter, max_sequences)
+    cache = PagedCache(num_pages, page_size, packed.device, packed.is_recurrent)
     queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent:
         _check_recurrent(drafter)
-    is_asked_to_pack = bool(pack_weights)
+    num_running = min(len(sequences), max_sequences or len(sequences))
     if pack_weights:
         check_packable(model)
-    elif pack_weights is None and sequences:
-        num_running = min(len(sequences), max_sequences or len(sequences))
+    is_packed = bool(pack_weights)
+    if pack_weights is None and num_running and shards is None:
         num_passes = max_new_tokens * len(sequences) // num_running
-        pack_weights = shards is None and pays(model, num_passes, num_running * max(drafter.max_nodes, 1))
+        is_packed = pays(model, num_passes, num_running * max(drafter.max_nodes, 1))
     if cuda_graph:
-        _check_graph(model, drafter, device, share_prefix, shards, matchers is not None)
+        _check_graph(model, drafter, packed.device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
-    sampling = Sampling(rule, params, arguments.seeds_of(seeds, len(sequences), device), shards, vocab_size=num_logits)
-    with in_turn(*(thing for thing in shared if thing is not None)):
+    every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
+    sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
+    with in_turn(*(each for each in owned if each is not None)), ExitStack() as stack:
         drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
-        with ExitStack() as stack:
-            if pack_weights:
-                nets = [net for net in networks if isinstance(net, nn.Module)]
-                stack.enter_context(packed_weights(model, *nets, copy_held=is_asked_to_pack))
-            if streamer is not None:
-                callback = stack.enter_context(_streamed(streamer, prompts[0], callback))
-            engine = Engine(
-                packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
-                tuner, stops, requests if requests.is_used else None,
-                None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
-            )  # fmt: skip
-            stack.enter_context(packed.use(is_long))
-            engine.run()
-    if isinstance(input_ids, Tensor):
-        filler = pad if pad is not None else next(iter(eos_ids), 0)
-        return _padded(input_ids, prompts, sequences, n, filler), stats
-    return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences], stats
+        if is_packed:
+            nets = [net for net in networks if isinstance(net, nn.Module)]
+            stack.enter_context(packed_weights(model, *nets, copy_held=bool(pack_weights)))
+        if streamer is not None:
+            callback = stack.enter_context(_streamed(streamer, prompts.tokens[0], callback))
+        engine = Engine(
+            packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
+            tuner, stops, requests if requests.is_used else None,
+            None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
+        )  # fmt: skip
+        stack.enter_context(packed.use(is_long))
+        engine.run()
+    return prompts.results(sequences, pad if pad is not None else next(iter(eos_ids), 0), packed.device), stats
 
 
 @contextmanager
@@ -335,6 +309,17 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
     )
     for sequence in late:
         sequence.max_length = count + 1
+
+
+def _num_pages(
+    asked: int | None, page_size: int, sequences: list[GeneratedSequence], drafter: Drafter, max_sequences: int | None
+) -> int:
+    """Returns the pages of the pool: as asked for, else enough for all sequences that run at once."""
+    if asked is None:
+        max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
+        needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
+        return max(sum(needed[:max_sequences]), 1)
+    return arguments.integer("num_pages", asked)
 
 
 def _check_recurrent(drafter: Drafter) -> None:
@@ -383,13 +368,3 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
         tuner = TreeTuner(max_depth, drafter.grows_by_level, drafter.has_free_guesses)
         drafter.given.tuner = known = TunerOf(weakref.ref(model), tuner)
     return known.tuner
-
-
-def _padded(
-    input_ids: Tensor, prompts: list[list[int]], sequences: list[GeneratedSequence], n: int, pad: int
-) -> Tensor:
-    new = [sequence.tokens[len(prompts[sequence.group]) :] for sequence in sequences]
-    width = max(map(len, new), default=0)
-    rows = torch.tensor([[*row, *[pad] * (width - len(row))] for row in new], dtype=torch.int64)
-    rows = rows.view(len(new), width).to(input_ids.device)
-    return torch.cat([input_ids.long().repeat_interleave(n, dim=0), rows], dim=1)

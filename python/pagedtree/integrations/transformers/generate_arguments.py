@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import Any
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from pagedtree import SamplingParams
 from pagedtree.generation.logprobs import LogprobReader
+from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
 
 __all__ = [
+    "Prompts",
     "at_least_one",
-    "check_functions",
-    "check_objects",
-    "check_switches",
+    "check_kinds",
     "eos_tokens",
     "grammars_of",
     "integer",
@@ -29,10 +29,8 @@ __all__ = [
     "logprobs_of",
     "options_of",
     "pad_token",
-    "prompts_and_mask",
     "seeds_of",
     "sequence_params",
-    "token_lists",
 ]
 
 # What `token_logprobs` tells at most.
@@ -47,35 +45,96 @@ def at_least_one(**sizes: int) -> None:
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
-def check_switches(**switches: Any) -> None:
-    for name, value in switches.items():
-        if value is not None and not (np.isscalar(value) and value in (True, False)):
-            raise ValueError(f"{name}: expected True, False or None, got {value!r}")
+def _is_switch(value: Any) -> bool:
+    return bool(np.isscalar(value) and value in (True, False))
 
 
-def check_functions(**functions: Any) -> None:
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}: expected a function or None, got {type(value).__name__}")
+def _has(*members: str) -> Callable[[Any], bool]:
+    return lambda value: not isinstance(value, Tensor) and all(hasattr(value, member) for member in members)
 
 
-# What an object must have to be of use, and what it is called.
-_MEMBERS = {
-    "shards": (("vocab", "num_ranks"), "VocabShards"),
-    "streamer": (("put", "end"), "a streamer of transformers"),
-    "logits_processor": (("__iter__",), "a list of transformers' processors"),
+# What an argument is, unless it is None: how it is called, and how it is known.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    **dict.fromkeys(("share_prefix", "pack_weights", "cuda_graph"), ("True, False", _is_switch)),
+    **dict.fromkeys(("callback", "on_step"), ("a function", callable)),
+    "params": ("SamplingParams", lambda value: isinstance(value, SamplingParams)),
+    "shards": ("VocabShards", _has("vocab", "num_ranks")),
+    "streamer": ("a streamer of transformers", _has("put", "end")),
+    "logits_processor": ("a list of transformers' processors", _has("__iter__")),
 }
 
 
-def check_objects(**objects: Any) -> None:
-    for name, value in objects.items():
-        members, kind = _MEMBERS[name]
-        is_one = not isinstance(value, Tensor) and all(hasattr(value, member) for member in members)
-        if value is not None and not is_one:
+def check_kinds(**values: Any) -> None:
+    """Raises TypeError, or ValueError for switches, where an argument is neither of its kind nor None."""
+    for name, value in values.items():
+        kind, is_one = _KINDS[name]
+        if value is not None and not is_one(value):
+            if is_one is _is_switch:
+                raise ValueError(f"{name}: expected {kind} or None, got {value!r}")
             raise TypeError(f"{name}: expected {kind} or None, got {type(value).__name__}")
 
 
-def prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+@dataclass
+class Prompts:
+    """The prompts of a call, each of which gets `n` outcomes.
+
+    Attributes:
+        tokens: of each prompt, without padding.
+        tensor: the [B, L] in which they came; None: they came as lists.
+    """
+
+    tokens: list[list[int]]
+    tensor: Tensor | None
+    n: int
+
+    @classmethod
+    def of(cls, input_ids: Any, attention_mask: Any, vocab_size: int, pad: int | None, n: int) -> Prompts:
+        """Reads and checks them. pad: what fills the rows of a tensor without a mask, None = nothing."""
+        input_ids, attention_mask = _prompts_and_mask(input_ids, attention_mask)
+        tokens = _token_lists(input_ids, attention_mask, vocab_size, pad)
+        return cls(tokens, input_ids if isinstance(input_ids, Tensor) else None, n)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def width(self) -> int | None:
+        return None if self.tensor is None else self.tensor.shape[1]
+
+    def sequences(self, max_new_tokens: int, page_size: int) -> list[GeneratedSequence]:
+        """Returns their outcomes, which share whole pages of a prompt; its last token is always computed."""
+        return [
+            GeneratedSequence(
+                index=b * self.n + j,
+                group=b,
+                tokens=list(prompt),
+                max_length=len(prompt) + max_new_tokens,
+                shared_len=(len(prompt) - 1) // page_size * page_size if self.n > 1 else 0,
+            )
+            for b, prompt in enumerate(self.tokens)
+            for j in range(self.n)
+        ]
+
+    def results(self, sequences: list[GeneratedSequence], pad: int, device: torch.device) -> list[Tensor] | Tensor:
+        """Returns the texts in the form in which the prompts came."""
+        if self.tensor is None:
+            return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences]
+        new = [sequence.tokens[len(self.tokens[sequence.group]) :] for sequence in sequences]
+        width = max(map(len, new), default=0)
+        rows = torch.tensor([[*row, *[pad] * (width - len(row))] for row in new], dtype=torch.int64)
+        rows = rows.view(len(new), width).to(self.tensor.device)
+        return torch.cat([self.tensor.long().repeat_interleave(self.n, dim=0), rows], dim=1)
+
+    def of_sequences(self, name: str, values: Any) -> list[Any]:
+        """Returns one value per sequence, from one per prompt or one per sequence."""
+        if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+            raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
+        if len(values) not in (len(self), len(self) * self.n):
+            raise ValueError(f"{name}: expected a value for each of {len(self)} prompts, got {len(values)}")
+        return [value for value in values for _ in range(self.n)] if len(values) == len(self) else list(values)
+
+
+def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     """Prompts and mask out of what a tokenizer returned; other prompts as they are."""
     if isinstance(input_ids, Mapping):
         if attention_mask is not None:
@@ -108,8 +167,7 @@ def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
     return [[token for token, kept in zip(*pair, strict=True) if kept] for pair in zip(prompts, mask, strict=True)]
 
 
-def token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
-    """Returns the tokens of each prompt. pad: what fills the rows of a tensor without a mask, None = nothing."""
+def _token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
     if isinstance(input_ids, Tensor):
         if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
             raise ValueError(
@@ -207,23 +265,22 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
     return given.to(device, torch.int64)
 
 
-def options_of(options: Any, num_prompts: int, n: int) -> list[TokenOptions]:
+def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
     """Returns one for each sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
-    given = [options] * num_prompts if options is None or isinstance(options, TokenOptions) else options
-    every = _of_sequences("options", given, num_prompts, n)
+    given = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
+    every = prompts.of_sequences("options", given)
     for each in every:
         if each is not None and not isinstance(each, TokenOptions):
             raise TypeError(f"options: expected TokenOptions or None, got {type(each).__name__}")
     return [TokenOptions() if each is None else each for each in every]
 
 
-def least_lengths(min_new_tokens: Any, max_new_tokens: int, num_prompts: int, n: int) -> list[int]:
+def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) -> list[int]:
     """min_new_tokens of each sequence; None is 0."""
-    if min_new_tokens is None:
-        return [0] * num_prompts * n
-    given = min_new_tokens.tolist() if hasattr(min_new_tokens, "tolist") else min_new_tokens
-    given = [given] * num_prompts if not isinstance(given, list | tuple) else given
-    every = [integer("min_new_tokens", count) for count in _of_sequences("min_new_tokens", given, num_prompts, n)]
+    given = 0 if min_new_tokens is None else min_new_tokens
+    given = given.tolist() if hasattr(given, "tolist") else given
+    given = [given] * len(prompts) if not isinstance(given, list | tuple) else given
+    every = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", given)]
     for count in every:
         if not 0 <= count <= max_new_tokens:
             raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")
@@ -259,12 +316,3 @@ def logprobs_of(logprobs: Any, mode: str, vocab: int) -> LogprobReader | None:
     if not 0 <= top_n <= most:
         raise ValueError(f"logprobs: expected None or 0..{most}, got {top_n}")
     return LogprobReader(top_n, mode == "processed")
-
-
-def _of_sequences(name: str, values: Any, num_prompts: int, n: int) -> list[Any]:
-    """Returns one value per sequence, from one per prompt or one per sequence."""
-    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
-    if len(values) not in (num_prompts, num_prompts * n):
-        raise ValueError(f"{name}: expected a value for each of {num_prompts} prompts, got {len(values)}")
-    return [value for value in values for _ in range(n)] if len(values) == num_prompts else list(values)
