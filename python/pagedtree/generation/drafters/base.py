@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -151,6 +152,8 @@ class Drafter:
     model: Any = None
     networks: tuple[Any, ...] = ()
     tuner: TunerOf | None = None  # what `generate(tree="auto")` learnt
+    _selected: Sequence[GeneratedSequence] = ()
+    _depth: int = 0
 
     @property
     def given(self) -> Any:
@@ -177,6 +180,7 @@ class Drafter:
 
         batch_size: in front of a captured step, its rows; those past the sequences are idle.
         """
+        self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Is called with what `propose` will get, while the target is still at work."""
@@ -225,6 +229,7 @@ class Drafter:
         """Asks for proposals of at most so many levels from now on, where fewer take less time; None: of max_depth. 0,
         only with `has_free_guesses`: for what no model has to run for.
         """
+        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
         """Returns how many known tokens, besides the newest, the drafter's model has to read before it can draft."""

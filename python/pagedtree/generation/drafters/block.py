@@ -73,7 +73,6 @@ class BlockDrafter(Drafter):
         self._first: dict[int, int] = {}
         self._end: dict[int, int] = {}
         self._known: dict[int, GeneratedSequence] = {}
-        self._selected: list[GeneratedSequence] = []
         self._waiting = WaitingFeatures(self._enter_read, self._read_waiting)
         self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
         self._depth = self.max_depth
@@ -90,15 +89,9 @@ class BlockDrafter(Drafter):
     def end(self) -> None:
         self._reset(page_size=1)
 
-    def limit_depth(self, levels: int | None) -> None:
-        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
-
     def _possible(self, depth: int) -> int:
         """Nodes of a tree in which every inner node has all children."""
         return sum(self.width**level for level in range(depth + 1))
-
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
 
     def read(self, rows: FeatureRows) -> None:
         self._waiting.read(rows)

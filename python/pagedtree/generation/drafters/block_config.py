@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
 from pagedtree.generation.drafters.rotary_config import Rotary
 
-__all__ = ["FEATURES", "BlockDraftConfig"]
+__all__ = ["NUM_LAYERS_READ", "BlockDraftConfig"]
 
 # The kinds of models, by the names that DFlash and speculators have for them.
 ARCHITECTURES = {"dflash": ("DFlashDraftModel", "DFlashSpeculator"), "dflash2": ("DFlash2DraftModel",)}
@@ -23,8 +24,10 @@ DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank
 LAYER_KINDS = ("qwen3", "llama")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Columns of `fc`.
-FEATURES = "layers of target_layer_ids * hidden_size"
+# What no layer computes otherwise.
+ONLY: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "attention_sink_bias": False}
+# A factor of the columns of `fc`.
+NUM_LAYERS_READ = "layers of target_layer_ids"
 
 
 @dataclass(frozen=True)
@@ -52,28 +55,28 @@ class BlockDraftConfig:
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.
     """
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    block_size: int
-    mask_token_id: int
-    target_layer_ids: tuple[int, ...]
-    rms_norm_eps: float = 1e-6
+    hidden_size: int = entry("integer")
+    intermediate_size: int = entry("integer")
+    num_hidden_layers: int = entry("integer", most=MAX_LAYERS)
+    num_attention_heads: int = entry("integer")
+    num_key_value_heads: int = entry("integer")
+    head_dim: int = entry("integer", head_dim_of)
+    block_size: int = entry("integer", least=2, most=MAX_BLOCK)
+    mask_token_id: int = entry("integer", least=0)
+    target_layer_ids: tuple[int, ...] = entry("integers", least=0)
+    rms_norm_eps: float = entry("number", 1e-6)
     rope_theta: float = 10000.0
-    attention_bias: bool = False
-    layer_types: tuple[str, ...] = ()
-    sliding_window: int | None = None
+    attention_bias: bool = entry("flag", False)
+    layer_types: tuple[str, ...] = entry("words", (), known=(FULL, SLIDING))
+    sliding_window: int | None = entry("integer", None)
     is_causal: bool | None = None
-    input_embedding_scale: float = 1.0
-    output_multiplier: float = 1.0
-    final_logit_softcapping: float | None = None
-    vocab_size: int | None = None
-    draft_vocab_size: int | None = None
-    window_from_anchor: bool = False
-    sample_from_anchor: bool = False
+    input_embedding_scale: float = entry("number", 1.0)
+    output_multiplier: float = entry("number", 1.0)
+    final_logit_softcapping: float | None = entry("number", None)
+    vocab_size: int | None = entry("integer", None)
+    draft_vocab_size: int | None = entry("integer", None)
+    window_from_anchor: bool = entry("flag", False)
+    sample_from_anchor: bool = entry("flag", False)
     conv_kernel_size: int | None = None
     conv_group_size: int | None = None
     selector_rank: int | None = None
@@ -101,44 +104,21 @@ class BlockDraftConfig:
     @classmethod
     def _read_form(cls, top: ConfigEntries, kind: str, found: ConfigEntries) -> BlockDraftConfig:
         """found: all entries, by DFlash's names."""
-        hidden, heads = found.integer("hidden_size"), found.integer("num_attention_heads")
-        kv_heads, layers = found.integer("num_key_value_heads"), found.integer("num_hidden_layers", most=MAX_LAYERS)
-        head_dim = found.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
-        if heads % kv_heads:
-            found.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-        if head_dim % 2:
-            found.refuse("head_dim", "an even number, as halves are rotated")
+        values, rotary = read_rows(cls, found), Rotary.of(found)
+        check_heads(found, values)
+        layers, vocab_size, draft_vocab = (values[x] for x in ("num_hidden_layers", "vocab_size", "draft_vocab_size"))
+        if kind == "dflash2":
+            values |= {name: found.integer(name) for name in ("vocab_size", *OF_DFLASH2)}
+        if not values["target_layer_ids"]:
+            values["target_layer_ids"] = _usual_layers(found, layers)
+        if draft_vocab == vocab_size:
+            values["draft_vocab_size"] = None
         causal = "causal" if "causal" in found else "is_causal"
-        rotary = Rotary.of(found)
-        vocab_size = found.integer("vocab_size") if "vocab_size" in found or kind == "dflash2" else None
-        draft_vocab = found.integer("draft_vocab_size") if "draft_vocab_size" in found else vocab_size
         made = cls(
-            hidden_size=hidden,
-            intermediate_size=found.integer("intermediate_size"),
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            block_size=found.integer("block_size", least=2, most=MAX_BLOCK),
-            mask_token_id=found.integer("mask_token_id", least=0),
-            target_layer_ids=found.integers("target_layer_ids", least=0) or _usual_layers(found, layers),
-            rms_norm_eps=found.number("rms_norm_eps", 1e-6),
             rope_theta=rotary.theta,
-            attention_bias=found.flag("attention_bias", False),
-            layer_types=found.words("layer_types", (FULL, SLIDING)),
-            sliding_window=found.integer("sliding_window") if "sliding_window" in found else None,
             is_causal=found.flag(causal, False) if causal in found else None,
-            input_embedding_scale=found.number("input_embedding_scale", 1.0),
-            output_multiplier=found.number("output_multiplier", 1.0),
-            final_logit_softcapping=(
-                found.number("final_logit_softcapping") if "final_logit_softcapping" in found else None
-            ),
-            vocab_size=vocab_size,
-            draft_vocab_size=None if draft_vocab == vocab_size else draft_vocab,
-            window_from_anchor=found.flag("window_from_anchor", False),
-            sample_from_anchor=found.flag("sample_from_anchor", False),
             rotary=None if rotary.kind == "default" else rotary,
-            **{name: found.integer(name) for name in OF_DFLASH2 if kind == "dflash2"},
+            **values,
         )
         if not made.target_layer_ids:
             found.refuse("target_layer_ids", "layers of the target")
@@ -150,7 +130,7 @@ class BlockDraftConfig:
             found.refuse("draft_vocab_size", f"at most vocab_size {vocab_size}")
         if kind == "dflash2":
             made._check_dflash2(found)
-        found.only(hidden_act="silu", mlp_bias=False, attention_sink_bias=False, target_hidden_size=hidden)
+        found.only(**ONLY, target_hidden_size=made.hidden_size)
         found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
         return made
 

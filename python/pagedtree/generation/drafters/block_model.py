@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree.generation.drafters.block_config import FEATURES, BlockDraftConfig
+from pagedtree.generation.drafters.block_config import NUM_LAYERS_READ, BlockDraftConfig
 from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalConvolution
 from pagedtree.generation.drafters.checkpoint import (
     WEIGHTS_NAME,
@@ -23,7 +23,7 @@ from pagedtree.generation.drafters.checkpoint import (
     save_checkpoint,
 )
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
-from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rotation, layer_shapes, sizes_by_name
+from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rotation, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 from pagedtree.generation.drafters.target import Target
 
@@ -202,7 +202,10 @@ class BlockDraftModel(nn.Module):
         shapes = _shapes(config)
         if config.draft_vocab_size is not None and "d2t" not in stored:
             entries.refuse("draft_vocab_size", f"vocab_size {config.vocab_size}, or less with a tensor d2t")
-        stored.expect(shapes, _sizes(config), integers=("d2t",), ignored=[n for n in NOT_READ if n not in shapes])
+        sizes = {**vars(config), NUM_LAYERS_READ: len(config.target_layer_ids)}
+        if config.conv_group_size is not None:
+            sizes["groups"] = config.hidden_size // config.conv_group_size
+        stored.expect(shapes, sizes, integers=("d2t",), ignored=[n for n in NOT_READ if n not in shapes])
         ids = None
         if config.draft_vocab_size is not None:
             ids = draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
@@ -217,7 +220,7 @@ class BlockDraftModel(nn.Module):
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
-    """Returns the tensors of a checkpoint, for each its sizes by the names of `_sizes`."""
+    """Returns the tensors of a checkpoint, for each its sizes as products."""
     layer = layer_shapes(bias=config.attention_bias, has_norms=True)
     if config.conv_kernel_size is not None:
         for name in ("attention_conv", "mlp_conv"):
@@ -230,25 +233,11 @@ def _shapes(config: BlockDraftConfig) -> dict[str, str]:
     if config.draft_vocab_size is not None:
         more |= {"lm_head.weight": "draft_vocab_size, hidden_size", "d2t": "draft_vocab_size"}
     return {
-        "fc.weight": f"hidden_size, {FEATURES}",
+        "fc.weight": f"hidden_size, {NUM_LAYERS_READ} * hidden_size",
         "hidden_norm.weight": "hidden_size",
         "norm.weight": "hidden_size",
         **{f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()},
         **more,
-    }
-
-
-def _sizes(config: BlockDraftConfig) -> dict[str, int]:
-    kernel, group = config.conv_kernel_size or 0, config.conv_group_size or 1
-    return {
-        **sizes_by_name(config),
-        FEATURES: len(config.target_layer_ids) * config.hidden_size,
-        "2": 2,
-        "conv_kernel_size": kernel,
-        "2 * conv_kernel_size * groups": 2 * kernel * (config.hidden_size // group),
-        "selector_rank": config.selector_rank or 0,
-        "vocab_size": config.vocab_size or 0,
-        "draft_vocab_size": config.draft_vocab_size or 0,
     }
 
 

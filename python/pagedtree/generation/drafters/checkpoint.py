@@ -15,18 +15,16 @@ import torch
 from torch import Tensor
 
 from pagedtree.generation.drafters.checkpoint_config import CONFIG_NAME
+from pagedtree.generation.drafters.formats import size_of
 
 __all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "have_same_values", "save_checkpoint"]
 
 WEIGHTS_NAME = "model.safetensors"
 
 # As safetensors calls them; tensors of other types are not read.
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "BOOL": torch.bool,
-}  # fmt: skip
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-INTEGERS = (torch.int64, torch.int32)
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS = {"I64": torch.int64, "I32": torch.int32}
+DTYPES = {**FLOATS, **INTEGERS, "BOOL": torch.bool}
 
 
 class _Stored(NamedTuple):
@@ -70,7 +68,7 @@ class StoredTensors:
     def expect(
         self,
         shapes: Mapping[str, str],
-        sizes: Mapping[str, int],
+        sizes: Mapping[str, Any],
         *,
         optional: Collection[str] = (),
         integers: Collection[str] = (),
@@ -79,8 +77,8 @@ class StoredTensors:
         """Raises ValueError for tensors that are missing or unknown, of another shape, or of a type without values.
 
         Args:
-            shapes: for each name its sizes by name, as "intermediate_size, hidden_size".
-            sizes: what these are by the config; messages name both.
+            shapes: for each name its sizes as products, as "intermediate_size, 2 * hidden_size".
+            sizes: what their factors are by the config; messages name both.
             optional: names of tensors that may be missing. integers: of those that hold integers, all others being
                 floating-point. ignored: of those that may be there and are not read.
         """
@@ -91,7 +89,7 @@ class StoredTensors:
                 " not be used"
             )
         for name, form in shapes.items():
-            expected = tuple(sizes[size] for size in form.split(", "))
+            expected = tuple(size_of(size, sizes) for size in form.split(", "))
             wanted = f"[{form}] = {[*expected]} by its config"
             stored = self._tensors.get(name)
             if stored is None:
@@ -100,8 +98,7 @@ class StoredTensors:
                 raise ValueError(f"{self.folder}: expected a tensor {name}, {wanted}, got none")
             if stored.shape != expected:
                 raise ValueError(f"{stored.file}: {name}: expected {wanted}, got {[*stored.shape]}")
-            dtypes = INTEGERS if name in integers else FLOATS
-            if stored.dtype not in dtypes:
+            if stored.dtype not in (INTEGERS if name in integers else FLOATS).values():
                 kind = "integers of 32 or 64 bits" if name in integers else "floating-point values of 16 bits or more"
                 raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
 
@@ -121,7 +118,7 @@ def have_same_values(stored: Tensor, weight: Tensor) -> bool:
 
 def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
     """Raises ValueError for draft tokens that the target lacks, or that are there twice."""
-    if ids.ndim != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+    if ids.ndim != 1 or not len(ids) or ids.dtype not in INTEGERS.values():
         raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
     if bool(((ids < 0) | (ids >= num_tokens)).any()):
         raise ValueError(f"{name}: expected tokens of the target's {num_tokens}, got {int(ids.min())}..{ids.max()}")

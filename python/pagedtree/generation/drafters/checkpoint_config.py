@@ -18,22 +18,21 @@ MAX_BYTES = 1 << 24  # of the file
 
 # Entries that say nothing about what a model computes: what transformers writes for all models, what concerns training,
 # tokens or the choice of tokens, and where a checkpoint comes from.
-HARMLESS = frozenset({
-    "add_cross_attention", "architectures", "attention_dropout", "attn_implementation", "auto_map", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
-    "decoder_sparse_step", "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
-    "embed_requires_grad", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "has_lm_head", "has_no_defaults_at_init",
-    "has_own_embed_tokens", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder", "label2id",
-    "length_penalty", "license", "max_length", "max_position_embeddings", "max_sequence_length", "max_window_layers",
-    "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels",
-    "num_return_sequences", "num_target_layers", "output_attentions", "output_hidden_states", "output_scores",
-    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "producer", "pruned_heads", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id", "speculators_config",
-    "speculators_version", "suppress_tokens", "target_model_type", "task_specific_params", "temperature",
-    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript",
-    "transformers_version", "typical_p", "unk_token_id", "use_bfloat16", "use_cache",
-})  # fmt: skip
+WORDS = """
+    add_cross_attention architectures attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_sparse_step decoder_start_token_id
+    diversity_penalty do_sample dtype early_stopping embed_requires_grad encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id has_lm_head
+    has_no_defaults_at_init has_own_embed_tokens id2label initializer_range is_decoder is_encoder_decoder label2id
+    length_penalty license max_length max_position_embeddings max_sequence_length max_window_layers min_length
+    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    num_target_layers output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type producer pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate
+    sep_token_id speculators_config speculators_version suppress_tokens target_model_type task_specific_params
+    temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript
+    transformers_version typical_p unk_token_id use_bfloat16 use_cache
+"""
+HARMLESS = frozenset(WORDS.split())
 
 
 class ConfigEntries:

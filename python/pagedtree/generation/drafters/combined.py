@@ -94,7 +94,6 @@ class CombinedDrafter(Drafter):
         self.networks = tuple(network for each in both for network in each.networks)
         self.model = next((each.model for each in both if each.model is not None), None)
         self._target_weights = 1
-        self._selected: list[GeneratedSequence] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -131,9 +130,6 @@ class CombinedDrafter(Drafter):
         for each in self.both:
             each.end()
         self._forget_step()
-
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """A drafter is told once it is known for which sequences."""

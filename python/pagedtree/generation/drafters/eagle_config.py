@@ -9,38 +9,62 @@ from functools import partial
 from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
-from pagedtree.generation.drafters.layers import layer_shapes, sizes_by_name
+from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
+from pagedtree.generation.drafters.layers import layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
 __all__ = ["ARCHITECTURES", "EagleConfig"]
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
 # Of heads of this form: vLLM's, those of speculators, and what EAGLE's own training wrote.
-ARCHITECTURES = (
-    ARCHITECTURE, "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM",
-)  # fmt: skip
+OTHERS = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM")
+ARCHITECTURES = (ARCHITECTURE, *OTHERS)
 PARALLEL_ARCHITECTURES = ("PEagleSpeculator", "PEagleDraftModel")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What ModelOpt writes of its other heads.
+# What ModelOpt writes of its other heads, and what no layer computes otherwise.
 OF_MODELOPT: dict[str, Any] = {
-    "parallel_draft_step": 1, "position_embedding_type": "rope", "use_input_layernorm_in_first_layer": True,
-    "use_last_layernorm": True, "use_mtp_layernorm": False,
-}  # fmt: skip
+    "parallel_draft_step": 1,
+    "position_embedding_type": "rope",
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "bias": False,
+    "qkv_bias": False,
+    "use_sliding_window": False,
+    "is_causal": True,
+    "logit_scale": 1.0,
+}
 # The kinds that speculators names, and the layers that it makes for them; those of Qwen 3 norm queries and keys.
 KINDS = ("eagle3", "peagle")
 LAYER_KINDS = ("llama", "qwen3")
 MAX_LAYERS = 1024
 OF_SPECULATORS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
+OF_LAYER = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "attention_bias",
+    "rms_norm_eps",
+)
 # Entries that tell the rotary embedding.
 ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 # A window without a layer that has one.
 UNUSED = ("sliding_window",)
 # Columns of `fc`.
-FEATURES = f"layers of {LAYER_IDS} * target_hidden_size"
+NUM_LAYERS_READ = f"layers of {LAYER_IDS}"
+FEATURES = f"{NUM_LAYERS_READ} * target_hidden_size"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EagleConfig:
     """The sizes of an EAGLE-3 head, and what is computed, by the names of its config.json.
 
@@ -62,24 +86,24 @@ class EagleConfig:
 
     where: str
     entries: dict[str, Any]
-    hidden_size: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    vocab_size: int
-    target_hidden_size: int
-    draft_vocab_size: int | None
-    rms_norm_eps: float
-    rotary: Rotary
+    hidden_size: int = entry("integer", place="layer")
+    intermediate_size: int = entry("integer", place="layer")
+    num_attention_heads: int = entry("integer", place="layer")
+    num_key_value_heads: int = entry("integer", lambda found: found["num_attention_heads"], place="layer")
+    head_dim: int = entry("integer", head_dim_of, place="layer")
+    vocab_size: int = entry("integer", place="layer")
+    rms_norm_eps: float = entry("number", 1e-6, place="layer")
+    target_hidden_size: int = entry("integer", lambda found: found["hidden_size"])
+    draft_vocab_size: int | None = entry("integer", None)
+    tie_word_embeddings: bool = entry("flag", False)
+    by_output: tuple[int, ...] = entry("integers", key=LAYER_IDS, place="eagle_config", least=0)
+    by_input: tuple[int, ...] = entry("integers", key=LAYER_IDS, least=0)
+    num_layers_read: int | None = entry("integer", None, key="num_aux_hidden_states")
     norm_before_residual: bool
     norm_before_fc: bool
     fc_norm: bool
     norm_output: bool
-    tie_word_embeddings: bool
-    by_output: tuple[int, ...]
-    by_input: tuple[int, ...]
-    num_layers_read: int | None
+    rotary: Rotary
     num_hidden_layers: int
     has_head_norms: bool
     attention_bias: bool
@@ -90,96 +114,55 @@ class EagleConfig:
         """Raises ValueError for what the head does not compute, and for entries of which it is not known."""
         is_parallel = top.word("speculators_model_type", KINDS, "eagle3") == "peagle"
         top.words("architectures", PARALLEL_ARCHITECTURES if is_parallel else ARCHITECTURES)
-        layer, has_head_norms = top.section("transformer_layer_config"), False
+        layer, eagle = top.section("transformer_layer_config"), top.section("eagle_config")
         is_nested = bool(layer.entries)  # as speculators writes it
-        if is_nested:
-            has_head_norms = layer.word("model_type", LAYER_KINDS, "llama") == "qwen3"
-        else:
+        has_head_norms = is_nested and layer.word("model_type", LAYER_KINDS, "llama") == "qwen3"
+        if not is_nested:
             layer = top
-        hidden, heads = layer.integer("hidden_size"), layer.integer("num_attention_heads")
-        head_dim = layer.integer("head_dim", hidden // heads if hidden % heads == 0 else None)
-        if head_dim % 2:
-            layer.refuse("head_dim", f"an even number, as halves are rotated ({hidden} / {heads} without it)")
-        kv_heads = layer.integer("num_key_value_heads", heads)
-        if heads % kv_heads:
-            layer.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-        draft_vocab = top.integer("draft_vocab_size") if "draft_vocab_size" in top else None
-        num_read = top.integer("num_aux_hidden_states") if "num_aux_hidden_states" in top else None
-        eagle = top.section("eagle_config")
         for each in (top, eagle):
             each.only(use_aux_hidden_state=True, **OF_MODELOPT)
-        flags = {name: _flag(name, top, eagle) for name in FLAGS}
+        found = read_rows(cls, top, layer=layer, eagle_config=eagle)
+        check_heads(layer, found)
+        flags: dict[str, Any] = {name: _flag(name, top, eagle) for name in FLAGS}
         if flags["norm_before_fc"] and flags["fc_norm"]:
             top.refuse("fc_norm", "false beside norm_before_fc")
-        found = cls(
+        config = cls(
             where=top.where,
             entries={name: v for name, v in {**layer.entries, **top.entries}.items() if name not in OF_SPECULATORS},
-            hidden_size=hidden,
-            intermediate_size=layer.integer("intermediate_size"),
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            vocab_size=layer.integer("vocab_size"),
-            target_hidden_size=top.integer("target_hidden_size", hidden),
-            draft_vocab_size=draft_vocab,
-            rms_norm_eps=layer.number("rms_norm_eps", 1e-6),
             rotary=Rotary.of(layer),
-            tie_word_embeddings=top.flag("tie_word_embeddings", False),
-            by_output=eagle.integers(LAYER_IDS, least=0),
-            by_input=top.integers(LAYER_IDS, least=0),
-            num_layers_read=num_read,
             num_hidden_layers=layer.integer("num_hidden_layers", 1, most=MAX_LAYERS if is_nested else 1),
             has_head_norms=has_head_norms,
-            attention_bias=layer.flag("attention_bias", False) if is_nested else False,
+            attention_bias=is_nested and layer.flag("attention_bias", False),
             mask_token_id=top.integer("mask_token_id", least=0) if is_parallel else None,
+            **found,
             **flags,
         )
-        if found.mask_token_id is not None and found.mask_token_id >= found.vocab_size:
-            top.refuse("mask_token_id", f"one of the {found.vocab_size} tokens")
-        layer.only(hidden_act="silu", attention_bias=found.attention_bias, mlp_bias=False, bias=False)
-        layer.only(qkv_bias=False, use_sliding_window=False, is_causal=True, logit_scale=1.0)
+        if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
+            top.refuse("mask_token_id", f"one of the {config.vocab_size} tokens")
+        layer.only(attention_bias=config.attention_bias, **ONLY)
         layer.words("layer_types", ["full_attention"])
         eagle.refuse_others()
         layer.refuse_others({*HARMLESS, *UNUSED, *(() if layer is top else ("tie_word_embeddings",))})
         top.refuse_others({*HARMLESS, *UNUSED})
-        return found
+        return config
 
     def to_entries(self) -> dict[str, Any]:
         """For a config.json that SGLang, vLLM and `read` understand; without what the weights beside it decide.
 
         What SGLang has no words for (layers of Qwen 3, more than one layer, biases, P-EAGLE) is in speculators' form.
         """
-        layer = {
-            "model_type": "qwen3" if self.has_head_norms else "llama",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "hidden_act": "silu",
-            "attention_bias": self.attention_bias,
-            "rms_norm_eps": self.rms_norm_eps,
-        }
-        rest = {
-            "target_hidden_size": self.target_hidden_size,
-            "tie_word_embeddings": False,
-            **{name: getattr(self, name) for name in FLAGS},
-        }
-        if self.needs_nesting:
-            kind = "eagle3" if self.mask_token_id is None else "peagle"
-            architecture = "Eagle3DraftModel" if self.mask_token_id is None else "PEagleDraftModel"
-            nested = {**{name: self.entries[name] for name in ROTARY if name in self.entries}, **layer}
-            more = {} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}
-            return {
-                "architectures": [architecture],
-                "speculators_model_type": kind,
-                "transformer_layer_config": nested,
-                **rest,
-                **more,
-            }
-        return {**self.entries, "architectures": [ARCHITECTURE], **layer, **rest}
+        values = vars(self)
+        layer = {"model_type": "qwen3" if self.has_head_norms else "llama", "hidden_act": "silu"}
+        layer |= {name: values[name] for name in OF_LAYER}
+        rest = {"tie_word_embeddings": False, **{name: values[name] for name in ("target_hidden_size", *FLAGS)}}
+        if not self.needs_nesting:
+            return {**self.entries, "architectures": [ARCHITECTURE], **layer, **rest}
+        kind, architecture = "eagle3", "Eagle3DraftModel"
+        if self.mask_token_id is not None:
+            kind, architecture, rest["mask_token_id"] = "peagle", "PEagleDraftModel", self.mask_token_id
+        nested = {**{name: self.entries[name] for name in ROTARY if name in self.entries}, **layer}
+        names = {"architectures": [architecture], "speculators_model_type": kind}
+        return {**names, "transformer_layer_config": nested, **rest}
 
     @property
     def needs_nesting(self) -> bool:
@@ -227,16 +210,8 @@ class EagleConfig:
             shapes |= {f"fc_norm.{i}.weight": "target_hidden_size" for i in range(num_layers_read)}
         return shapes
 
-    def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, int]:
-        return {
-            **sizes_by_name(self),
-            "1": 1,
-            "2 * hidden_size": 2 * self.hidden_size,
-            "target_hidden_size": self.target_hidden_size,
-            FEATURES: num_layers_read * self.target_hidden_size,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": draft_vocab_size,
-        }
+    def sizes(self, num_layers_read: int, draft_vocab_size: int) -> dict[str, Any]:
+        return {**vars(self), NUM_LAYERS_READ: num_layers_read, "draft_vocab_size": draft_vocab_size}
 
 
 def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:

@@ -82,7 +82,6 @@ class TreeGrower(Drafter):
         self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
         self._known: dict[int, GeneratedSequence] = {}
         self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
-        self._selected: list[GeneratedSequence] = []
         self._grown: Tensor | None = None  # the scores of the last proposal's candidates
         self._depth = self.max_depth
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
@@ -93,9 +92,6 @@ class TreeGrower(Drafter):
 
     def end(self) -> None:
         self._reset(page_size=1)
-
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
         """Makes the pool hold all sequences from here on: it cannot grow under a graph."""
@@ -108,9 +104,6 @@ class TreeGrower(Drafter):
         if self._grown is None or self.law != "topk":
             return None
         return chosen_scores(self._grown, self.max_nodes)
-
-    def limit_depth(self, levels: int | None) -> None:
-        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
@@ -187,7 +180,7 @@ class TreeGrower(Drafter):
         step = PagedStep(self.cache, table, seq_lens, cu_seqlens_q, slots, None, None, longest)
         return step, torch.tensor(places, dtype=torch.int64).to(self.device)
 
-    def _reserve_trees(self, sequences: list[GeneratedSequence]) -> list[list[int]]:
+    def _reserve_trees(self, sequences: Sequence[GeneratedSequence]) -> list[list[int]]:
         """Returns the page table of these sequences, with room for a tree."""
         for sequence in sequences:
             self.cache.reserve_growing(sequence.index, sequence.root + self.max_kv_nodes)

@@ -17,7 +17,6 @@ __all__ = [
     "RotaryAngles",
     "Rotation",
     "layer_shapes",
-    "sizes_by_name",
 ]
 
 HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
@@ -141,7 +140,7 @@ class DecoderLayer(nn.Module):
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:
-    """Returns the tensors of a layer with its two norms, for each its sizes by the names of `sizes_by_name`.
+    """Returns the tensors of a layer with its two norms, for each its sizes as products (`formats.size_of`).
 
     inputs, bias: see `Attention`. has_norms: whether queries and keys have one.
     """
@@ -164,17 +163,6 @@ def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: 
         rows = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "o": "hidden_size"}
         shapes |= {f"self_attn.{name}_proj.bias": size for name, size in rows.items()}
     return shapes
-
-
-def sizes_by_name(sizes: LayerSizes) -> dict[str, int]:
-    """Returns the sizes that `layer_shapes` names."""
-    return {
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "head_dim": sizes.head_dim,
-        HEADS: sizes.num_attention_heads * sizes.head_dim,
-        KV_HEADS: sizes.num_key_value_heads * sizes.head_dim,
-    }
 
 
 def _rotated(states: Tensor, rotation: Rotation) -> Tensor:

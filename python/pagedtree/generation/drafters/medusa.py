@@ -220,7 +220,6 @@ class MedusaDrafter(Drafter):
         # The newest states, which wait for the next proposal: of which sequences they are, and all rows of a pass with
         # the path among them that each sequence accepted.
         self._newest: tuple[list[int], Tensor, Commit] | None = None
-        self._selected: list[GeneratedSequence] = []
         self._vocab_size: int | None = None  # the target's
 
     def check_target(self, model: PackedModel) -> None:
@@ -235,13 +234,6 @@ class MedusaDrafter(Drafter):
             raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {own}")
         self._hidden, self._known, self._newest = None, set(), None
         self._depth = self.max_depth
-
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
-
-    def limit_depth(self, levels: int | None) -> None:
-        """Trees of nodes chosen anew in each step have fewer levels then; a given tree stays as it is."""
-        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def confidence(self) -> Tensor | None:
         return self._log_probs

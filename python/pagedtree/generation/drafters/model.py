@@ -158,7 +158,7 @@ class ModelDrafter(TreeGrower):
         if len(drafted) > len(self._selected):  # another drafter guessed for the others
             places = {sequence.index: i for i, sequence in enumerate(drafted)}
             which = torch.tensor([places[s.index] for s in self._selected], dtype=torch.int64).to(start.device)
-            drafted, start = self._selected, start.index_select(0, which)
+            drafted, start = list(self._selected), start.index_select(0, which)
             verdict = Verdict(*(tensor.index_select(0, which) for tensor in verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
         assert self._table is not None  # of the selected sequences, which are those that were drafted for
@@ -184,7 +184,7 @@ class ModelDrafter(TreeGrower):
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
 
-    def _read(self, sequences: list[GeneratedSequence]) -> Tensor:
+    def _read(self, sequences: Sequence[GeneratedSequence]) -> Tensor:
         """Reads all tokens that the cache lacks; returns logits [B, V] at the last ones."""
         self._attend()
         logits: dict[int, Tensor] = {}

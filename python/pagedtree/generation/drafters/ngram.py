@@ -47,7 +47,6 @@ class NgramDrafter(Drafter):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
-        self._selected: list[GeneratedSequence] = []
         # The last proposal, for which texts, and in what else it was looked up.
         self._proposed: tuple[Tensor, Tensor, Draft, Tensor | None] | None = None
 
@@ -55,12 +54,6 @@ class NgramDrafter(Drafter):
         self._rejected.clear()
         self._proposed = None
         self._depth = self.max_depth
-
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        self._selected = sequences
-
-    def limit_depth(self, levels: int | None) -> None:
-        self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None

@@ -1,0 +1,82 @@
+"""Entries of config.json as rows: a config is a dataclass, whose fields say how their entries are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any
+
+from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
+
+__all__ = ["Row", "check_heads", "entry", "head_dim_of", "read_rows", "rows_of", "size_of"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """An entry of config.json.
+
+    Attributes:
+        kind: its type, a method of `ConfigEntries`, which gets `bounds`.
+        default: the value where there is no entry, or a function of the values read before it. MISSING: it must be
+            there, but for a list.
+        key: its name in the file. place: the object in the file that it stands in.
+    """
+
+    kind: str
+    default: Any
+    key: str
+    place: str
+    bounds: Mapping[str, Any]
+
+    def read(self, entries: ConfigEntries, found: Mapping[str, Any]) -> Any:
+        if self.default is None and self.key not in entries:
+            return None
+        default = self.default(found) if callable(self.default) else self.default
+        has_default = default is not MISSING and default != ()
+        return getattr(entries, self.kind)(self.key, *([default] if has_default else []), **self.bounds)
+
+
+def entry(kind: str, default: Any = MISSING, *, key: str = "", place: str = "", **bounds: Any) -> Any:
+    """Returns a field of a config that is read from the file. The arguments are those of `Row`."""
+    row = Row(kind, default, key, place, bounds)
+    return field(default=MISSING if callable(default) else default, metadata={"row": row})
+
+
+def rows_of(config: type) -> dict[str, Row]:
+    """Returns the rows of a config by the names of its fields."""
+    rows = {each.name: each.metadata["row"] for each in fields(config) if each.metadata}
+    return {name: replace(row, key=row.key or name) for name, row in rows.items()}
+
+
+def read_rows(config: type, top: ConfigEntries, **places: ConfigEntries) -> dict[str, Any]:
+    """Reads the entries of a config in the order of its fields; ValueError, which names the entry, for other values.
+
+    top, places: the whole file, and the objects in it by the names that rows have for them.
+    """
+    found: dict[str, Any] = {}
+    for name, row in rows_of(config).items():
+        found[name] = row.read(places.get(row.place, top), found)
+    return found
+
+
+def head_dim_of(found: Mapping[str, Any]) -> int | None:
+    """Returns the width of a head where there is no entry; None where hidden_size is not a multiple."""
+    hidden, heads = found["hidden_size"], found["num_attention_heads"]
+    return hidden // heads if hidden % heads == 0 else None
+
+
+def check_heads(entries: ConfigEntries, found: Mapping[str, Any]) -> None:
+    """Raises ValueError for heads that no layer has."""
+    heads = found["num_attention_heads"]
+    if found["head_dim"] % 2:
+        entries.refuse(
+            "head_dim", f"an even number, as halves are rotated ({found['hidden_size']} / {heads} without it)"
+        )
+    if heads % found["num_key_value_heads"]:
+        entries.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+
+
+def size_of(product: str, values: Mapping[str, Any]) -> int:
+    """Returns the size of a tensor's dimension, as "2 * hidden_size", by the values of its factors."""
+    return math.prod(int(factor) if factor.isdecimal() else values[factor] for factor in product.split(" * "))
