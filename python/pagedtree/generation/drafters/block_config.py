@@ -8,6 +8,7 @@ from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
+from pagedtree.generation.drafters.layers import LayerSizes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
 __all__ = ["NUM_LAYERS_READ", "BlockDraftConfig"]
@@ -31,7 +32,7 @@ NUM_LAYERS_READ = "layers of target_layer_ids"
 
 
 @dataclass(frozen=True)
-class BlockDraftConfig:
+class BlockDraftConfig(LayerSizes):
     """Sizes of a block drafter, by the names that DFlash's config.json has for them.
 
     Attributes:

@@ -10,7 +10,7 @@ from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
-from pagedtree.generation.drafters.layers import layer_shapes
+from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
 __all__ = ["ARCHITECTURES", "EagleConfig"]
@@ -65,7 +65,7 @@ FEATURES = f"{NUM_LAYERS_READ} * target_hidden_size"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(LayerSizes):
     """The sizes of an EAGLE-3 head, and what is computed, by the names of its config.json.
 
     Attributes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +25,16 @@ HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_
 Rotation = tuple[Tensor, Tensor]
 
 
-class LayerSizes(Protocol):
-    """The sizes of a decoder layer, by the names of config.json."""
+class LayerSizes:
+    """Base of configs: the sizes of a decoder layer, by the names of config.json."""
 
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def intermediate_size(self) -> int: ...
-    @property
-    def num_attention_heads(self) -> int: ...
-    @property
-    def num_key_value_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def attention_bias(self) -> bool: ...
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    attention_bias: bool
 
 
 class RotaryAngles:
