@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,7 +15,7 @@ from pagedtree._arguments import expect_type
 from pagedtree.bits import packed
 from pagedtree.sampling_params import SamplingParams
 
-__all__ = ["CHANGES_LOGITS", "RequestOptions", "option_arguments"]
+__all__ = ["CHANGES_LOGITS", "OptionRows", "RequestOptions", "option_arguments"]
 
 # Without one of these there is nothing to do; the other fields say more about them.
 CHANGES_LOGITS = (
@@ -189,6 +189,136 @@ class RequestOptions:
 _NAMES = tuple(field.name for field in fields(RequestOptions))
 
 
+# One row for each sequence; the others are lists of different lengths, one behind the other.
+_ROWS = ("prompt_mask", "allowed_mask", "stop_ids", "min_position")
+_BIAS = ("bias_tokens", "bias_values", "cu_bias")
+_BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
+
+
+class OptionRows:
+    """The `RequestOptions` of any of S sequences. Only what some sequence uses is made.
+
+    Args:
+        vocab: V.
+        lists: the arguments of `RequestOptions.from_lists` that do not change with the texts, of S entries each.
+        prompt_lens: S lengths. The tokens of a text behind its prompt are counted.
+        has_counts: whether a sequence has a penalty.
+        device: where the options are made.
+
+    Attributes:
+        is_used: whether a sequence has options.
+        idle_row: the number of one that has none, for captured steps.
+        tail: how many tokens at the end of a text bad words are compared with, at most.
+
+    Raises as `RequestOptions.from_lists` does.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        lists: Mapping[str, Sequence[Any]],
+        prompt_lens: Sequence[int],
+        *,
+        has_counts: bool,
+        device: torch.device,
+    ) -> None:
+        self.vocab, self.device, self.has_counts = vocab, device, has_counts
+        self.is_used = bool(lists) or has_counts
+        self.idle_row = len(prompt_lens)
+        idle = {"prompts": [], "min_positions": 0}
+        every = RequestOptions()
+        if lists:
+            every = RequestOptions.from_lists(vocab, **{name: [*of, idle.get(name)] for name, of in lists.items()})
+        self._prompt_lens = self._put(np.array([*prompt_lens, 0], np.int64))
+        self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(every, name)) is not None}
+        self._bias, self._bad_words = _arrays(every, _BIAS), _arrays(every, _BAD_WORDS)
+        self.tail = 0 if self._bad_words is None else int(np.diff(self._bad_words[1]).max(initial=1)) - 1
+        self._current: tuple[RequestOptions | None, list[int]] | None = None
+        self._selected = RequestOptions()
+
+    def of(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions | None:
+        """Returns the options of the sequences with these numbers; None where no sequence has any.
+
+        They are made when the selection differs from the one before, the counts from the texts so far; then `commit`
+        advances these. So a step costs nothing more while the same sequences go on, and what an eviction or another
+        kind of step did in between needs no care.
+
+        history: int64 [B, capacity], the text of each. lengths: int32 [B], how much of it there is.
+        """
+        if not self.is_used:
+            return None
+        if self._current != (None, rows):
+            self._selected, self._current = self._counted(rows, history, lengths), (None, rows)
+        return self.with_text(self._selected, history, lengths)
+
+    def select(self, rows: Sequence[int]) -> RequestOptions:
+        """Returns the options of the sequences with these numbers, without texts: nothing is counted."""
+        index = self._put(np.array(rows, np.int64))
+        made = {name: value[index] for name, value in self._rows.items()}
+        if self.has_counts:
+            made["output_counts"] = torch.zeros((len(rows), self.vocab), dtype=torch.int32, device=self.device)
+        if self._bias is not None:
+            tokens, values, offsets = self._bias
+            parts, cu = _parts(offsets, rows)
+            made |= self._named(_BIAS, tokens[parts], values[parts], cu)
+        if self._bad_words is not None:
+            tokens, word_offsets, offsets = self._bad_words
+            words, cu = _parts(offsets, rows)
+            parts, cu_words = _parts(word_offsets, words)
+            made |= self._named(_BAD_WORDS, tokens[parts], cu_words, cu)
+        return RequestOptions(**made)
+
+    def count(self, options: RequestOptions, history: Tensor, begins: Tensor, lengths: Tensor) -> None:
+        """Adds the tokens of each text from begins[b] to lengths[b] - 1 to the counts, where there are any."""
+        if options.output_counts is None:
+            return
+        places = torch.arange(history.shape[1], device=self.device, dtype=torch.int64)
+        counted = (places >= begins[:, None]) & (places < lengths[:, None]) & (history < self.vocab)
+        options.output_counts.scatter_add_(1, history.clamp(0, self.vocab - 1), counted.int())
+
+    def with_text(self, options: RequestOptions, history: Tensor, lengths: Tensor) -> RequestOptions:
+        """Returns `options` with the text that bad words are looked for in."""
+        return options if self._bad_words is None else replace(options, history=history, history_lens=lengths)
+
+    def buffers(self, batch_size: int) -> RequestOptions | None:
+        """Options of idle rows whose tensors have room for any `batch_size` sequences, for captured steps."""
+        if not self.is_used:
+            return None
+        room = {
+            name: self._put(np.zeros_like(values))
+            for names, lists in ((_BIAS, self._bias), (_BAD_WORDS, self._bad_words))
+            for name, values in zip(names[:2], (lists or ())[:2], strict=False)
+        }
+        return replace(self.select([self.idle_row] * batch_size), **room)
+
+    def refresh(self, buffers: RequestOptions, rows: list[int], history: Tensor, lengths: list[int]) -> None:
+        """Writes the options of these sequences into `buffers`, unless they are there.
+
+        rows: one for each row of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity].
+        """
+        if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
+            return
+        known = self._put(np.array(lengths, np.int32))
+        made = self._counted(rows, history[self._put(np.array(rows, np.int64))], known).tensors()
+        for name, into in buffers.tensors().items():
+            value = made[name]
+            if into is not None and value is not None:
+                into[: value.shape[0]].copy_(value)
+        self._current = buffers, rows
+
+    def _counted(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions:
+        made = self.select(rows)
+        self.count(made, history, self._prompt_lens[self._put(np.array(rows, np.int64))], lengths)
+        return made
+
+    def _named(self, names: tuple[str, ...], *values: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+        return {name: self._put(value) for name, value in zip(names, values, strict=True)}
+
+    def _put(self, values: np.ndarray[Any, Any] | Tensor) -> Tensor:
+        tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
+        return tensor.to(self.device, non_blocking=True)
+
+
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
     """Penalties and options that are used, as the raw ops take them; raises TypeError for another type of options."""
     given = params.penalties_on(device)
@@ -290,3 +420,20 @@ def _padded(
     for into, row in zip(out, rows, strict=True):
         into[: len(row)] = row
     return out
+
+
+def _arrays(options: RequestOptions, names: tuple[str, ...]) -> tuple[np.ndarray[Any, Any], ...] | None:
+    tensors = [getattr(options, name) for name in names]
+    return None if any(tensor is None for tensor in tensors) else tuple(tensor.numpy() for tensor in tensors)
+
+
+def _parts(
+    offsets: np.ndarray[Any, Any], rows: Sequence[int] | np.ndarray[Any, Any]
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """Returns where the entries of these rows are, one row after the other, and the rows' offsets in them."""
+    index = np.asarray(rows, np.int64)
+    counts = offsets[index + 1] - offsets[index]
+    cu = np.zeros(len(index) + 1, np.int32)
+    np.cumsum(counts, out=cu[1:])
+    within = np.arange(cu[-1]) - np.repeat(cu[:-1], counts)
+    return np.repeat(offsets[index], counts) + within, cu

@@ -327,9 +327,9 @@ def nothing_before(sampling: Any, slots: Any, length: int) -> Any:
 
 PARTS = {
     "V1": [
-        ("frequency_penalty", "options.BatchOptions._count", lambda *args: None),
+        ("frequency_penalty", "options.OptionRows.count", lambda *args: None),
         ("repetition_penalty", "options.known_ids", lambda *args: []),
-        ("bad_words", "options._Batch.tail", property(lambda self: 0, lambda self, value: None)),
+        ("bad_words", "options.OptionRows.with_text", lambda self, options, *text: options),
         ("structured_outputs grammar", "scheduler.tree_of", chain),
     ],
     "V2": [
@@ -364,6 +364,6 @@ def test_what_is_not_asked_for_costs_nothing():
     """Without options no tensor of them is made, and without grammars no thread is started."""
     with engine(**tree_options("ngram")) as llm:
         generate(llm, PROMPTS)
-        assert runner_of(llm)._options._batch.sampling.options is None
+        assert runner_of(llm)._options._options is None
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert isinstance(scheduler, TreeScheduler) and scheduler._masks._last is None

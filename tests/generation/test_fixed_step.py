@@ -43,7 +43,7 @@ from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
 from pagedtree.generation.rules import Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.generation.token_options import RequestRows, TokenOptions
+from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.integrations.transformers import (
     Drafter,
     EagleDrafter,
@@ -264,7 +264,7 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     each = TokenOptions(bias={3: 1.0}, allowed_tokens=range(9), bad_words=[[1], [2, 3]])
     device = torch.device("meta")
-    requests = RequestRows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, device)
+    requests = option_rows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, device)
     reader = None if is_processed is None else LogprobReader(3, is_processed)
     drafter, sampling = NgramDrafter(8), Sampling("sampled", params, torch.zeros(3, dtype=torch.int64))
     drafter.begin(4, sampling)

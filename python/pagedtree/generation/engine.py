@@ -25,8 +25,8 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import Batch, GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.stop_strings import StopStrings
-from pagedtree.generation.token_options import RequestRows
 from pagedtree.generation.tree_tuner import Kept, Outcome, Plan, TreeTuner
+from pagedtree.options import OptionRows
 
 __all__ = ["Engine"]
 
@@ -50,7 +50,7 @@ class Engine:
         is_fixed: bool = False,
         tuner: TreeTuner | None = None,
         stop_strings: StopStrings | None = None,
-        requests: RequestRows | None = None,
+        requests: OptionRows | None = None,
         grammars: GrammarSteps | None = None,
         logprobs: LogprobReader | None = None,
     ) -> None:

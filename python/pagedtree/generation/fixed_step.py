@@ -15,7 +15,7 @@ from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.logprobs import Found
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.generation.token_options import RequestRows
+from pagedtree.options import OptionRows
 
 __all__ = ["FixedStep", "FixedSteps", "check_device", "check_drafter"]
 
@@ -40,7 +40,7 @@ class FixedStep:
         history: Tensor,
         sequences: list[GeneratedSequence],
         batch_size: int,
-        requests: RequestRows | None = None,
+        requests: OptionRows | None = None,
     ) -> None:
         self.decode_step, self.sampling, self.batch_size = decode_step, sampling, batch_size
         self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows

@@ -20,7 +20,7 @@ from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.rules import Sampling, check_options, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence, Scheduler
 from pagedtree.generation.stats import GenerationStats, SequenceStats
-from pagedtree.generation.token_options import RequestRows, TokenOptions
+from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.generation.tree_tuner import TreeTuner, TunerOf
 from pagedtree.grammars import GrammarMatcher
 from pagedtree.integrations.transformers import generate_arguments as arguments
@@ -224,7 +224,7 @@ def generate(
     sequences = prompts.sequences(max_new_tokens, page_size)
     _limit_lengths(packed, sequences)
     params = arguments.sequence_params(params, len(prompts), n)
-    requests = RequestRows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
+    requests = option_rows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
     if requests.is_used:
         rule, params = check_options(rule, params, config.origin())
     matchers = arguments.grammars_of(grammars, len(sequences))

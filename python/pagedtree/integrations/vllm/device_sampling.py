@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
-from vllm.utils import torch_utils
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from pagedtree import RequestOptions, SamplingParams, Verdict
 from pagedtree.bits import unpacked
-from pagedtree.integrations.vllm.options import BatchSampling, option_lists
+from pagedtree.integrations.vllm.options import PENALTIES, is_same_batch, option_rows
+from pagedtree.options import OptionRows
 
 __all__ = ["DeviceSampling"]
 
@@ -30,8 +30,9 @@ class DeviceSampling:
         self.sampler, self.device = sampler, device
         self.vocab_size: int = sampler.sampling_states.vocab_size
         self._given: dict[int, Any] = {}  # by slot, vLLM's SamplingParams
-        # The options that do not change with the texts, of which parameters, and the longest bad word.
-        self._listed: tuple[list[Any], RequestOptions | None, int] = [], None, 0
+        self._batch: list[tuple[Any, ...]] | None = None
+        self._rows: OptionRows
+        self._options: RequestOptions | None = None  # those that do not change with the texts
 
     def add_request(self, slot: int, params: Any) -> None:
         self._given[slot] = params
@@ -40,17 +41,15 @@ class DeviceSampling:
         """int64 [R]; requests without a seed have got one by vLLM."""
         return self.sampler.sampling_states.seeds.gpu.index_select(0, batch.idx_mapping)
 
-    def step(self, batch: Any) -> BatchSampling:
-        """Returns the sampling and options behind the requests' outputs so far, the roots included.
-
-        batch: vLLM's InputBatch.
-        """
+    def step(self, batch: Any) -> tuple[SamplingParams | None, RequestOptions | None]:
+        """As `options.BatchOptions.step` does. batch: vLLM's InputBatch."""
         states, penalties = self.sampler.sampling_states, self.sampler.penalties_state
         slots, slots_np = batch.idx_mapping, batch.idx_mapping_np
         has_penalties = bool(penalties.use_penalty[slots_np].any())
-        options, longest = self._options(slots_np)
+        self._follow(slots_np)
+        options = self._options
         if options is None and not has_penalties and not states.temperature.np[slots_np].any():
-            return BatchSampling(SamplingParams(temperature=0.0), None, is_plain=True)
+            return None, None
 
         def of_batch(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, slots)
@@ -60,42 +59,24 @@ class DeviceSampling:
             name: of_batch(getattr(states, name).gpu) for name in ("temperature", "top_p", "min_p")
         }
         if has_penalties:
-            names = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-            params |= {name: of_batch(getattr(penalties, name).gpu) for name in names}
+            params |= {name: of_batch(getattr(penalties, name).gpu) for name in PENALTIES}
             options = replace(
                 options or RequestOptions(),
                 prompt_mask=of_batch(penalties.prompt_bin_mask),
                 output_counts=of_batch(penalties.output_bin_counts),
             )
-        if longest > 1:
-            assert options is not None
-            history, lens = self._tails(slots, longest - 1)
-            options = replace(options, history=history, history_lens=lens)
+        if options is not None and self._rows.tail:
+            options = self._rows.with_text(options, *self._tails(slots, self._rows.tail))
         # vLLM's top_k is the vocabulary where a request has none.
-        sampling = SamplingParams(top_k=top_k.masked_fill(top_k == self.vocab_size, 0), **params)
-        return BatchSampling(sampling, options, is_plain=False)
+        return SamplingParams(top_k=top_k.masked_fill(top_k == self.vocab_size, 0), **params), options
 
-    def _options(self, slots: np.ndarray) -> tuple[RequestOptions | None, int]:
-        """Those that the requests' lists give, and the length of the longest bad word; built once per batch."""
-        given = [self._given[slot] for slot in slots.tolist()]
-        known, options, longest = self._listed
-        if len(known) == len(given) and all(a is b for a, b in zip(known, given, strict=True)):
-            return options, longest
+    def _follow(self, slots: np.ndarray) -> None:
+        """Builds the options of the requests' lists, once per batch."""
         prompt_lens = self.sampler.req_states.prompt_len.np[slots].tolist()
-        lists = option_lists(given, prompt_lens, self.vocab_size)
-        options = RequestOptions.from_lists(self.vocab_size, **lists) if lists else None
-        if options is not None:
-            present = {field.name: getattr(options, field.name) for field in fields(options)}
-            options = RequestOptions(
-                **{
-                    name: torch_utils.async_tensor_h2d(tensor, device=self.device)
-                    for name, tensor in present.items()
-                    if tensor is not None
-                }
-            )
-        words = [word for params in given for word in params.bad_words_token_ids or ()]
-        self._listed = given, options, max(map(len, words), default=0)
-        return options, self._listed[2]
+        batch = [(self._given[slot], length) for slot, length in zip(slots.tolist(), prompt_lens, strict=True)]
+        if not is_same_batch(self._batch, batch):
+            self._batch, self._rows = batch, option_rows(batch, self.vocab_size, self.device)
+            self._options = self._rows.select(range(len(batch))) if self._rows.is_used else None
 
     def _tails(self, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The last tokens of each output, at most `length`: int64 [R, length], and int32 [R], how many."""

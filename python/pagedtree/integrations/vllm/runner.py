@@ -236,7 +236,7 @@ class TreeRunner:
         step, self._step = self._step, None
         grammar_mask, self._grammar_mask = self._grammar_mask, None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
-        sampling = self._options.step(requests)
+        params, options = self._options.step(requests)
         drawn = [self._seed(r.req_id, r.sampling_params.seed) for r in requests]
         seeds = torch.tensor(drawn, dtype=torch.int64).to(self.device)
         last = self.seq_lens[: len(requests)].long() - 1
@@ -245,7 +245,7 @@ class TreeRunner:
             trees, draft_tokens = step.trees, self.input_ids.gpu[step.rows]
             positions = last - torch.from_numpy(step.num_drafts).to(self.device)
         verdict = choose_tokens(
-            logits, trees, draft_tokens, sampling, seeds=seeds, positions=positions, grammar_mask=grammar_mask
+            logits, trees, draft_tokens, params, options, seeds=seeds, positions=positions, grammar_mask=grammar_mask
         )
         tokens = verdict.tokens
         if step is None:

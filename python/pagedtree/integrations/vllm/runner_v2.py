@@ -211,10 +211,11 @@ class TreeRunnerV2:
             if unknown is not None and draft_tokens is not None:
                 draft_tokens = draft_tokens.masked_fill(unknown, -1)
         roots = batch.positions[batch.logits_indices[offsets[:-1].long()]]
+        trees, seeds = step.trees if step is not None else None, self._sampling.seeds(batch)
+        params, options = self._sampling.step(batch)
         verdict = choose_tokens(
-            logits, step.trees if step is not None else None, draft_tokens, self._sampling.step(batch),
-            seeds=self._sampling.seeds(batch), positions=roots, grammar_mask=grammar_mask,
-        )  # fmt: skip
+            logits, trees, draft_tokens, params, options, seeds=seeds, positions=roots, grammar_mask=grammar_mask
+        )
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             verdict.num_accepted + 1, batch.seq_lens, offsets, batch.idx_mapping, self.req_states.prefill_len.gpu
         )

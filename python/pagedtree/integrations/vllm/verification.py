@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
-from pagedtree import PreparedCompaction, TreeBatch, Verdict, sample, verify_greedy, verify_sampled
+from pagedtree import (
+    PreparedCompaction,
+    RequestOptions,
+    SamplingParams,
+    TreeBatch,
+    Verdict,
+    sample,
+    verify_greedy,
+    verify_sampled,
+)
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
-from pagedtree.integrations.vllm.options import BatchSampling
 
 __all__ = ["Compactions", "check_backends", "choose_tokens", "grammar_rows", "of_the_target"]
 
@@ -23,7 +31,8 @@ def choose_tokens(
     logits: Tensor,
     trees: TreeBatch | None,
     draft_tokens: Tensor | None,
-    sampling: BatchSampling,
+    params: SamplingParams | None,
+    options: RequestOptions | None,
     *,
     seeds: Tensor,
     positions: Tensor,
@@ -31,22 +40,18 @@ def choose_tokens(
 ) -> Verdict:
     """Verifies R trees, or samples a token for each of R rows where there are none.
 
-    logits: [N, V], a row for each node. positions: int64 [R], of the roots, or of the rows where there are no trees.
+    logits: [N, V], a row for each node. params: None = the argmax of the logits as they are. positions: int64 [R], of
+    the roots, or of the rows where there are no trees.
     """
-    how: dict[str, Any] = {
-        "seeds": seeds,
-        "positions": positions,
-        "grammar_mask": grammar_mask,
-        "options": sampling.options,
-    }
+    how: dict[str, Any] = {"seeds": seeds, "positions": positions, "grammar_mask": grammar_mask, "options": options}
     if trees is None:
-        tokens = sample(logits, sampling.params, **how)[:, None]
+        tokens = sample(logits, params or SamplingParams(temperature=0.0), **how)[:, None]
         none = torch.zeros_like(tokens, dtype=torch.int32)
         return Verdict(none, none[:, 0], tokens, none[:, 0])
     assert draft_tokens is not None
-    if sampling.is_plain:
+    if params is None:
         return verify_greedy(logits, draft_tokens, trees, grammar_mask=grammar_mask)
-    return verify_sampled(logits, draft_tokens, trees, sampling.params, **how)
+    return verify_sampled(logits, draft_tokens, trees, params, **how)
 
 
 def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndarray) -> np.ndarray:
