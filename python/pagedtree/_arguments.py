@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["checked", "expect_dims", "expect_integers", "expect_one_device", "expect_type"]
+__all__ = ["checked", "expect_dims", "expect_integers", "expect_one_device", "expect_shape", "expect_type"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
@@ -42,6 +42,13 @@ def expect_dims(form: str, **tensors: Tensor | None) -> None:
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() != form.count(",") + 1:
             raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
+
+
+def expect_shape(shape: Sequence[int], **tensors: Tensor | None) -> None:
+    """Raises ValueError where a tensor has another shape."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != tuple(shape):
+            raise ValueError(f"{name}: expected shape {[*shape]}, got {[*tensor.shape]}")
 
 
 def expect_one_device(op: str, /, **tensors: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree._ops import ops
 from pagedtree.drafting.draft import Draft
 from pagedtree.tree import MAX_NODES, build_trees
@@ -85,9 +85,7 @@ def decoy_propose(
     """
     expect_dims("[B, L]", texts=texts)
     batch, length = texts.shape
-    for name, tensor in (("lengths", lengths), ("root_tokens", root_tokens), ("active", active)):
-        if tensor is not None and tensor.shape != (batch,):
-            raise ValueError(f"{name}: expected shape [{batch}], got {list(tensor.shape)}")
+    expect_shape([batch], lengths=lengths, root_tokens=root_tokens, active=active)
     if active is not None and active.dtype != torch.bool:
         raise ValueError(f"active: expected torch.bool, got {active.dtype}")
     if max_depth < 1:

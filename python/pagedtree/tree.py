@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree._arguments import checked, expect_integers, expect_type
+from pagedtree._arguments import checked, expect_integers, expect_shape, expect_type
 from pagedtree._ops import call, makes_fakes, ops, register_fake
 from pagedtree.bits import unpacked
 
@@ -193,8 +193,7 @@ class TreeBatch:
         shapes = (offsets, rows, rows, rows, rows, (rows[0], -(-self.max_nodes // 32)), (offsets[0] - 1,))
         for name, shape in zip(_TENSOR_FIELDS, shapes, strict=True):
             tensor: Tensor = getattr(self, name)
-            if tensor.shape != shape:
-                raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+            expect_shape(shape, **{name: tensor})
             if tensor.dtype != (torch.bool if name == "valid" else torch.int32):
                 raise ValueError(f"{name}: expected torch.{'bool' if name == 'valid' else 'int32'}, got {tensor.dtype}")
             if tensor.device != device:

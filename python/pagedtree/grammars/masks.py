@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import expect_type
+from pagedtree._arguments import expect_shape, expect_type
 from pagedtree.grammars.matcher import Array, GrammarMatcher, allow_only, linked_tree
 from pagedtree.tree import TreeBatch
 
@@ -331,8 +331,7 @@ def _check_matchers(matchers: Sequence[GrammarMatcher | None]) -> None:
 
 
 def _expect_ids(name: str, tensor: Tensor, shape: list[int]) -> None:
-    if list(tensor.shape) != shape:
-        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    expect_shape(shape, **{name: tensor})
     if tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
     if tensor.is_meta:

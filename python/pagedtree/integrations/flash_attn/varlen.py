@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import tree_attention
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.flash_attn.arguments import refuse, scale_of, visibility
 
 __all__ = ["flash_attn_varlen_func"]
@@ -71,8 +71,7 @@ def flash_attn_varlen_func(
     expect_dims("[B, max_pages]", block_table=block_table)
     seq_lens = cu_seqlens_k.diff().int()
     if seqused_k is not None:
-        if seqused_k.shape != seq_lens.shape:
-            raise ValueError(f"seqused_k: expected shape {[*seq_lens.shape]}, got {[*seqused_k.shape]}")
+        expect_shape(seq_lens.shape, seqused_k=seqused_k)
         seq_lens = torch.minimum(seq_lens, seqused_k.int()) if block_table is None else seqused_k.int()
     if block_table is None:  # pages of one row, each where it is
         max_seqlen_k = max(min(max_seqlen_k, k.shape[0]), 0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.bits import packed, unpacked
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
@@ -38,8 +38,7 @@ def import_custom_mask(
     """
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     expected = sum(n * s for n, s, _ in sizes)
-    if custom_mask.shape != (expected,):
-        raise ValueError(f"custom_mask: expected shape [{expected}], got {[*custom_mask.shape]}")
+    expect_shape([expected], custom_mask=custom_mask)
     parts = custom_mask.split([n * s for n, s, _ in sizes])
     return _words([part.view(n, s) for part, (n, s, _) in zip(parts, sizes, strict=True)], sizes, custom_mask.device)
 
@@ -101,9 +100,7 @@ def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> lis
     """(queries, keys, keys that the words cover) of each sequence."""
     expect_dims("[B + 1]", qo_indptr=qo_indptr)
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
-    for name, values in (("seq_lens", seq_lens), ("tree_lens", tree_lens)):
-        if values is not None and values.shape != (len(queries),):
-            raise ValueError(f"{name}: expected shape [{len(queries)}], got {[*values.shape]}")
+    expect_shape([len(queries)], seq_lens=seq_lens, tree_lens=tree_lens)
     if min(queries, default=0) < 0 or (qo_indptr.numel() and qo_indptr[0] != 0):
         raise ValueError(f"qo_indptr: expected offsets from 0 that do not descend, got {qo_indptr.tolist()}")
     if min(keys, default=0) < 0:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import tree_attention
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.flashinfer.pages import page_table as tables
 from pagedtree.integrations.flashinfer.planning import PlannedTypes, count_queries
 from pagedtree.integrations.masks import all_visible
@@ -47,8 +47,7 @@ class BatchMLAPagedAttentionWrapper:
         expect_dims("[B + 1]", kv_indptr=kv_indptr)
         expect_dims("[pages]", kv_indices=kv_indices)
         num_queries, longest = count_queries(qo_indptr, kv_indptr.numel() - 1)
-        if kv_len_arr.shape != (kv_indptr.numel() - 1,):
-            raise ValueError(f"kv_len_arr: expected shape {[kv_indptr.numel() - 1]}, got {[*kv_len_arr.shape]}")
+        expect_shape([kv_indptr.numel() - 1], kv_len_arr=kv_len_arr)
         seq_lens = kv_len_arr.to(device, torch.int32)
         # The pages in use, numbered as they are listed: a cache in two parts is joined for them alone.
         listed = torch.arange(kv_indices.numel(), device=device, dtype=torch.int64)

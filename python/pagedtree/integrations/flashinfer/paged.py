@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import attention_plan, tree_attention
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.flashinfer.masks import import_custom_mask, import_packed_custom_mask
 from pagedtree.integrations.flashinfer.pages import PagedKVCache, cache_views, page_table
 from pagedtree.integrations.flashinfer.planning import TYPES, PlannedTypes, count_queries
@@ -66,11 +66,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         device = paged_kv_indices.device  # the other tensors may be on the host
         expect_dims("[B + 1]", paged_kv_indptr=paged_kv_indptr)
         expect_dims("[pages]", paged_kv_indices=paged_kv_indices)
-        if qo_indptr.shape != paged_kv_indptr.shape:
-            raise ValueError(f"qo_indptr: expected shape {[*paged_kv_indptr.shape]}, got {[*qo_indptr.shape]}")
-        if paged_kv_last_page_len.shape != (max(qo_indptr.numel() - 1, 0),):
-            expected, got = [max(qo_indptr.numel() - 1, 0)], [*paged_kv_last_page_len.shape]
-            raise ValueError(f"paged_kv_last_page_len: expected shape {expected}, got {got}")
+        expect_shape(paged_kv_indptr.shape, qo_indptr=qo_indptr)
+        expect_shape([max(qo_indptr.numel() - 1, 0)], paged_kv_last_page_len=paged_kv_last_page_len)
         indptr, last_page_len = paged_kv_indptr.to(device), paged_kv_last_page_len.to(device)
         table, seq_lens = page_table(indptr, paged_kv_indices, last_page_len, page_size)
         self._num_queries, longest = count_queries(qo_indptr, seq_lens.numel())

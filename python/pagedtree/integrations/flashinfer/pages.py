@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.indices import INT32_MAX, as_int32
 
 __all__ = [
@@ -62,8 +62,7 @@ def page_table(
     expect_dims("[B + 1]", indptr=indptr)
     expect_dims("[pages]", indices=indices)
     counts = indptr.diff()
-    if last_page_len.shape != counts.shape:
-        raise ValueError(f"last_page_len: expected shape {[*counts.shape]}, got {[*last_page_len.shape]}")
+    expect_shape(counts.shape, last_page_len=last_page_len)
     if max_pages is None:
         max_pages = min(max(int(counts.max()), 0), indices.numel()) if counts.numel() else 0
     column = torch.arange(max_pages, device=indptr.device, dtype=torch.int64)
@@ -117,9 +116,7 @@ def _slots(
     batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int, n: int
 ) -> Tensor:
     """int64 [n]: the slot of each new row, -1 where it has none."""
-    for name, values in (("batch_indices", batch_indices), ("positions", positions)):
-        if values.shape != (n,):
-            raise ValueError(f"{name}: expected shape {[n]}, got {[*values.shape]}")
+    expect_shape([n], batch_indices=batch_indices, positions=positions)
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     expect_dims("[pages]", kv_indices=kv_indices)
     offsets, rows = kv_indptr.long(), batch_indices.long()
@@ -155,19 +152,16 @@ def get_batch_indices_positions(
     Raises ValueError for wrong shapes.
     """
     expect_dims("[B + 1]", append_indptr=append_indptr)
-    if seq_lens.shape != (append_indptr.numel() - 1,):
-        raise ValueError(f"seq_lens: expected shape {[append_indptr.numel() - 1]}, got {[*seq_lens.shape]}")
+    expect_shape([append_indptr.numel() - 1], seq_lens=seq_lens)
+    expect_shape([nnz], batch_indices=batch_indices, positions=positions)
     row = torch.arange(nnz, device=append_indptr.device, dtype=torch.int64)
     ends = append_indptr[1:].long()
     sequence = torch.searchsorted(ends, row, right=True)
     behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # what is added to a row's number
     known = sequence < ends.numel()
-    results = []
-    for name, out, new in (
-        ("batch_indices", batch_indices, torch.where(known, sequence, -1)),
-        ("positions", positions, torch.where(known, row + behind_last, 0)),
-    ):
-        if out is not None and out.shape != (nnz,):
-            raise ValueError(f"{name}: expected shape {[nnz]}, got {[*out.shape]}")
-        results.append(new.int() if out is None else out.copy_(new))
-    return results[0], results[1]
+    new_indices = torch.where(known, sequence, -1)
+    new_positions = torch.where(known, row + behind_last, 0)
+    return (
+        new_indices.int() if batch_indices is None else batch_indices.copy_(new_indices),
+        new_positions.int() if positions is None else positions.copy_(new_positions),
+    )

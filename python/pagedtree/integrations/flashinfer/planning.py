@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import expect_shape
+
 __all__ = ["TYPES", "PlannedTypes", "count_queries"]
 
 TYPES = ("q_data_type", "kv_data_type", "o_data_type")
@@ -31,8 +33,7 @@ class PlannedTypes:
 
 def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
     """Counts the queries: in all, and the most of a sequence."""
-    if qo_indptr.shape != (num_sequences + 1,):
-        raise ValueError(f"qo_indptr: expected shape [{num_sequences + 1}], got {[*qo_indptr.shape]}")
+    expect_shape([num_sequences + 1], qo_indptr=qo_indptr)
     begins = qo_indptr.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]
     if begins[0] != 0 or min(counts, default=0) < 0:

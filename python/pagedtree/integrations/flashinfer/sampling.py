@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, build_trees, verify_rejection
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_shape
 
 __all__ = ["chain_speculative_sampling"]
 
@@ -44,21 +44,21 @@ def chain_speculative_sampling(
         shapes = [*draft_token_ids.shape], [*draft_probs.shape]
         raise ValueError(f"draft_token_ids, draft_probs: expected 2 and 3 dimensions, got shapes {shapes}")
     (b, n), vocab = draft_token_ids.shape, draft_probs.shape[2]
-    if draft_probs.shape != (b, n, vocab):
-        raise ValueError(f"draft_probs: expected shape {[b, n, vocab]}, got {[*draft_probs.shape]}")
-    if target_probs.shape != (b, n + 1, vocab):
-        raise ValueError(f"target_probs: expected shape {[b, n + 1, vocab]}, got {[*target_probs.shape]}")
+    expect_shape([b, n, vocab], draft_probs=draft_probs)
+    expect_shape([b, n + 1, vocab], target_probs=target_probs)
     for name, probs in (("draft_probs", draft_probs), ("target_probs", target_probs)):
         if probs.dtype not in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
             raise ValueError(f"{name}: expected fp32, fp16, bf16 or fp64, got {probs.dtype}")
-    device, totals = target_probs.device, []
-    for name, total in (
-        ("maybe_output_accepted_token_num", maybe_output_accepted_token_num),
-        ("maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num),
-    ):
-        totals.append(torch.zeros(b, dtype=torch.int32, device=device) if total is None else total)
-        if totals[-1].shape != (b,):
-            raise ValueError(f"{name}: expected shape {[b]}, got {[*totals[-1].shape]}")
+    device = target_probs.device
+    expect_shape(
+        [b],
+        maybe_output_accepted_token_num=maybe_output_accepted_token_num,
+        maybe_output_emitted_draft_token_num=maybe_output_emitted_draft_token_num,
+    )
+    accepted, emitted = (
+        torch.zeros(b, dtype=torch.int32, device=device) if total is None else total
+        for total in (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
+    )
     for name, value in (("seed", seed), ("offset", offset)):
         if isinstance(value, Tensor):
             raise NotImplementedError(f"{name}: expected an int, got a tensor")
@@ -92,6 +92,4 @@ def chain_speculative_sampling(
     at = ids.clamp(0, vocab - 1)[..., None]
     q, p = draft_probs.gather(2, at)[..., 0], target_probs[:, :n].gather(2, at)[..., 0]
     alone = (coins[:, 1 : n + 1] * q < p) & (q > 0) & (ids >= 0) & (ids < vocab)
-    totals[0].add_(alone.sum(1))
-    totals[1].add_(verdict.num_accepted)
-    return verdict.tokens.int(), totals[0], totals[1]
+    return verdict.tokens.int(), accepted.add_(alone.sum(1)), emitted.add_(verdict.num_accepted)

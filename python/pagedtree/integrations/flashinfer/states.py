@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import merge_states as join
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
@@ -29,8 +29,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     """As `merge_state`, written to v and s. mask: bool [T], the rows to write; default all."""
     new_v, new_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
-        if mask.shape != v.shape[:1]:
-            raise ValueError(f"mask: expected shape {[*v.shape[:1]]}, got {[*mask.shape]}")
+        expect_shape(v.shape[:1], mask=mask)
         new_v = torch.where(mask.bool()[:, None, None], new_v, v)
         new_s = torch.where(mask.bool()[:, None], new_s, s)
     v.copy_(new_v)

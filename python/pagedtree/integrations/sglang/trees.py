@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import TreeBatch, build_trees
-from pagedtree._arguments import checked
+from pagedtree._arguments import checked, expect_shape
 from pagedtree.integrations.sglang.masks import write_mask
 
 __all__ = ["build_tree_kernel_efficient", "reconstruct_indices_from_tree_mask", "trees_from_links"]
@@ -31,9 +31,8 @@ def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def expect(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: expected shape {[*shape]}, got {[*tensor.shape]}")
+def expect_links(bs: int, n: int, *links: Tensor) -> None:
+    expect_shape([bs, n], **dict(zip(LINKS, links, strict=True)))
 
 
 @either_spelling
@@ -79,12 +78,11 @@ def build_tree_kernel_efficient(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     n, bs = draft_token_num, verified_seq_len.numel()
-    expect("selected_index", selected_index, (bs, n - 1))
-    expect("parent_list", parent_list, (bs, parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1))
-    expect("positions", positions, (bs * n,))
-    links = {"retrive_index": retrive_index, "retrive_next_token": retrive_next_token}
-    for name, link in (*links.items(), ("retrive_next_sibling", retrive_next_sibling)):
-        expect(name, link, (bs, n))
+    expect_shape([bs, n - 1], selected_index=selected_index)
+    width = parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1
+    expect_shape([bs, width], parent_list=parent_list)
+    expect_shape([bs * n], positions=positions)
+    expect_links(bs, n, retrive_index, retrive_next_token, retrive_next_sibling)
 
     parents = _selected_parents(parent_list, selected_index, topk)
     nodes = torch.arange(n, device=parents.device, dtype=torch.int64)
@@ -145,10 +143,9 @@ def reconstruct_indices_from_tree_mask(
     if tree_mask.element_size() != 1 or tree_mask.numel() != bs * n * n:
         got = f"{tree_mask.numel()} of {tree_mask.dtype}"
         raise ValueError(f"tree_mask: expected {bs * n * n} elements of one byte, got {got}")
-    expect("verified_seq_len", verified_seq_len, (bs,))
-    expect("positions", positions, (bs * n,))
-    for name, link in zip(LINKS, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
-        expect(name, link, (bs, n))
+    expect_shape([bs], verified_seq_len=verified_seq_len)
+    expect_shape([bs * n], positions=positions)
+    expect_links(bs, n, retrive_index, retrive_next_token, retrive_next_sibling)
     node = torch.arange(n, device=tree_mask.device, dtype=torch.int64)
     sees = (tree_mask.view(torch.uint8).reshape(bs, n, n) != 0) & (node < node[:, None])
     parent = torch.where(sees, node, -1).amax(-1) if n else sees.sum(-1)

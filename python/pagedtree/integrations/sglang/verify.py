@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams, TreeBatch, Verdict, verify_greedy, verify_rejection
-from pagedtree._arguments import checked
-from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect, trees_from_links
+from pagedtree._arguments import checked, expect_shape
+from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect_links, trees_from_links
 
 __all__ = ["tree_speculative_sampling_target_only", "verify_tree_greedy"]
 
@@ -46,7 +46,7 @@ def verify_tree_greedy(
     """
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
-    expect("target_predict", target_predict, (*candidates.shape,))
+    expect_shape(candidates.shape, target_predict=target_predict)
     drafts = candidates.gather(1, order)
     truth = target_predict.flatten()[rows].long()
     # A vocabulary of the predictions alone: token m is what node m predicts, the first such m.
@@ -107,9 +107,9 @@ def tree_speculative_sampling_target_only(
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
     bs, n = candidates.shape
-    expect("uniform_samples", uniform_samples, (bs, n))
-    expect("uniform_samples_for_final_sampling", uniform_samples_for_final_sampling, (bs,))
-    expect("target_probs", target_probs, (bs, n, target_probs.shape[-1]))
+    expect_shape([bs, n], uniform_samples=uniform_samples)
+    expect_shape([bs], uniform_samples_for_final_sampling=uniform_samples_for_final_sampling)
+    expect_shape([bs, n, target_probs.shape[-1]], target_probs=target_probs)
 
     drafts = candidates.gather(1, order)
     flat = order + torch.arange(bs, device=order.device, dtype=torch.int64)[:, None] * n
@@ -157,23 +157,22 @@ def _deciding_coins(
 
 
 def _tree_arguments(
-    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, retrive_index: Tensor,
-    retrive_next_token: Tensor, retrive_next_sibling: Tensor,
-) -> tuple[TreeBatch, Tensor, Tensor]:  # fmt: skip
+    predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, *links: Tensor
+) -> tuple[TreeBatch, Tensor, Tensor]:
     """The trees; order [bs, N], the caller's node of each of their nodes; and the flat row of each of their nodes."""
     if candidates.dim() != 2:
         raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
     bs, n = candidates.shape
-    expect("accept_index", accept_index, (bs, accept_index.shape[-1]))
-    expect("accept_token_num", accept_token_num, (bs,))
-    for name, tensor in zip(LINKS, (retrive_index, retrive_next_token, retrive_next_sibling), strict=True):
-        expect(name, tensor, (bs, n))
+    expect_shape([bs, accept_index.shape[-1]], accept_index=accept_index)
+    expect_shape([bs], accept_token_num=accept_token_num)
+    expect_links(bs, n, *links)
     if predicts.dim() != 1 or predicts.numel() < bs * n:
         raise ValueError(f"predicts: expected at least {bs * n} elements in one dimension, got {[*predicts.shape]}")
     if accept_index.shape[1] < 1:
         raise ValueError("accept_index: expected at least one column, got none")
-    trees, order = trees_from_links(retrive_next_token, retrive_next_sibling, min(accept_index.shape[1], n) - 1)
-    return trees, order, retrive_index.gather(1, order).long().clamp(0, max(bs * n - 1, 0))
+    rows, next_token, next_sibling = links
+    trees, order = trees_from_links(next_token, next_sibling, min(accept_index.shape[1], n) - 1)
+    return trees, order, rows.gather(1, order).long().clamp(0, max(bs * n - 1, 0))
 
 
 def _write(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, verdict: Verdict, rows: Tensor) -> None:
