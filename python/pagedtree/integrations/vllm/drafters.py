@@ -43,7 +43,38 @@ __all__ = [
 ]
 
 
-class NgramTreeDrafter(TreeDrafter):
+class WithoutModel(TreeDrafter):
+    """Base class of drafters without a draft model of several ranks."""
+
+    @classmethod
+    def check(cls, vllm_config: Any) -> None:
+        size = vllm_config.speculative_config.draft_tensor_parallel_size
+        if size is not None:
+            raise ValueError(f"draft_tensor_parallel_size: {cls.__name__} has no draft model, got {size}")
+
+
+class KnowsTexts(TreeDrafter):
+    """Base class that asks a drafter of `generate` with a state, which knows the requests by their texts."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        super().__init__(vllm_config)
+        self.texts = Texts()
+        self.drafter: Any = None  # on the ranks that draft
+        self.device = torch.device("cpu")
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self.texts.forget(request_id, self.drafter)
+
+    def limit_depth(self, levels: int) -> None:
+        self.drafter.limit_depth(levels)
+
+    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
+        self.drafter.select(self.texts.sequences(request_ids, tokens))
+        return proposals_of(self.drafter, tokens, self.device)
+
+
+class NgramTreeDrafter(WithoutModel):
     """Prompt lookup: what followed the last n-gram earlier in the request's text, merged into a tree.
 
     Options: those of `pagedtree.integrations.transformers.NgramDrafter` but `remember`.
@@ -53,15 +84,8 @@ class NgramTreeDrafter(TreeDrafter):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.drafter = self.make()
+        self.drafter = NgramDrafter(self.max_nodes, **self.options)
         self.max_depth = self.drafter.max_depth
-
-    def make(self) -> NgramDrafter:
-        return NgramDrafter(self.max_nodes, **self.options)
-
-    @classmethod
-    def check(cls, vllm_config: Any) -> None:
-        _expect_no_draft_model(cls, vllm_config)
 
     def limit_depth(self, levels: int) -> None:
         self.drafter.limit_depth(levels)
@@ -73,7 +97,7 @@ class NgramTreeDrafter(TreeDrafter):
         return self.drafter.propose(tokens, lengths)
 
 
-class ModelTreeDrafter(TreeDrafter):
+class ModelTreeDrafter(KnowsTexts):
     """A smaller model of the target's tokenizer grows a tree of its likeliest continuations.
 
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
@@ -86,18 +110,13 @@ class ModelTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
+    needed = ("model", "a checkpoint")
     grows_by_level = True
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        if not isinstance(self.options["model"], str):
-            raise ValueError(
-                f'additional_config["pagedtree"]: expected the entry model, a checkpoint, got {self.options["model"]!r}'
-            )
         self.draft_ranks = vllm_config.speculative_config.draft_tensor_parallel_size or 1
         self.on_every_rank = self.draft_ranks > 1  # a draft group hands its proposals to all ranks
-        self.texts = Texts()
-        self.drafter: Any = None  # on the ranks that draft
         self.max_depth = self.options["depth"]
 
     @classmethod
@@ -136,13 +155,6 @@ class ModelTreeDrafter(TreeDrafter):
             tensor_parallel(model, group=group, gather_logits=True)
         return ModelDrafter(model, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"])
 
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.texts.forget(request_id, self.drafter)
-
-    def limit_depth(self, levels: int) -> None:
-        self.drafter.limit_depth(levels)
-
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
         known = [len(self.texts.known(request_id)) for request_id in request_ids]
         return self.share * sum(max(len(text) - n - 1, 0) for text, n in zip(tokens, known, strict=True))
@@ -154,11 +166,10 @@ class ModelTreeDrafter(TreeDrafter):
                 self.forget(request_id)  # the text was replaced (a session, or the id is used again)
         # What the draft model read of its tree is read again with the accepted tokens, in the pass that it needs for
         # the newest one anyway. So nothing has to be moved in its cache, whatever vLLM did to the batch meanwhile.
-        self.drafter.select(self.texts.sequences(request_ids, tokens))
-        return proposals_of(self.drafter, tokens, self.device)
+        return super().draft(request_ids, tokens)
 
 
-class MedusaTreeDrafter(TreeDrafter):
+class MedusaTreeDrafter(WithoutModel):
     """Medusa: heads on the target's last hidden state guess the tokens after the root, each for its level of the tree.
 
     Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees are those of
@@ -167,20 +178,10 @@ class MedusaTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
+    needed = ("heads", "a folder")
     needs_hidden = True
     on_every_rank = True
     is_best_first = True
-
-    def __init__(self, vllm_config: Any) -> None:
-        super().__init__(vllm_config)
-        if not isinstance(self.options["heads"], str):
-            raise ValueError(
-                f'additional_config["pagedtree"]: expected the entry heads, a folder, got {self.options["heads"]!r}'
-            )
-
-    @classmethod
-    def check(cls, vllm_config: Any) -> None:
-        _expect_no_draft_model(cls, vllm_config)
 
     def load_model(self, target_model: Any) -> None:
         config = self.vllm_config.model_config
@@ -213,7 +214,7 @@ class MedusaTreeDrafter(TreeDrafter):
         return best_trees(self.heads(hidden)[:, : self._depth], self.max_nodes)
 
 
-class FolderTreeDrafter(TreeDrafter):
+class FolderTreeDrafter(WithoutModel, KnowsTexts):
     """A head or a block drafter that reads outputs of the target's layers, from a folder of any format that is known.
 
     Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
@@ -223,23 +224,12 @@ class FolderTreeDrafter(TreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
-    folder: ClassVar[str] = "drafter"  # the option that names it
+    needed = ("drafter", "a folder")
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        if not isinstance(self.options[self.folder], str):
-            raise ValueError(
-                f'additional_config["pagedtree"]: expected the entry {self.folder}, a folder, got'
-                f" {self.options[self.folder]!r}"
-            )
-        self.texts = Texts()
-        self.drafter: Any = None  # on the ranks that draft
         if self.options["depth"] is not None:
             self.max_depth = self.options["depth"]
-
-    @classmethod
-    def check(cls, vllm_config: Any) -> None:
-        _expect_no_draft_model(cls, vllm_config)
 
     def make(self, target: WholeEnds) -> Any:
         """The drafter; ValueError for one that reads something else of the target."""
@@ -265,10 +255,6 @@ class FolderTreeDrafter(TreeDrafter):
         num_weights = sum(weight.numel() for network in drafter.networks for weight in network.parameters())
         self.share = _share_of(num_weights, target_model)
 
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.texts.forget(request_id, self.drafter)
-
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
         for request_id, start in zip(request_ids, starts, strict=True):
             if start == 0:
@@ -277,15 +263,8 @@ class FolderTreeDrafter(TreeDrafter):
         sequences = self.texts.sequences(request_ids, tokens)
         self.drafter.read(FeatureRows(sequences, starts, [len(part) for part in features], torch.cat(features)))
 
-    def limit_depth(self, levels: int) -> None:
-        self.drafter.limit_depth(levels)
-
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
         return self.share * float(self.drafter.unread(self.texts.sequences(request_ids, tokens)))
-
-    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        self.drafter.select(self.texts.sequences(request_ids, tokens))
-        return proposals_of(self.drafter, tokens, self.device)
 
 
 class EagleTreeDrafter(FolderTreeDrafter):
@@ -296,7 +275,7 @@ class EagleTreeDrafter(FolderTreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
-    folder: ClassVar[str] = "head"
+    needed = ("head", "a folder")
     grows_by_level = True
 
     def make(self, target: WholeEnds) -> EagleDrafter:
@@ -312,9 +291,3 @@ def _share_of(num_weights: int, target: Any) -> float:
 def _greedy(vocab_size: int) -> Sampling:
     """Makes the sampling for drafters that do not draw."""
     return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)
-
-
-def _expect_no_draft_model(drafter: type[TreeDrafter], vllm_config: Any) -> None:
-    size = vllm_config.speculative_config.draft_tensor_parallel_size
-    if size is not None:
-        raise ValueError(f"draft_tensor_parallel_size: {drafter.__name__} has no draft model, got {size}")

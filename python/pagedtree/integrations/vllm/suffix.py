@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import numpy as np
-import torch
-
 from pagedtree.generation.drafters import SuffixDrafter
-from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
-from pagedtree.integrations.vllm.proposals import Proposal, proposals_of
-from pagedtree.integrations.vllm.texts import Texts
+from pagedtree.integrations.vllm.drafters import KnowsTexts, WithoutModel
 
 __all__ = ["SuffixTreeDrafter"]
 
 
-class SuffixTreeDrafter(NgramTreeDrafter):
+class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     """Prompt lookup in the request's text and in the answers of finished requests.
 
     Options: those of `pagedtree.integrations.transformers.SuffixDrafter` but `memory` and `num_nodes`. The memory is
@@ -32,15 +27,5 @@ class SuffixTreeDrafter(NgramTreeDrafter):
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
-        self.texts = Texts()
-
-    def make(self) -> SuffixDrafter:
-        return SuffixDrafter(num_nodes=self.max_nodes, **self.options)
-
-    def forget(self, request_id: str) -> None:
-        super().forget(request_id)
-        self.texts.forget(request_id, self.drafter)
-
-    def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
-        self.drafter.select(self.texts.sequences(request_ids, tokens))
-        return proposals_of(self.drafter, tokens, torch.device("cpu"))
+        self.drafter = SuffixDrafter(num_nodes=self.max_nodes, **self.options)
+        self.max_depth = self.drafter.max_depth

@@ -26,6 +26,7 @@ class TreeDrafter:
     What a class says of itself:
 
         defaults        its options and their values where additional_config has none
+        needed          the option that must be there, and what it names; None: none
         needs_hidden    `draft` gets the target's last hidden states
         feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass; may
                         be set as late as in `load_model`
@@ -50,6 +51,7 @@ class TreeDrafter:
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
+    needed: ClassVar[tuple[str, str] | None] = None
     needs_hidden: bool = False
     feature_layers: Sequence[int] = ()
     on_every_rank: bool = False
@@ -73,6 +75,9 @@ class TreeDrafter:
             raise ValueError(f'additional_config["pagedtree"]: expected options among {known}, got {unknown}')
         self.vllm_config = vllm_config
         self.options = {**self.defaults, **given}
+        if self.needed is not None and not isinstance(value := self.options[self.needed[0]], str):
+            name, kind = self.needed
+            raise ValueError(f'additional_config["pagedtree"]: expected the entry {name}, {kind}, got {value!r}')
         self.max_nodes = vllm_config.speculative_config.num_speculative_tokens + 1
         self.max_depth = self.max_nodes - 1
         self.is_tuned = tree == "auto"
