@@ -18,10 +18,8 @@ from pagedtree.sampling_params import SamplingParams
 __all__ = ["CHANGES_LOGITS", "OptionRows", "RequestOptions", "option_arguments"]
 
 # Without one of these there is nothing to do; the other fields say more about them.
-CHANGES_LOGITS = (
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "allowed_mask", "bias_tokens", "bad_tokens",
-    "stop_ids",
-)  # fmt: skip
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "stop_ids")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,11 +122,8 @@ class RequestOptions:
         Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
         types.
         """
-        given = {
-            "prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words,
-            "stop_ids": stop_ids, "min_positions": min_positions,
-        }  # fmt: skip
-        batch = _batch_of(given)
+        given = {"prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words}
+        batch = _batch_of({**given, "stop_ids": stop_ids, "min_positions": min_positions})
         _expect_integer("vocab", vocab)
         if not 1 <= vocab <= 2**20:
             raise ValueError(f"vocab: expected 1..2^20, got {vocab}")

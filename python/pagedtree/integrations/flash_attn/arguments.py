@@ -13,8 +13,9 @@ __all__ = ["even_offsets", "one_of", "refuse", "rows_in_sequences", "scale_of", 
 
 
 def refuse(**arguments: Any) -> None:
+    """Raises NotImplementedError for an argument that is neither None, 0 nor False."""
     for name, value in arguments.items():
-        if value is not None:
+        if isinstance(value, Tensor) or value:
             got = "a tensor" if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name}: not supported; expected its default, got {got}")
 

@@ -89,10 +89,8 @@ def flash_attn_with_kvcache(
     for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a bit per query and
     position of the cache.
     """
-    refuse(
-        cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv, q_descale=q_descale,
-        attention_chunk=attention_chunk or None,
-    )  # fmt: skip
+    refuse(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv)
+    refuse(q_descale=q_descale, attention_chunk=attention_chunk)
     block_table = one_of(block_table=block_table, page_table=page_table)
     expect_dims("[batch, queries, heads, dim]" if cu_seqlens_q is None else "[queries, heads, dim]", q=q)
     expect_dims("[batch or pages, tokens, heads, dim]", k_cache=k_cache, v_cache=v_cache)

@@ -58,10 +58,8 @@ def flash_attn_varlen_func(
     dropout_p other than 0, alibi_slopes, return_attn_probs, seqused_q, qv, q_descale, attention_chunk other than 0, and
     gradients. Raises ValueError for wrong shapes or dtypes.
     """
-    refuse(
-        dropout_p=dropout_p or None, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs or None,
-        seqused_q=seqused_q, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk or None,
-    )  # fmt: skip
+    refuse(dropout_p=dropout_p, alibi_slopes=alibi_slopes, return_attn_probs=return_attn_probs)
+    refuse(seqused_q=seqused_q, qv=qv, q_descale=q_descale, attention_chunk=attention_chunk)
     if torch.is_grad_enabled():
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             if tensor.requires_grad:

@@ -274,10 +274,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         """
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
-        rope_append(
-            query, key, value, positions, cos_sin_cache, *self._caches(kv_cache)[:2], layer_slot_mapping,
-            interleaved=not is_neox, q_out=query, **self._scales(layer),
-        )  # fmt: skip
+        caches, more = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}
+        rope_append(query, key, value, positions, cos_sin_cache, *caches, layer_slot_mapping, q_out=query, **more)
 
     def forward(
         self,

@@ -110,11 +110,10 @@ class DeviceSampling:
         mode = self.sampler.logprobs_mode
         if mode in PROCESSED_LOGPROBS_MODES:
             queries = batch.logits_indices[rows]
-            scores = self.sampler.apply_sampling_params(
-                scores, batch.expanded_idx_mapping, batch.idx_mapping, batch.idx_mapping_np,
-                batch.positions[queries], batch.input_ids[queries], batch.expanded_local_pos,
-                batch.seq_lens_cpu_upper_bound.numpy(),
-            )  # fmt: skip
+            slots = batch.expanded_idx_mapping, batch.idx_mapping, batch.idx_mapping_np
+            texts = batch.positions[queries], batch.input_ids[queries], batch.expanded_local_pos
+            lens = batch.seq_lens_cpu_upper_bound.numpy()
+            scores = self.sampler.apply_sampling_params(scores, *slots, *texts, lens)
         is_tree = logits.shape[0] != batch.num_reqs
         return compute_topk_scores(
             scores,

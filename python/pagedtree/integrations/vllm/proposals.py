@@ -47,14 +47,9 @@ def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.de
 def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Proposal]:
     """Takes the trees of a batch apart. log_probs: fp32 [N], of its nodes."""
     offsets = draft.trees.cu_nodes.tolist()
-    tokens, parents, depths = (t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths))
-    return [
-        present_nodes(
-            tokens[begin:end], parents[begin:end], depths[begin:end],
-            None if log_probs is None else log_probs[begin:end],
-        )
-        for begin, end in itertools.pairwise(offsets)
-    ]  # fmt: skip
+    nodes = [t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths)]
+    nodes += [] if log_probs is None else [log_probs]
+    return [present_nodes(*(each[begin:end] for each in nodes)) for begin, end in itertools.pairwise(offsets)]
 
 
 def cut_at(most_depth: int, proposal: Proposal) -> Proposal:

@@ -146,10 +146,8 @@ class TreeRunner:
                 starts = batch.num_computed_tokens_cpu[: len(rows)].tolist()
                 features = kept_features(aux_hidden_states, drafter.feature_layers, rows)
                 drafter.read(drafter.request_ids, tokens, starts, features)
-        drafts = super().propose_draft_token_ids(  # type: ignore[misc]
-            scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states,
-            aux_hidden_states, *args, **kwargs,
-        )  # fmt: skip
+        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
+        drafts = super().propose_draft_token_ids(*given, aux_hidden_states, *args, **kwargs)  # type: ignore[misc]
         drafter.hidden = None
         self._proposed.update(self.drafter.parents)
         return drafts
@@ -256,13 +254,10 @@ class TreeRunner:
             rows = step.trees.cu_nodes[:-1, None] + verdict.accept_index
             last_rows = rows.gather(1, verdict.num_accepted[:, None].long())[:, 0]
             self._accepted = Accepted(last_rows.long(), step.num_drafts.tolist(), verdict.accept_index)
-        logprobs = None
-        if self.input_batch.max_num_logprobs is not None:
-            mode = self.vllm_config.model_config.logprobs_mode
-            logprobs = sampled_logprobs(
-                logits, tokens, rows, self.input_batch.max_num_logprobs, mode=mode, grammar_mask=grammar_mask,
-                requests=requests,
-            )  # fmt: skip
+        logprobs, top_n = None, self.input_batch.max_num_logprobs
+        if top_n is not None:
+            how = {"mode": self.vllm_config.model_config.logprobs_mode, "grammar_mask": grammar_mask}
+            logprobs = sampled_logprobs(logits, tokens, rows, top_n, **how, requests=requests)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _seed(self, request_id: str, given: int | None) -> int:
