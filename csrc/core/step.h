@@ -39,7 +39,7 @@ struct CommitParams {
   int32_t* out_num_accepted;    // [B] out
   int32_t* num_tokens;          // [B] out
   int64_t* accept_rows;         // [B, S] out
-  int32_t* draft_num_accepted;  // [B] out; null without node_map
+  int32_t* draft_num_accepted;  // [B] out with a node_map only, as the next three
   int32_t* draft_accept_index;  // [B, S] out
   int64_t* draft_missing;       // [B, S] out
   int32_t* draft_num_missing;   // [B] out
@@ -162,7 +162,7 @@ PT_HOST_DEVICE void commit_sequence(const CommitParams& p, int64_t b) {
   }
   if (p.history_lens != nullptr && kept > 0) append_history(p, b, kept);
   if (p.output_counts != nullptr) count_tokens(p, b, kept);
-  if (p.draft_num_accepted != nullptr) map_to_draft(p, b, rows.begin, kept);
+  if (p.node_map != nullptr) map_to_draft(p, b, rows.begin, kept);
 }
 
 }  // namespace pagedtree

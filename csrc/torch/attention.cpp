@@ -64,7 +64,7 @@ void check_alignment(const Check& check, int64_t bytes, const Tensor& t, const c
 }
 
 // A scale of an fp8 cache: one for all heads, or one per head. Returns the stride between heads.
-int64_t check_scale(const Check& check, const std::optional<Tensor>& scale, const Tensor& cache, const char* name) {
+int64_t check_scale(const Check& check, const OptionalTensor& scale, const Tensor& cache, const char* name) {
   if (!scale.has_value()) return 0;
   check.that(cache.scalar_type() == ScalarType::Float8_e4m3fn, name, "None for a cache that is not torch.float8_e4m3fn",
              "a tensor");
@@ -84,18 +84,18 @@ constexpr float kDefaultScale = std::numeric_limits<float>::quiet_NaN();  // unt
 // What a call says of its step, which is the same in all layers of the same kind.
 struct StepArguments {
   const Tensor &page_table, &seq_lens, &cu_seqlens_q;
-  const std::optional<Tensor>&tree_mask, &tree_lens;
+  const OptionalTensor &tree_mask, &tree_lens;
   std::optional<int64_t> max_seqlen_q;
   std::optional<double> scale;
   double softcap;
   int64_t window;
-  const std::optional<Tensor>& plan;
+  const OptionalTensor& plan;
 };
 
 // And of its layer.
 struct LayerArguments {
   const Tensor &q, &k_cache, &v_cache;
-  const std::optional<Tensor>&sinks, &k_scale, &v_scale;
+  const OptionalTensor &sinks, &k_scale, &v_scale;
 };
 
 // Checks all that the shape of the output depends on.
@@ -123,29 +123,23 @@ bool is_latent(const Tensor& k_cache, const Tensor& v_cache) {
 // The params that are the step's. num_tokens: those of the queries, if they are known already; the mask's otherwise.
 TreeAttentionParams step_params(const Check& check, const StepArguments& a, int64_t num_tokens) {
   TreeAttentionParams p{};
-  p.batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(a.page_table, "page_table", {ScalarType::Int}, {{"B", p.batch}, "max_pages"}, Strides::kLastContiguous);
-  check.tensor(a.seq_lens, "seq_lens", {ScalarType::Int}, {{"B", p.batch}});
+  p.batch = check.offsets(a.cu_seqlens_q, "cu_seqlens_q", p.cu_seqlens_q);
+  p.table = page_table_of(check, a.page_table, p.batch, 0);
+  p.seq_lens = check.read<int32_t>(a.seq_lens, "seq_lens", {{"B", p.batch}});
   p.num_tokens = num_tokens;
+  p.tree_mask = check.read<int32_t>(a.tree_mask, "tree_mask", {{"T", num_tokens}, "W"}, Strides::kLastContiguous);
   if (a.tree_mask.has_value()) {
-    check.tensor(*a.tree_mask, "tree_mask", {ScalarType::Int}, {{"T", num_tokens}, "W"}, Strides::kLastContiguous);
     p.num_tokens = a.tree_mask->size(0);
     p.mask_stride = a.tree_mask->stride(0);
     p.mask_words = static_cast<int32_t>(a.tree_mask->size(1));
   }
-  if (a.tree_lens.has_value()) check.tensor(*a.tree_lens, "tree_lens", {ScalarType::Int}, {{"B", p.batch}});
+  p.tree_lens = check.read<int32_t>(a.tree_lens, "tree_lens", {{"B", p.batch}});
   check.that(a.max_seqlen_q.value_or(0) >= 0, "max_seqlen_q", "at least 0", a.max_seqlen_q.value_or(0));
   check.that(std::isfinite(a.scale.value_or(1.0)), "scale", "finite", a.scale.value_or(1.0));
   check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
   check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
-  if (a.plan.has_value()) check.tensor(*a.plan, "plan", {ScalarType::Int}, {{"plan", kPlanSize}});
+  p.plan = check.read<int32_t>(a.plan, "plan", {{"plan", kPlanSize}});
 
-  p.table = page_table_of(a.page_table, 0);
-  p.seq_lens = const_pointer<int32_t>(a.seq_lens);
-  p.cu_seqlens_q = const_pointer<int32_t>(a.cu_seqlens_q);
-  p.tree_mask = optional_pointer<int32_t>(a.tree_mask);
-  p.tree_lens = optional_pointer<int32_t>(a.tree_lens);
-  p.plan = optional_pointer<int32_t>(a.plan);
   p.window = a.window;
   p.max_seqlen_q = a.max_seqlen_q.value_or(-1);
   p.scale = a.scale.has_value() ? static_cast<float>(*a.scale) : kDefaultScale;
@@ -174,10 +168,10 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
              "of dtype torch.float16 or torch.bfloat16 (torch.float32 is for the CPU backend)", "torch.float32");
   check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
   check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
-  if (a.sinks.has_value()) check.tensor(*a.sinks, "sinks", {ScalarType::Float}, {{"Hq", num_heads}});
+  p.sinks = check.read<float>(a.sinks, "sinks", {{"Hq", num_heads}});
   const bool latent = is_latent(a.k_cache, a.v_cache);
   check.that(!latent || p.softcap == 0.0f, "softcap", "0 where v_cache is a view of k_cache", p.softcap);
-  const std::optional<Tensor>& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
+  const OptionalTensor& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
   p.k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
   p.v_scale_stride = check_scale(check, v_scale, a.v_cache, "v_scale");
 
@@ -185,7 +179,6 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   p.k_cache = paged_cache(a.k_cache);
   p.v_cache = paged_cache(a.v_cache);
   p.table.page_size = a.k_cache.size(1);
-  p.sinks = optional_pointer<float>(a.sinks);
   p.k_scale = optional_pointer<float>(a.k_scale);
   p.v_scale = optional_pointer<float>(v_scale);
   p.q_token_stride = a.q.stride(0);
@@ -261,7 +254,7 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
   p.out_token_stride = out.stride(0);
   p.out_head_stride = out.stride(1);
   const CallContext ctx = context_for(q);
-  std::optional<Tensor> plan;
+  OptionalTensor plan;
   if (p.plan == nullptr) {
     plan = empty_on(q, {kPlanSize}, ScalarType::Int);
     backend.attention_plan(plan_params(p, *plan), ctx);
@@ -274,7 +267,7 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
 
 // A call whose queries and step have been checked; p: the step's params.
 void attend(const Check& check, const StepArguments& step, TreeAttentionParams p, const LayerArguments& layer,
-            Tensor& out, const std::optional<Tensor>& lse) {
+            Tensor& out, const OptionalTensor& lse) {
   const Backend& backend = backend_for(layer.q);
   add_layer(check, backend, layer, p);
   if (lse.has_value()) {
@@ -287,12 +280,15 @@ void attend(const Check& check, const StepArguments& step, TreeAttentionParams p
   run_attention(check, backend, p, layer.q, layer.v_cache, out);
 }
 
-void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
-                        const Tensor& seq_lens, const Tensor& cu_seqlens_q, const std::optional<Tensor>& tree_mask,
-                        const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
-                        std::optional<double> scale, double softcap, int64_t window, const std::optional<Tensor>& sinks,
-                        const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                        const std::optional<Tensor>& plan, Tensor out, std::optional<Tensor> lse) {
+// What the three overloads of tree_attention have in common.
+#define PT_ATTENTION_PARAMETERS                                                                                    \
+  const Tensor &q, const Tensor &k_cache, const Tensor &v_cache, const Tensor &page_table, const Tensor &seq_lens, \
+      const Tensor &cu_seqlens_q, const OptionalTensor &tree_mask, const OptionalTensor &tree_lens,                \
+      std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap, int64_t window,            \
+      const OptionalTensor &sinks, const OptionalTensor &k_scale, const OptionalTensor &v_scale,                   \
+      const OptionalTensor &plan
+
+void tree_attention_out(PT_ATTENTION_PARAMETERS, Tensor out, OptionalTensor lse) {
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
   const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
@@ -303,7 +299,7 @@ void tree_attention_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_
 // What `_prepare_attention` keeps for `_attend`.
 struct PreparedStep : Prepared {
   Tensor page_table, seq_lens, cu_seqlens_q;
-  std::optional<Tensor> tree_mask, tree_lens, plan;
+  OptionalTensor tree_mask, tree_lens, plan;
   std::optional<int64_t> max_seqlen_q;
   std::optional<double> scale;
   double softcap;
@@ -340,9 +336,9 @@ struct PreparedStep : Prepared {
 };
 
 int64_t prepare_attention(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                          const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
+                          const OptionalTensor& tree_mask, const OptionalTensor& tree_lens,
                           std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
-                          int64_t window, const std::optional<Tensor>& plan) {
+                          int64_t window, const OptionalTensor& plan) {
   const Check check("tree_attention", page_table);
   const StepArguments step{page_table,   seq_lens, cu_seqlens_q, tree_mask, tree_lens,
                            max_seqlen_q, scale,    softcap,      window,    plan};
@@ -350,8 +346,7 @@ int64_t prepare_attention(const Tensor& page_table, const Tensor& seq_lens, cons
 }
 
 void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, int64_t step,
-                const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                const std::optional<Tensor>& v_scale, Tensor out) {
+                const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale, Tensor out) {
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
   const auto kept = prepared<PreparedStep>(check, step, "step");
@@ -362,20 +357,13 @@ void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, i
 }
 
 Tensor attend_prepared(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, int64_t step,
-                       const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                       const std::optional<Tensor>& v_scale) {
+                       const OptionalTensor& sinks, const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   Tensor out = empty_output(q, v_cache);
   attend_out(q, k_cache, v_cache, step, sinks, k_scale, v_scale, out);
   return out;
 }
 
-std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                          const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                                          const std::optional<Tensor>& tree_mask,
-                                          const std::optional<Tensor>& tree_lens, std::optional<int64_t> max_seqlen_q,
-                                          std::optional<double> scale, double softcap, int64_t window,
-                                          const std::optional<Tensor>& sinks, const std::optional<Tensor>& k_scale,
-                                          const std::optional<Tensor>& v_scale, const std::optional<Tensor>& plan) {
+std::tuple<Tensor, Tensor> tree_attention(PT_ATTENTION_PARAMETERS) {
   Tensor out = empty_output(q, v_cache);
   Tensor lse = empty_on(q, {q.size(0), q.size(1)}, ScalarType::Float);
   tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
@@ -383,13 +371,7 @@ std::tuple<Tensor, Tensor> tree_attention(const Tensor& q, const Tensor& k_cache
   return {out, lse};
 }
 
-Tensor tree_attention_without_lse(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                  const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q,
-                                  const std::optional<Tensor>& tree_mask, const std::optional<Tensor>& tree_lens,
-                                  std::optional<int64_t> max_seqlen_q, std::optional<double> scale, double softcap,
-                                  int64_t window, const std::optional<Tensor>& sinks,
-                                  const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale,
-                                  const std::optional<Tensor>& plan) {
+Tensor tree_attention_without_lse(PT_ATTENTION_PARAMETERS) {
   Tensor out = empty_output(q, v_cache);
   tree_attention_out(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale,
                      softcap, window, sinks, k_scale, v_scale, plan, out, std::nullopt);
@@ -397,11 +379,12 @@ Tensor tree_attention_without_lse(const Tensor& q, const Tensor& k_cache, const 
 }
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
-                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q, const std::optional<Tensor>& tree_lens,
+                      int64_t head_dim, int64_t page_size, int64_t max_seqlen_q, const OptionalTensor& tree_lens,
                       std::optional<int64_t> head_dim_v, bool latent, int64_t window) {
   const Check check("attention_plan", seq_lens);
-  const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {{"B", batch}});
+  AttentionPlanParams params{};
+  params.batch = check.offsets(cu_seqlens_q, "cu_seqlens_q", params.cu_seqlens_q);
+  params.seq_lens = check.read<int32_t>(seq_lens, "seq_lens", {{"B", params.batch}});
   check.that(num_kv_heads >= 1, "num_kv_heads", "at least 1", num_kv_heads);
   check.that(num_kv_heads <= INT32_MAX, "num_kv_heads", "below 2^31", num_kv_heads);
   check.that(num_q_heads >= 1 && num_q_heads % num_kv_heads == 0, "num_q_heads",
@@ -412,16 +395,10 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   check.that(window >= 0, "window", "at least 0 (0: none)", window);
-  if (tree_lens.has_value()) check.tensor(*tree_lens, "tree_lens", {ScalarType::Int}, {{"B", batch}});
+  params.tree_lens = check.read<int32_t>(tree_lens, "tree_lens", {{"B", params.batch}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_seqlens_q), "cu_seqlens_q", INT32_MAX);
 
-  Tensor plan = empty_on(seq_lens, {kPlanSize}, ScalarType::Int);
-  AttentionPlanParams params{};
-  params.seq_lens = const_pointer<int32_t>(seq_lens);
-  params.cu_seqlens_q = const_pointer<int32_t>(cu_seqlens_q);
-  params.tree_lens = optional_pointer<int32_t>(tree_lens);
-  params.plan = mutable_pointer<int32_t>(plan);
-  params.batch = batch;
+  Tensor plan = made(seq_lens, {kPlanSize}, params.plan);
   params.num_tokens = std::numeric_limits<int32_t>::max();
   params.max_seq_len = std::numeric_limits<int32_t>::max();
   params.window = window;
@@ -439,23 +416,20 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
 std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a, const Tensor& out_b,
                                         const Tensor& lse_b) {
   const Check check("merge_states", out_a);
+  MergeStatesParams params{};
   check.tensor(out_a, "out_a", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "H", "D"},
                Strides::kLastContiguous);
   const int64_t num_tokens = out_a.size(0), num_heads = out_a.size(1), head_dim = out_a.size(2);
   check.tensor(out_b, "out_b", {out_a.scalar_type()}, {{"T", num_tokens}, {"H", num_heads}, {"D", head_dim}},
                Strides::kLastContiguous);
-  check.tensor(lse_a, "lse_a", {ScalarType::Float}, {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
-  check.tensor(lse_b, "lse_b", {ScalarType::Float}, {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
+  params.lse_a = check.read<float>(lse_a, "lse_a", {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
+  params.lse_b = check.read<float>(lse_b, "lse_b", {{"T", num_tokens}, {"H", num_heads}}, Strides::kAny);
 
   Tensor out = empty_on(out_a, {num_tokens, num_heads, head_dim}, out_a.scalar_type());
-  Tensor lse = empty_on(out_a, {num_tokens, num_heads}, ScalarType::Float);
-  MergeStatesParams params{};
+  Tensor lse = made(out_a, {num_tokens, num_heads}, params.lse);
   params.out_a = out_a.const_data_ptr();
   params.out_b = out_b.const_data_ptr();
-  params.lse_a = const_pointer<float>(lse_a);
-  params.lse_b = const_pointer<float>(lse_b);
   params.out = out.mutable_data_ptr();
-  params.lse = mutable_pointer<float>(lse);
   params.a_token_stride = out_a.stride(0);
   params.a_head_stride = out_a.stride(1);
   params.b_token_stride = out_b.stride(0);

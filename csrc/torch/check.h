@@ -22,6 +22,7 @@ namespace pagedtree::ops {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
 
 enum class Strides { kContiguous, kLastContiguous, kAny };
 
@@ -68,6 +69,44 @@ inline std::string dtype_text(ScalarType dtype) {
   }
 }
 
+// The 64-bit words that a struct is made of; 0 where it is not made of whole ones.
+template <typename T>
+constexpr int64_t kWordsOf = sizeof(T) % sizeof(int64_t) == 0 ? sizeof(T) / sizeof(int64_t) : 0;
+
+// The dtype of a tensor that kernels see as elements of T: structs are int64 words, and bools are read as bytes,
+// which may hold more than 0 and 1.
+template <typename T>
+constexpr ScalarType dtype_of() {
+  if constexpr (std::is_same_v<T, float>) return ScalarType::Float;
+  if constexpr (std::is_same_v<T, bool> || std::is_same_v<T, uint8_t>) return ScalarType::Bool;
+  if constexpr (std::is_same_v<T, int32_t> || std::is_same_v<T, uint32_t>) return ScalarType::Int;
+  static_assert(sizeof(T) == 1 || sizeof(T) == 4 || kWordsOf<T> > 0);
+  return ScalarType::Long;
+}
+
+template <typename T>
+const T* const_pointer(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <typename T>
+T* mutable_pointer(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// For pointers whose null means "not given": a tensor without elements has no memory and gets an address that nobody
+// reads.
+template <typename T>
+const T* given_pointer(const Tensor& t) {
+  static constexpr T kNoElements[1]{};
+  return t.numel() == 0 ? kNoElements : const_pointer<T>(t);
+}
+
+template <typename T>
+const T* optional_pointer(const OptionalTensor& t) {
+  return t.has_value() ? given_pointer<T>(*t) : nullptr;
+}
+
 // PAGEDTREE_CHECK=1: values in tensors are checked too, which synchronises. Read at each call.
 inline bool value_checks_enabled() {
   const char* flag = std::getenv("PAGEDTREE_CHECK");
@@ -108,6 +147,20 @@ class Check {
       fail(name, "contiguous in its last dimension", "strides " + text(t.strides()));
     }
     memory(t, name);
+  }
+
+  // Checks a tensor of T and returns its elements; null for an optional one that is not given.
+  template <typename T>
+  const T* read(const Tensor& t, std::string_view name, std::initializer_list<Axis> shape,
+                Strides strides = Strides::kContiguous) const {
+    tensor(t, name, {dtype_of<T>()}, shape, strides);
+    return const_pointer<T>(t);
+  }
+  template <typename T>
+  const T* read(const OptionalTensor& t, std::string_view name, std::initializer_list<Axis> shape,
+                Strides strides = Strides::kContiguous) const {
+    if (t.has_value()) tensor(*t, name, {dtype_of<T>()}, shape, strides);
+    return optional_pointer<T>(t);
   }
 
   // The heads of a cache [pages, page_size, Hkv, D].
@@ -158,9 +211,9 @@ class Check {
     fail(name, "of shape [1] or [" + std::to_string(batch) + "]", text(t.sizes()));
   }
 
-  // int32 offsets [B + 1] of a ragged batch; returns B.
-  int64_t offsets(const Tensor& t, std::string_view name) const {
-    tensor(t, name, {ScalarType::Int}, {"B + 1"});
+  // int32 offsets [B + 1] of a ragged batch, whose elements are written to `place`; returns B.
+  int64_t offsets(const Tensor& t, std::string_view name, const int32_t*& place) const {
+    place = read<int32_t>(t, name, {"B + 1"});
     that(t.size(0) >= 1, name, "of shape [B + 1]", text(t.sizes()));
     return t.size(0) - 1;
   }
@@ -225,37 +278,16 @@ inline DType core_dtype(const Tensor& t) {
   }
 }
 
-template <typename T>
-const T* const_pointer(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-
-template <typename T>
-T* mutable_pointer(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-
-// For pointers whose null means "not given": a tensor without elements has no memory and gets an address that nobody
-// reads.
-template <typename T>
-const T* given_pointer(const Tensor& t) {
-  static constexpr T kNoElements[1]{};
-  return t.numel() == 0 ? kNoElements : const_pointer<T>(t);
-}
-
-template <typename T>
-const T* optional_pointer(const std::optional<Tensor>& t) {
-  return t.has_value() ? given_pointer<T>(*t) : nullptr;
-}
-
 // int32 or int64 [size].
 inline Integers integers(const Check& check, const Tensor& t, std::string_view name, Axis size) {
   check.tensor(t, name, {ScalarType::Int, ScalarType::Long}, {size});
   return {given_pointer<int64_t>(t), t.scalar_type() == ScalarType::Long};
 }
 
-inline PageTable page_table_of(const Tensor& t, int64_t page_size) {
-  return {const_pointer<int32_t>(t), t.stride(0), t.size(1), page_size};
+// int32 [batch, max_pages].
+inline PageTable page_table_of(const Check& check, const Tensor& t, int64_t batch, int64_t page_size) {
+  const auto* pages = check.read<int32_t>(t, "page_table", {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
+  return {pages, t.stride(0), t.size(1), page_size};
 }
 
 }  // namespace pagedtree::ops

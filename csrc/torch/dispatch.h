@@ -3,16 +3,14 @@
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <optional>
 #include <string>
 
 #include "core/ops.h"
+#include "torch/check.h"
 
 namespace pagedtree::ops {
-
-using torch::stable::Tensor;
 
 // How a call on `anchor`'s device runs; while it lives, that device is the current one.
 struct CallContext : ExecContext {
@@ -24,6 +22,14 @@ CallContext context_for(const Tensor& anchor);
 const Backend& backend_for(const Tensor& anchor);
 
 // A new tensor on `anchor`'s device; throws where there is no memory for it.
-Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, torch::headeronly::ScalarType dtype);
+Tensor empty_on(const Tensor& anchor, std::initializer_list<int64_t> shape, ScalarType dtype);
+
+// The same for elements of T, which are written to `place`.
+template <typename T>
+Tensor made(const Tensor& anchor, std::initializer_list<int64_t> shape, T*& place) {
+  Tensor t = empty_on(anchor, shape, dtype_of<T>());
+  place = mutable_pointer<T>(t);
+  return t;
+}
 
 }  // namespace pagedtree::ops

@@ -10,15 +10,21 @@
 namespace pagedtree::ops {
 namespace {
 
-// The growing tree's tensors [B, C], the same for each op that takes it.
-void check_candidates(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
-                      const Tensor& kv_index) {
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {"B", "C"});
-  check.that(tokens.size(1) >= 1 && tokens.size(1) <= kMaxCandidates, "tokens", "of 1 to 2^20 candidates per sequence",
-             tokens.size(1));
-  check.tensor(parents, "parents", {ScalarType::Int}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
-  check.tensor(scores, "scores", {ScalarType::Float}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
-  check.tensor(kv_index, "kv_index", {ScalarType::Int}, {{"B", tokens.size(0)}, {"C", tokens.size(1)}});
+// Params with the growing tree's tensors [B, C], the same for each op that takes it.
+template <typename Params>
+Params candidate_params(const Check& check, const Tensor& tokens, const Tensor& parents, const Tensor& scores,
+                        const Tensor& kv_index) {
+  Params params{};
+  params.tokens = check.read<int64_t>(tokens, "tokens", {"B", "C"});
+  params.batch = tokens.size(0);
+  params.num_candidates = tokens.size(1);
+  check.that(params.num_candidates >= 1 && params.num_candidates <= kMaxCandidates, "tokens",
+             "of 1 to 2^20 candidates per sequence", params.num_candidates);
+  const Axis sequences("B", params.batch), candidates("C", params.num_candidates);
+  params.parents = check.read<int32_t>(parents, "parents", {sequences, candidates});
+  params.scores = check.read<float>(scores, "scores", {sequences, candidates});
+  params.kv_index = check.read<int32_t>(kv_index, "kv_index", {sequences, candidates});
+  return params;
 }
 
 GrowthLaw growth_law(const Check& check, const std::string& law) {
@@ -29,31 +35,25 @@ GrowthLaw growth_law(const Check& check, const std::string& law) {
   return GrowthLaw::kCoupled;
 }
 
-void check_active(const Check& check, const std::optional<Tensor>& active, int64_t batch) {
-  if (active.has_value()) check.tensor(*active, "active", {ScalarType::Bool}, {{"B", batch}});
-}
-
 // tokens, parents, scores, kv_index, frontier, mask, draft_probs
 using ExpandedTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const Tensor& scores, const Tensor& kv_index,
                             const Tensor& frontier, const Tensor& mask, const Tensor& logits, int64_t level,
                             int64_t num_kv, int64_t num_children, int64_t num_frontier, const std::string& law,
-                            const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k,
-                            const std::optional<Tensor>& top_p, const std::optional<Tensor>& min_p,
-                            const std::string& filter_order, const std::optional<Tensor>& seeds,
-                            const std::optional<Tensor>& positions) {
+                            const OptionalTensor& temperature, const OptionalTensor& top_k, const OptionalTensor& top_p,
+                            const OptionalTensor& min_p, const std::string& filter_order, const OptionalTensor& seeds,
+                            const OptionalTensor& positions) {
   const Check check("expand_tree", tokens);
-  check_candidates(check, tokens, parents, scores, kv_index);
-  const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
-  check.tensor(frontier, "frontier", {ScalarType::Int}, {{"B", batch}, "F"});
+  auto params = candidate_params<ExpandTreeParams>(check, tokens, parents, scores, kv_index);
+  const int64_t batch = params.batch, num_candidates = params.num_candidates;
+  params.frontier = check.read<int32_t>(frontier, "frontier", {{"B", batch}, "F"});
   const int64_t num_expanded = frontier.size(1);
   check.that(num_expanded >= 1, "frontier", "of at least one node", num_expanded);
-  check.tensor(mask, "mask", {ScalarType::Int}, {{"B * F", batch * num_expanded}, "W"});
+  params.mask = check.read<int32_t>(mask, "mask", {{"B * F", batch * num_expanded}, "W"});
   const int64_t mask_words = mask.size(1);
   check.that(mask_words <= kMaxTreeNodes / kMaskWordBits, "mask", "of at most 32 words per row", mask_words);
 
-  ExpandTreeParams params{};
   params.law = growth_law(check, law);
   params.logits = logits_params(check, logits);
   const int64_t vocab = params.logits.vocab;
@@ -72,7 +72,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   is_joint(check, filter_order);
   if (sampled) {
     params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, batch);
-    check.tensor(*seeds, "seeds", {ScalarType::Long}, {{"B", batch}});
+    params.seeds = check.read<int64_t>(*seeds, "seeds", {{"B", batch}});
     params.positions = integers(check, *positions, "positions", {"B", batch});
   }
   const int64_t most = params.law == GrowthLaw::kIid ? kMaxTreeNodes : min_of<int64_t>(vocab, kMaxTreeNodes);
@@ -90,32 +90,15 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   check.that(num_frontier <= room - num_kv, "num_frontier",
              "at most " + std::to_string(room - num_kv) + " (max_kv_nodes less those fed)", num_frontier);
 
-  Tensor out_tokens = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Long);
-  Tensor out_parents = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
-  Tensor out_scores = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Float);
-  Tensor out_kv_index = empty_on(tokens, {batch, num_candidates + num_new}, ScalarType::Int);
-  Tensor out_frontier = empty_on(tokens, {batch, num_frontier}, ScalarType::Int);
-  Tensor out_mask = empty_on(tokens, {batch * num_frontier, mask_words}, ScalarType::Int);
-  Tensor draft_probs = empty_on(tokens, {sampled ? batch * num_expanded : 0, vocab}, ScalarType::Float);
-  Tensor frontier_scores = empty_on(tokens, {batch, num_frontier}, ScalarType::Float);
+  Tensor out_tokens = made(tokens, {batch, num_candidates + num_new}, params.out_tokens);
+  Tensor out_parents = made(tokens, {batch, num_candidates + num_new}, params.out_parents);
+  Tensor out_scores = made(tokens, {batch, num_candidates + num_new}, params.out_scores);
+  Tensor out_kv_index = made(tokens, {batch, num_candidates + num_new}, params.out_kv_index);
+  Tensor out_frontier = made(tokens, {batch, num_frontier}, params.out_frontier);
+  Tensor out_mask = made(tokens, {batch * num_frontier, mask_words}, params.out_mask);
+  Tensor draft_probs = made(tokens, {sampled ? batch * num_expanded : 0, vocab}, params.draft_probs);
+  Tensor frontier_scores = made(tokens, {batch, num_frontier}, params.frontier_scores);
 
-  params.tokens = const_pointer<int64_t>(tokens);
-  params.parents = const_pointer<int32_t>(parents);
-  params.scores = const_pointer<float>(scores);
-  params.kv_index = const_pointer<int32_t>(kv_index);
-  params.frontier = const_pointer<int32_t>(frontier);
-  params.mask = const_pointer<int32_t>(mask);
-  params.seeds = optional_pointer<int64_t>(seeds);
-  params.out_tokens = mutable_pointer<int64_t>(out_tokens);
-  params.out_parents = mutable_pointer<int32_t>(out_parents);
-  params.out_scores = mutable_pointer<float>(out_scores);
-  params.out_kv_index = mutable_pointer<int32_t>(out_kv_index);
-  params.out_frontier = mutable_pointer<int32_t>(out_frontier);
-  params.out_mask = mutable_pointer<int32_t>(out_mask);
-  params.draft_probs = mutable_pointer<float>(draft_probs);
-  params.frontier_scores = mutable_pointer<float>(frontier_scores);
-  params.batch = batch;
-  params.num_candidates = num_candidates;
   params.level = static_cast<int32_t>(level);
   params.num_expanded = static_cast<int32_t>(num_expanded);
   params.num_children = static_cast<int32_t>(num_children);
@@ -128,36 +111,21 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, const Tensor& parents,
                                                        const Tensor& scores, const Tensor& kv_index, int64_t num_nodes,
-                                                       bool by_score, std::optional<Tensor> active) {
+                                                       bool by_score, OptionalTensor active) {
   const Check check("rerank_tree", tokens);
-  check_candidates(check, tokens, parents, scores, kv_index);
-  const int64_t batch = tokens.size(0), num_candidates = tokens.size(1);
+  auto params = candidate_params<RerankTreeParams>(check, tokens, parents, scores, kv_index);
+  const int64_t batch = params.batch;
   check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
-  check_active(check, active, batch);
+  params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
 
-  Tensor draft_tokens = empty_on(tokens, {batch * num_nodes}, ScalarType::Long);
-  Tensor out_parents = empty_on(tokens, {batch * num_nodes}, ScalarType::Int);
-  Tensor cu_nodes = empty_on(tokens, {batch + 1}, ScalarType::Int);
-  Tensor node_map = empty_on(tokens, {batch * num_nodes}, ScalarType::Int);
-  Tensor best_scores = empty_on(tokens, {batch, num_nodes}, ScalarType::Float);
-  Tensor best = empty_on(tokens, {batch, num_nodes}, ScalarType::Int);
-  Tensor node_of = empty_on(tokens, {batch, num_candidates}, ScalarType::Int);
+  Tensor draft_tokens = made(tokens, {batch * num_nodes}, params.draft_tokens);
+  Tensor out_parents = made(tokens, {batch * num_nodes}, params.out_parents);
+  Tensor cu_nodes = made(tokens, {batch + 1}, params.cu_nodes);
+  Tensor node_map = made(tokens, {batch * num_nodes}, params.node_map);
+  Tensor best_scores = made(tokens, {batch, num_nodes}, params.best_scores);
+  Tensor best = made(tokens, {batch, num_nodes}, params.best);
+  Tensor node_of = made(tokens, {batch, params.num_candidates}, params.node_of);
 
-  RerankTreeParams params{};
-  params.tokens = const_pointer<int64_t>(tokens);
-  params.parents = const_pointer<int32_t>(parents);
-  params.scores = const_pointer<float>(scores);
-  params.kv_index = const_pointer<int32_t>(kv_index);
-  params.active = optional_pointer<uint8_t>(active);
-  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
-  params.out_parents = mutable_pointer<int32_t>(out_parents);
-  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
-  params.node_map = mutable_pointer<int32_t>(node_map);
-  params.best_scores = mutable_pointer<float>(best_scores);
-  params.best = mutable_pointer<int32_t>(best);
-  params.node_of = mutable_pointer<int32_t>(node_of);
-  params.batch = batch;
-  params.num_candidates = num_candidates;
   params.num_nodes = static_cast<int32_t>(num_nodes);
   params.by_score = by_score;
   backend_for(tokens).rerank_tree(params, context_for(tokens));
@@ -166,13 +134,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
 
 std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Tensor& history_lens, int64_t max_nodes,
                                                  int64_t max_depth, int64_t min_ngram, int64_t max_ngram,
-                                                 int64_t max_branches, std::optional<Tensor> extra,
-                                                 std::optional<Tensor> active, std::optional<Tensor> history_rows) {
+                                                 int64_t max_branches, OptionalTensor extra, OptionalTensor active,
+                                                 OptionalTensor history_rows) {
   const Check check("ngram_propose", history);
+  NgramProposeParams params{};
   const char* const histories = history_rows.has_value() ? "P" : "B";
-  check.tensor(history, "history", {ScalarType::Long}, {histories, "H"}, Strides::kLastContiguous);
-  check.tensor(history_lens, "history_lens", {ScalarType::Int}, {{histories, history.size(0)}});
-  if (history_rows.has_value()) check.tensor(*history_rows, "history_rows", {ScalarType::Int}, {"B"});
+  params.history = check.read<int64_t>(history, "history", {histories, "H"}, Strides::kLastContiguous);
+  params.history_lens = check.read<int32_t>(history_lens, "history_lens", {{histories, history.size(0)}});
+  params.history_rows = check.read<int32_t>(history_rows, "history_rows", {"B"});
   const int64_t batch = history_rows.has_value() ? history_rows->size(0) : history.size(0);
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
@@ -180,38 +149,21 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   check.that(max_ngram >= min_ngram && max_ngram <= kMaxNgram, "max_ngram",
              "in min_ngram.." + std::to_string(kMaxNgram), max_ngram);
   check.that(max_branches >= 0, "max_branches", "at least 0", max_branches);
-  if (extra.has_value()) {
-    check.tensor(*extra, "extra", {ScalarType::Long}, {{"B", batch}, "E"}, Strides::kLastContiguous);
-  }
+  params.extra = check.read<int64_t>(extra, "extra", {{"B", batch}, "E"}, Strides::kLastContiguous);
   const int64_t width = history.size(1) + (extra.has_value() ? extra->size(1) : 0);
   check.that(width < kMaxRows, "history", "of less than 2^31 tokens per row, `extra` included", width);
-  check_active(check, active, batch);
-  if (value_checks_enabled()) {
-    check_histories(check, history, history_lens, history_rows);
-  }
+  params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
+  if (value_checks_enabled()) check_histories(check, history, history_lens, history_rows);
 
-  Tensor draft_tokens = empty_on(history, {batch * max_nodes}, ScalarType::Long);
-  Tensor parents = empty_on(history, {batch * max_nodes}, ScalarType::Int);
-  Tensor cu_nodes = empty_on(history, {batch + 1}, ScalarType::Int);
-  Tensor trie_tokens = empty_on(history, {batch, max_nodes}, ScalarType::Long);
-  Tensor trie_links = empty_on(history, {batch, 4, max_nodes}, ScalarType::Int);
-  Tensor trie_sizes = empty_on(history, {batch}, ScalarType::Int);
-  Tensor places = empty_on(history, {batch, width}, ScalarType::Int);
+  Tensor draft_tokens = made(history, {batch * max_nodes}, params.draft_tokens);
+  Tensor parents = made(history, {batch * max_nodes}, params.parents);
+  Tensor cu_nodes = made(history, {batch + 1}, params.cu_nodes);
+  Tensor trie_tokens = made(history, {batch, max_nodes}, params.trie_tokens);
+  Tensor trie_links = made(history, {batch, 4, max_nodes}, params.trie_links);
+  Tensor trie_sizes = made(history, {batch}, params.trie_sizes);
+  Tensor places = made(history, {batch, width}, params.places);
   Tensor match_lengths = empty_on(history, {batch, width}, ScalarType::Byte);
 
-  NgramProposeParams params{};
-  params.history = const_pointer<int64_t>(history);
-  params.history_lens = const_pointer<int32_t>(history_lens);
-  params.history_rows = optional_pointer<int32_t>(history_rows);
-  params.extra = optional_pointer<int64_t>(extra);
-  params.active = optional_pointer<uint8_t>(active);
-  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
-  params.parents = mutable_pointer<int32_t>(parents);
-  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
-  params.trie_tokens = mutable_pointer<int64_t>(trie_tokens);
-  params.trie_links = mutable_pointer<int32_t>(trie_links);
-  params.trie_sizes = mutable_pointer<int32_t>(trie_sizes);
-  params.places = mutable_pointer<int32_t>(places);
   params.match_lengths = mutable_pointer<uint8_t>(match_lengths);
   params.batch = batch;
   params.num_histories = history.size(0);
@@ -230,44 +182,34 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
 
 std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, const Tensor& parents,
                                                   const Tensor& depths, const Tensor& child_ranks, int64_t num_top,
-                                                  std::optional<Tensor> root_tokens, std::optional<Tensor> active) {
+                                                  OptionalTensor root_tokens, OptionalTensor active) {
   const Check check("medusa_propose", head_logits);
+  MedusaProposeParams params{};
   check.tensor(head_logits, "head_logits", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"B", "H", "V"},
                Strides::kLastContiguous);
   const int64_t batch = head_logits.size(0), num_heads = head_logits.size(1), vocab = head_logits.size(2);
-  check.tensor(parents, "parents", {ScalarType::Int}, {"N"});
+  params.parents = check.read<int32_t>(parents, "parents", {"N"});
   const int64_t num_nodes = parents.size(0);
   check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "parents", "of 1 to 1024 nodes", num_nodes);
-  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", num_nodes}});
-  check.tensor(child_ranks, "child_ranks", {ScalarType::Int}, {{"N", num_nodes}});
+  params.depths = check.read<int32_t>(depths, "depths", {{"N", num_nodes}});
+  params.child_ranks = check.read<int32_t>(child_ranks, "child_ranks", {{"N", num_nodes}});
   const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
   check.that(num_top >= 0 && num_top <= most, "num_top", "in 0.." + std::to_string(most), num_top);
-  if (root_tokens.has_value()) check.tensor(*root_tokens, "root_tokens", {ScalarType::Long}, {{"B", batch}});
-  check_active(check, active, batch);
+  params.root_tokens = check.read<int64_t>(root_tokens, "root_tokens", {{"B", batch}});
+  params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
 
-  Tensor draft_tokens = empty_on(head_logits, {batch * num_nodes}, ScalarType::Long);
-  Tensor out_parents = empty_on(head_logits, {batch * num_nodes}, ScalarType::Int);
-  Tensor cu_nodes = empty_on(head_logits, {batch + 1}, ScalarType::Int);
-  Tensor top_tokens = empty_on(head_logits, {batch, num_heads, num_top}, ScalarType::Long);
-  Tensor top_scores = empty_on(head_logits, {batch, num_heads, num_top}, ScalarType::Float);
+  Tensor draft_tokens = made(head_logits, {batch * num_nodes}, params.draft_tokens);
+  Tensor out_parents = made(head_logits, {batch * num_nodes}, params.out_parents);
+  Tensor cu_nodes = made(head_logits, {batch + 1}, params.cu_nodes);
+  Tensor top_tokens = made(head_logits, {batch, num_heads, num_top}, params.top_tokens);
+  Tensor top_scores = made(head_logits, {batch, num_heads, num_top}, params.top_scores);
 
-  MedusaProposeParams params{};
   params.head_logits.data = head_logits.const_data_ptr();
   params.head_logits.num_rows = batch;
   params.head_logits.vocab = vocab;
   params.head_logits.row_stride = head_logits.stride(0);
   params.head_logits.dtype = logits_dtype(head_logits);
   params.head_stride = head_logits.stride(1);
-  params.parents = const_pointer<int32_t>(parents);
-  params.depths = const_pointer<int32_t>(depths);
-  params.child_ranks = const_pointer<int32_t>(child_ranks);
-  params.root_tokens = optional_pointer<int64_t>(root_tokens);
-  params.active = optional_pointer<uint8_t>(active);
-  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
-  params.out_parents = mutable_pointer<int32_t>(out_parents);
-  params.cu_nodes = mutable_pointer<int32_t>(cu_nodes);
-  params.top_tokens = mutable_pointer<int64_t>(top_tokens);
-  params.top_scores = mutable_pointer<float>(top_scores);
   params.batch = batch;
   params.num_heads = static_cast<int32_t>(num_heads);
   params.num_nodes = static_cast<int32_t>(num_nodes);
@@ -279,53 +221,35 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
 // The fields of TreeBatch.
 using TreeTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-TreeTensors empty_trees(const Tensor& anchor, int64_t batch, int64_t num_rows, int64_t max_nodes) {
-  const auto ints = [&](std::initializer_list<int64_t> shape) { return empty_on(anchor, shape, ScalarType::Int); };
-  return {ints({batch + 1}),
-          ints({num_rows}),
-          ints({num_rows}),
-          ints({num_rows}),
-          ints({num_rows}),
-          ints({num_rows, ceil_div<int64_t>(max_nodes, kMaskWordBits)}),
-          empty_on(anchor, {batch}, ScalarType::Bool)};
-}
-
-TreeOutput tree_output(TreeTensors& tensors) {
-  auto& [cu_nodes, parents, depths, first_child, next_sibling, mask, valid] = tensors;
-  return {.cu_nodes = mutable_pointer<int32_t>(cu_nodes),
-          .parents = mutable_pointer<int32_t>(parents),
-          .depths = mutable_pointer<int32_t>(depths),
-          .first_child = mutable_pointer<int32_t>(first_child),
-          .next_sibling = mutable_pointer<int32_t>(next_sibling),
-          .mask = mutable_pointer<int32_t>(mask),
-          .valid = mutable_pointer<bool>(valid),
-          .mask_words = static_cast<int32_t>(mask.size(1))};
+TreeTensors made_trees(const Tensor& anchor, int64_t batch, int64_t num_rows, int64_t max_nodes, TreeOutput& trees) {
+  trees.mask_words = static_cast<int32_t>(ceil_div<int64_t>(max_nodes, kMaskWordBits));
+  return {made(anchor, {batch + 1}, trees.cu_nodes),
+          made(anchor, {num_rows}, trees.parents),
+          made(anchor, {num_rows}, trees.depths),
+          made(anchor, {num_rows}, trees.first_child),
+          made(anchor, {num_rows}, trees.next_sibling),
+          made(anchor, {num_rows, trees.mask_words}, trees.mask),
+          made(anchor, {batch}, trees.valid)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> best_first_tree(
     const Tensor& log_probs, const Tensor& tokens, const Tensor& root_tokens, int64_t num_nodes) {
   const Check check("best_first_tree", log_probs);
-  check.tensor(log_probs, "log_probs", {ScalarType::Float}, {"B", "H", "K"}, Strides::kLastContiguous);
+  BestFirstTreeParams params{};
+  params.log_probs = check.read<float>(log_probs, "log_probs", {"B", "H", "K"}, Strides::kLastContiguous);
   const int64_t batch = log_probs.size(0), num_levels = log_probs.size(1), num_candidates = log_probs.size(2);
   check.that(num_levels < kMaxTreeNodes, "log_probs", "of at most 1023 levels", num_levels);
   check.that(num_candidates <= kMaxVocab, "log_probs", "of at most 2^20 candidates per level", num_candidates);
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {{"B", batch}, {"H", num_levels}, {"K", num_candidates}},
-               Strides::kLastContiguous);
-  check.tensor(root_tokens, "root_tokens", {ScalarType::Long}, {{"B", batch}});
+  params.tokens = check.read<int64_t>(tokens, "tokens", {{"B", batch}, {"H", num_levels}, {"K", num_candidates}},
+                                      Strides::kLastContiguous);
+  params.root_tokens = check.read<int64_t>(root_tokens, "root_tokens", {{"B", batch}});
   check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
   check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
 
-  Tensor draft_tokens = empty_on(log_probs, {batch * num_nodes}, ScalarType::Long);
-  Tensor joints = empty_on(log_probs, {batch * num_nodes}, ScalarType::Float);
-  TreeTensors trees = empty_trees(log_probs, batch, batch * num_nodes, num_nodes);
+  Tensor draft_tokens = made(log_probs, {batch * num_nodes}, params.draft_tokens);
+  Tensor joints = made(log_probs, {batch * num_nodes}, params.joints);
+  TreeTensors trees = made_trees(log_probs, batch, batch * num_nodes, num_nodes, params.trees);
 
-  BestFirstTreeParams params{};
-  params.log_probs = const_pointer<float>(log_probs);
-  params.tokens = const_pointer<int64_t>(tokens);
-  params.root_tokens = const_pointer<int64_t>(root_tokens);
-  params.draft_tokens = mutable_pointer<int64_t>(draft_tokens);
-  params.joints = mutable_pointer<float>(joints);
-  params.trees = tree_output(trees);
   params.batch = batch;
   params.log_probs_stride = log_probs.stride(0);
   params.log_probs_level_stride = log_probs.stride(1);
@@ -340,37 +264,28 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> select_nodes(
     const Tensor& cu_nodes, const Tensor& parents, const Tensor& depths, const Tensor& valid, const Tensor& survival,
-    int64_t budget, int64_t max_nodes, int64_t max_depth, std::optional<Tensor> limit) {
+    int64_t budget, int64_t max_nodes, int64_t max_depth, OptionalTensor limit) {
   const Check check("select_nodes", cu_nodes);
-  const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(parents, "parents", {ScalarType::Int}, {"N"});
+  SelectNodesParams params{};
+  params.batch = check.offsets(cu_nodes, "cu_nodes", params.cu_nodes);
+  const int64_t batch = params.batch;
+  params.parents = check.read<int32_t>(parents, "parents", {"N"});
   const int64_t num_rows = parents.size(0);
   check.that(num_rows < kMaxRows, "parents", "of less than 2^31 rows", num_rows);
-  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", num_rows}});
-  check.tensor(valid, "valid", {ScalarType::Bool}, {{"B", batch}});
-  check.tensor(survival, "survival", {ScalarType::Float}, {{"N", num_rows}});
+  params.depths = check.read<int32_t>(depths, "depths", {{"N", num_rows}});
+  params.valid = check.read<uint8_t>(valid, "valid", {{"B", batch}});
+  params.survival = check.read<float>(survival, "survival", {{"N", num_rows}});
   check.that(budget >= 0 && budget < kMaxRows, "budget", "in 0..2^31 - 1", budget);
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
-  if (limit.has_value()) check.tensor(*limit, "limit", {ScalarType::Int}, {{"limit", 1}});
+  params.limit = check.read<int32_t>(limit, "limit", {{"limit", 1}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
 
   const int64_t capacity = max_of(budget, batch);
-  TreeTensors trees = empty_trees(cu_nodes, batch, capacity, max_nodes);
-  Tensor node_map = empty_on(cu_nodes, {capacity}, ScalarType::Int);
-  Tensor keys = empty_on(cu_nodes, {num_rows}, ScalarType::Int);
+  TreeTensors trees = made_trees(cu_nodes, batch, capacity, max_nodes, params.trees);
+  Tensor node_map = made(cu_nodes, {capacity}, params.node_map);
+  Tensor keys = made(cu_nodes, {num_rows}, params.keys);
 
-  SelectNodesParams params{};
-  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
-  params.parents = const_pointer<int32_t>(parents);
-  params.depths = const_pointer<int32_t>(depths);
-  params.valid = const_pointer<uint8_t>(valid);
-  params.survival = const_pointer<float>(survival);
-  params.limit = optional_pointer<int32_t>(limit);
-  params.trees = tree_output(trees);
-  params.node_map = mutable_pointer<int32_t>(node_map);
-  params.keys = mutable_pointer<uint32_t>(keys);
-  params.batch = batch;
   params.num_rows = num_rows;
   params.capacity = capacity;
   params.budget = budget;

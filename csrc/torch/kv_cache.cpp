@@ -30,7 +30,7 @@ void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, c
 
 // ---- append_kv
 
-AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cache, const std::optional<Tensor>& scale,
+AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cache, const OptionalTensor& scale,
                        const std::string& name) {
   const int64_t num_kv_heads = rows.size(1);
   AppendSide side{};
@@ -46,14 +46,13 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   check.that(rows.scalar_type() != cache.scalar_type(), name, "absent where the rows are copied as they are",
              "a scale with a cache of dtype " + dtype_text(cache.scalar_type()));
   if (scale->dim() == 0) {
-    check.tensor(*scale, name, {ScalarType::Float}, {});
+    side.scale = check.read<float>(*scale, name, {});
   } else if (scale->dim() == 1 && scale->size(0) == 1) {
-    check.tensor(*scale, name, {ScalarType::Float}, {{"Hkv", 1}});
+    side.scale = check.read<float>(*scale, name, {{"Hkv", 1}});
   } else {
-    check.tensor(*scale, name, {ScalarType::Float}, {{"Hkv", num_kv_heads}});
+    side.scale = check.read<float>(*scale, name, {{"Hkv", num_kv_heads}});
     side.scale_stride = 1;
   }
-  side.scale = const_pointer<float>(*scale);
   return side;
 }
 
@@ -187,39 +186,36 @@ struct PreparedCompaction : Prepared {
       : caches(kept), launches(compactions_of(Check("compact_kv", kept.front()), kept)) {}
 };
 
-void check_moves(const Check& check, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
-                 const Tensor& num_accepted) {
-  check.tensor(start, "start", {ScalarType::Int}, {"B"});
-  const int64_t batch = start.size(0);
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
-  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {{"B", batch}, "S"}, Strides::kLastContiguous);
+// The params of a launch that lacks its caches, most of which is room for them: it is neither cleared nor copied.
+CompactKvParams moves_of(const Check& check, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
+                         const Tensor& num_accepted) {
+  CompactKvParams p;
+  p.start = check.read<int32_t>(start, "start", {"B"});
+  p.batch = start.size(0);
+  p.table = page_table_of(check, page_table, p.batch, 1);
+  p.accept_index = check.read<int32_t>(accept_index, "accept_index", {{"B", p.batch}, "S"}, Strides::kLastContiguous);
   if (accept_index.size(1) > kMaxTreeNodes) {
     check.fail("accept_index", "of at most 1024 columns", Check::text(accept_index.sizes()));
   }
-  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {{"B", batch}});
+  p.num_accepted = check.read<int32_t>(num_accepted, "num_accepted", {{"B", p.batch}});
+  p.accept_stride = accept_index.stride(0);
+  p.path_width = static_cast<int32_t>(accept_index.size(1));
+  return p;
 }
 
-// Makes the launches, which lack the moves; those have been checked.
+// Makes the launches with these moves.
 Tensor compact(const Check& check, const std::vector<Tensor>& caches, const std::vector<CompactKvParams>& launches,
-               const Tensor& page_table, const Tensor& start, const Tensor& accept_index, const Tensor& num_accepted) {
-  const int64_t batch = start.size(0);
-  Tensor seq_lens = empty_on(page_table, {batch}, ScalarType::Int);
+               CompactKvParams& launch, const Tensor& page_table, const Tensor& start, const Tensor& accept_index,
+               const Tensor& num_accepted) {
+  Tensor seq_lens = made(page_table, {launch.batch}, launch.seq_lens);
   const Backend& backend = backend_for(page_table);
   const CallContext ctx = context_for(page_table);
   bool checks_values = value_checks_enabled();
   for (const CompactKvParams& prepared : launches) {
-    CompactKvParams launch;  // of which most may be room for caches: it is not copied
     std::copy_n(prepared.caches, prepared.num_caches, launch.caches);
     launch.num_caches = prepared.num_caches;
     launch.num_pages = prepared.num_pages;
-    launch.table = page_table_of(page_table, max_of<int64_t>(prepared.table.page_size, 1));
-    launch.start = const_pointer<int32_t>(start);
-    launch.accept_index = const_pointer<int32_t>(accept_index);
-    launch.num_accepted = const_pointer<int32_t>(num_accepted);
-    launch.batch = batch;
-    launch.accept_stride = accept_index.stride(0);
-    launch.path_width = static_cast<int32_t>(accept_index.size(1));
-    launch.seq_lens = mutable_pointer<int32_t>(seq_lens);
+    launch.table.page_size = max_of<int64_t>(prepared.table.page_size, 1);
     if (checks_values) check_compact_values(check, launch, caches, page_table, start, accept_index, num_accepted);
     checks_values = false;
     backend.compact_kv(launch, ctx);
@@ -230,29 +226,25 @@ Tensor compact(const Check& check, const std::vector<Tensor>& caches, const std:
 Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t page_size,
                     int64_t total_q) {
   const Check check("slot_mapping", page_table);
-  const int64_t batch = check.offsets(cu_seqlens_q, "cu_seqlens_q");
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
-  check.tensor(seq_lens, "seq_lens", {ScalarType::Int}, {{"B", batch}});
+  SlotMappingParams params{};
+  params.batch = check.offsets(cu_seqlens_q, "cu_seqlens_q", params.cu_seqlens_q);
+  params.table = page_table_of(check, page_table, params.batch, page_size);
+  params.seq_lens = check.read<int32_t>(seq_lens, "seq_lens", {{"B", params.batch}});
   check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
-  SlotMappingParams params{};
-  params.table = page_table_of(page_table, page_size);
-  params.seq_lens = const_pointer<int32_t>(seq_lens);
-  params.cu_seqlens_q = const_pointer<int32_t>(cu_seqlens_q);
-  params.batch = batch;
   params.total_q = total_q;
   if (value_checks_enabled()) check_slot_mapping_values(check, params, page_table, seq_lens, cu_seqlens_q);
-  Tensor slots = empty_on(page_table, {total_q}, ScalarType::Long);
-  params.slots = mutable_pointer<int64_t>(slots);
+  Tensor slots = made(page_table, {total_q}, params.slots);
   backend_for(page_table).slot_mapping(params, context_for(page_table));
   return slots;
 }
 
 // Checks all but k itself, of which the dtype and the three dimensions are right.
-AppendKvParams append_params(const Check& check, const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
-                             const std::optional<Tensor>& v_cache, const Tensor& slots,
-                             const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale) {
+AppendKvParams append_params(const Check& check, const Tensor& k, const OptionalTensor& v, const Tensor& k_cache,
+                             const OptionalTensor& v_cache, const Tensor& slots, const OptionalTensor& k_scale,
+                             const OptionalTensor& v_scale) {
+  AppendKvParams params{};
   constexpr ScalarType kFp8 = ScalarType::Float8_e4m3fn;
   const int64_t num_tokens = k.size(0), num_kv_heads = k.size(1);
   if (!k_cache.defined() || k_cache.scalar_type() != kFp8) check.dtype(k_cache, "k_cache", {k.scalar_type(), kFp8});
@@ -272,12 +264,10 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const std::opt
         {{"pages", k_cache.size(0)}, {"page_size", k_cache.size(1)}, {"Hkv", num_kv_heads}, {"Dv", v->size(2)}},
         Strides::kLastContiguous);
   }
-  check.tensor(slots, "slots", {ScalarType::Long}, {{"T", num_tokens}});
+  params.slots = check.read<int64_t>(slots, "slots", {{"T", num_tokens}});
 
-  AppendKvParams params{};
   params.sides[params.num_sides++] = append_side(check, k, k_cache, k_scale, "k_scale");
   if (has_v) params.sides[params.num_sides++] = append_side(check, *v, *v_cache, v_scale, "v_scale");
-  params.slots = const_pointer<int64_t>(slots);
   params.num_tokens = num_tokens;
   params.num_kv_heads = num_kv_heads;
   params.num_pages = k_cache.size(0);
@@ -295,9 +285,8 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const std::opt
   return params;
 }
 
-void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_cache,
-               const std::optional<Tensor>& v_cache, const Tensor& slots, const std::optional<Tensor>& k_scale,
-               const std::optional<Tensor>& v_scale) {
+void append_kv(const Tensor& k, const OptionalTensor& v, const Tensor& k_cache, const OptionalTensor& v_cache,
+               const Tensor& slots, const OptionalTensor& k_scale, const OptionalTensor& v_scale) {
   const Check check("append_kv", k);
   check.tensor(k, "k", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16, ScalarType::Float8_e4m3fn},
                {"T", "Hkv", "D"}, Strides::kLastContiguous);
@@ -307,16 +296,18 @@ void append_kv(const Tensor& k, const std::optional<Tensor>& v, const Tensor& k_
 
 // ---- rope_append
 
-RopeAppendParams rope_params(const Check& check, const Tensor& q, const Tensor& k, const std::optional<Tensor>& v,
-                             const Tensor& positions, const Tensor& cos_sin, const Tensor& k_cache,
-                             const std::optional<Tensor>& v_cache, const Tensor& slots, bool interleaved,
-                             int64_t rotary_start, const std::optional<Tensor>& k_scale,
-                             const std::optional<Tensor>& v_scale) {
+#define PT_ROPE_PARAMETERS                                                                                   \
+  const Tensor &q, const Tensor &k, const OptionalTensor &v, const Tensor &positions, const Tensor &cos_sin, \
+      const Tensor &k_cache, const OptionalTensor &v_cache, const Tensor &slots, bool interleaved,           \
+      int64_t rotary_start, const OptionalTensor &k_scale, const OptionalTensor &v_scale
+
+RopeAppendParams rope_params(const Check& check, PT_ROPE_PARAMETERS) {
+  RopeAppendParams params{};
   check.tensor(q, "q", {ScalarType::Float, ScalarType::Half, ScalarType::BFloat16}, {"T", "Hq", "D"},
                Strides::kLastContiguous);
   const int64_t num_tokens = q.size(0), head_dim = q.size(2);
   check.tensor(k, "k", {q.scalar_type()}, {{"T", num_tokens}, "Hkv", {"D", head_dim}}, Strides::kLastContiguous);
-  check.tensor(positions, "positions", {ScalarType::Long}, {{"T", num_tokens}});
+  params.positions = check.read<int64_t>(positions, "positions", {{"T", num_tokens}});
   if (q.scalar_type() == ScalarType::Float) {
     check.dtype(cos_sin, "cos_sin", {ScalarType::Float});
   } else {
@@ -333,10 +324,8 @@ RopeAppendParams rope_params(const Check& check, const Tensor& q, const Tensor& 
                  " columns are within a head",
              rotary_start);
 
-  RopeAppendParams params{};
   params.append = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   params.q = q.const_data_ptr();
-  params.positions = const_pointer<int64_t>(positions);
   params.cos_sin = cos_sin.const_data_ptr();
   params.q_token_stride = q.stride(0);
   params.q_head_stride = q.stride(1);
@@ -365,10 +354,7 @@ void run_rope_append(RopeAppendParams& params, const Tensor& q, const Tensor& q_
   backend_for(q).rope_append(params, context_for(q));
 }
 
-Tensor rope_append(const Tensor& q, const Tensor& k, const std::optional<Tensor>& v, const Tensor& positions,
-                   const Tensor& cos_sin, const Tensor& k_cache, const std::optional<Tensor>& v_cache,
-                   const Tensor& slots, bool interleaved, int64_t rotary_start, const std::optional<Tensor>& k_scale,
-                   const std::optional<Tensor>& v_scale) {
+Tensor rope_append(PT_ROPE_PARAMETERS) {
   const Check check("rope_append", q);
   RopeAppendParams params = rope_params(check, q, k, v, positions, cos_sin, k_cache, v_cache, slots, interleaved,
                                         rotary_start, k_scale, v_scale);
@@ -377,10 +363,7 @@ Tensor rope_append(const Tensor& q, const Tensor& k, const std::optional<Tensor>
   return q_out;
 }
 
-void rope_append_out(const Tensor& q, const Tensor& k, const std::optional<Tensor>& v, const Tensor& positions,
-                     const Tensor& cos_sin, const Tensor& k_cache, const std::optional<Tensor>& v_cache,
-                     const Tensor& slots, bool interleaved, int64_t rotary_start, const std::optional<Tensor>& k_scale,
-                     const std::optional<Tensor>& v_scale, const Tensor& q_out) {
+void rope_append_out(PT_ROPE_PARAMETERS, const Tensor& q_out) {
   const Check check("rope_append", q);
   RopeAppendParams params = rope_params(check, q, k, v, positions, cos_sin, k_cache, v_cache, slots, interleaved,
                                         rotary_start, k_scale, v_scale);
@@ -392,8 +375,8 @@ void rope_append_out(const Tensor& q, const Tensor& k, const std::optional<Tenso
 Tensor compact_kv(const std::vector<Tensor>& caches, const Tensor& page_table, const Tensor& start,
                   const Tensor& accept_index, const Tensor& num_accepted) {
   const Check check("compact_kv", page_table);
-  check_moves(check, page_table, start, accept_index, num_accepted);
-  return compact(check, caches, compactions_of(check, caches), page_table, start, accept_index, num_accepted);
+  CompactKvParams moves = moves_of(check, page_table, start, accept_index, num_accepted);
+  return compact(check, caches, compactions_of(check, caches), moves, page_table, start, accept_index, num_accepted);
 }
 
 int64_t prepare_compaction(const std::vector<Tensor>& caches) {
@@ -405,9 +388,9 @@ Tensor compact_prepared(const Tensor& page_table, const Tensor& start, const Ten
   const Check check("compact_kv", page_table);
   const auto kept = prepared<PreparedCompaction>(check, caches, "caches");
   check.device(kept->caches.tensors().front(), "caches");
-  check_moves(check, page_table, start, accept_index, num_accepted);
+  CompactKvParams moves = moves_of(check, page_table, start, accept_index, num_accepted);
   const auto run = [&](const std::vector<CompactKvParams>& launches) {
-    return compact(check, kept->caches.tensors(), launches, page_table, start, accept_index, num_accepted);
+    return compact(check, kept->caches.tensors(), launches, moves, page_table, start, accept_index, num_accepted);
   };
   return kept->caches.are_unchanged() ? run(kept->launches) : run(compactions_of(check, kept->caches.tensors()));
 }

@@ -8,10 +8,11 @@
 namespace pagedtree::ops {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(
-    const Tensor& logits, const Tensor& tokens, const std::optional<Tensor>& rows,
-    const std::optional<Tensor>& temperature, const std::optional<Tensor>& top_k, const std::optional<Tensor>& top_p,
-    const std::optional<Tensor>& min_p, const std::string& filter_order, int64_t top_n PT_OPTION_PARAMETERS) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, const Tensor& tokens,
+                                                          const OptionalTensor& rows, const OptionalTensor& temperature,
+                                                          const OptionalTensor& top_k, const OptionalTensor& top_p,
+                                                          const OptionalTensor& min_p, const std::string& filter_order,
+                                                          int64_t top_n PT_OPTION_PARAMETERS) {
   const Check check("token_logprobs", logits);
   TokenLogprobsParams params{};
   params.logits = logits_params(check, logits);
@@ -19,7 +20,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(
   params.tokens = integers(check, tokens, "tokens", {"R", rows.has_value() ? kAnySize : params.logits.num_rows});
   params.num_tokens = tokens.size(0);
   if (rows.has_value()) params.rows = integers(check, *rows, "rows", {"R", params.num_tokens});
-  const std::pair<const char*, const std::optional<Tensor>*> sampling[] = {
+  const std::pair<const char*, const OptionalTensor*> sampling[] = {
       {"temperature", &temperature}, {"top_k", &top_k}, {"top_p", &top_p}, {"min_p", &min_p}};
   for (const auto& [name, given] : sampling) {
     check.that(given->has_value() == temperature.has_value(), name,
@@ -33,14 +34,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(
   check.that(top_n >= 0 && top_n <= most, "top_n", "in 0.." + std::to_string(most), top_n);
   params.top_n = static_cast<int32_t>(top_n);
   params.options = options_params(check, PT_OPTION_TENSORS, params.num_tokens, vocab);
-  Tensor logprobs = empty_on(logits, {params.num_tokens}, ScalarType::Float);
-  Tensor ranks = empty_on(logits, {params.num_tokens}, ScalarType::Long);
-  Tensor top_tokens = empty_on(logits, {params.num_tokens, top_n}, ScalarType::Long);
-  Tensor top_logprobs = empty_on(logits, {params.num_tokens, top_n}, ScalarType::Float);
-  params.logprobs = mutable_pointer<float>(logprobs);
-  params.ranks = mutable_pointer<int64_t>(ranks);
-  params.top_tokens = mutable_pointer<int64_t>(top_tokens);
-  params.top_logprobs = mutable_pointer<float>(top_logprobs);
+  Tensor logprobs = made(logits, {params.num_tokens}, params.logprobs);
+  Tensor ranks = made(logits, {params.num_tokens}, params.ranks);
+  Tensor top_tokens = made(logits, {params.num_tokens, top_n}, params.top_tokens);
+  Tensor top_logprobs = made(logits, {params.num_tokens, top_n}, params.top_logprobs);
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, params.num_tokens, vocab, params.options);
   backend.token_logprobs(params, context_for(logits));

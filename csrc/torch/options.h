@@ -12,8 +12,8 @@
 // clang-format on
 
 #define PT_OPTION_IN_SCHEMA(name) ", Tensor? " #name "=None"
-#define PT_OPTION_PARAMETER(name) , const std::optional<Tensor>& name
-#define PT_OPTION_MEMBER(name) const std::optional<Tensor>& name;
+#define PT_OPTION_PARAMETER(name) , const OptionalTensor& name
+#define PT_OPTION_MEMBER(name) const OptionalTensor& name;
 #define PT_OPTION_ARGUMENT(name) name,
 
 // The end of a schema, of a host function's parameters, and an OptionTensors of them.
@@ -32,8 +32,7 @@ struct OptionTensors {
 OptionsParams options_params(const Check& check, const OptionTensors& tensors, int64_t batch, int64_t vocab);
 
 // Where the rows of a verify op stand in their trees; `verify` has everything but `parents`, which options need.
-void add_paths(const Check& check, const VerifyParams& verify, const std::optional<Tensor>& parents,
-               OptionsParams& options);
+void add_paths(const Check& check, const VerifyParams& verify, const OptionalTensor& parents, OptionsParams& options);
 
 // Memory for the rows that a call works on at a time, `items` rows or trees in all, which must live as long as the
 // call.

@@ -8,8 +8,6 @@
 namespace pagedtree::ops {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // What says which rows follow which, in each of these ops: a batch of trees, or the offsets of sequences.
 struct Rows {
   const OptionalTensor& cu_nodes;
@@ -46,8 +44,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
              trees ? "both" : "neither");
   const std::string name = trees ? "cu_nodes" : "cu_seqlens";
   const Tensor& offsets = trees ? *rows.cu_nodes : *rows.cu_seqlens;
-  p.batch = check.offsets(offsets, name);
-  p.cu_nodes = const_pointer<int32_t>(offsets);
+  p.batch = check.offsets(offsets, name, p.cu_nodes);
   p.num_rows = num_rows;
   p.num_slots = num_slots;
   for (const auto& [part, given] : {std::pair{"parents", &rows.parents}, {"depths", &rows.depths}}) {
@@ -63,8 +60,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
     p.parents = given_pointer<int32_t>(*rows.parents);
     p.depths = given_pointer<int32_t>(*rows.depths);
   }
-  check.tensor(state_index, "state_index", {ScalarType::Int}, {{"B", p.batch}});
-  p.state_index = const_pointer<int32_t>(state_index);
+  p.state_index = check.read<int32_t>(state_index, "state_index", {{"B", p.batch}});
   if (path != nullptr) {
     for (const auto& [part, given] :
          {std::pair{"accept_index", &path->accept_index}, {"num_accepted", &path->num_accepted}}) {
@@ -73,13 +69,11 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
     }
   }
   if (path != nullptr && trees) {
-    check.tensor(*path->accept_index, "accept_index", {ScalarType::Int}, {{"B", p.batch}, "S"},
-                 Strides::kLastContiguous);
+    p.accept_index =
+        check.read<int32_t>(path->accept_index, "accept_index", {{"B", p.batch}, "S"}, Strides::kLastContiguous);
     check.that(path->accept_index->size(1) <= kMaxTreeNodes, "accept_index", "of at most 1024 columns",
                Check::text(path->accept_index->sizes()));
-    check.tensor(*path->num_accepted, "num_accepted", {ScalarType::Int}, {{"B", p.batch}});
-    p.accept_index = given_pointer<int32_t>(*path->accept_index);
-    p.num_accepted = given_pointer<int32_t>(*path->num_accepted);
+    p.num_accepted = check.read<int32_t>(path->num_accepted, "num_accepted", {{"B", p.batch}});
     p.accept_stride = path->accept_index->stride(0);
     p.path_width = static_cast<int32_t>(path->accept_index->size(1));
   }
@@ -117,13 +111,11 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   check.dtype(g, "g", {ScalarType::Float});
   p.channel_decay = g.dim() == 3;
   if (p.channel_decay) {
-    check.tensor(g, "g", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}, {"Dk", key_dim}},
-                 Strides::kLastContiguous);
+    p.g = check.read<float>(g, "g", {{"T", num_rows}, {"H", num_heads}, {"Dk", key_dim}}, Strides::kLastContiguous);
   } else {
-    check.tensor(g, "g", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
+    p.g = check.read<float>(g, "g", {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
   }
-  if (beta.has_value())
-    check.tensor(*beta, "beta", {ScalarType::Float}, {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
+  p.beta = check.read<float>(beta, "beta", {{"T", num_rows}, {"H", num_heads}}, Strides::kAny);
   check.tensor(state, "state", {ScalarType::Float}, {"slots", {"H", num_heads}, {"Dk", key_dim}, {"Dv", value_dim}},
                Strides::kAny);
   p.tokens = recurrent_batch(check, rows, state_index, num_rows, state.size(0), path);
@@ -132,8 +124,6 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   check.that(p.l2norm_eps > 0.0f && std::isfinite(p.l2norm_eps), "l2norm_eps", "a positive fp32 number", l2norm_eps);
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
-  p.g = const_pointer<float>(g);
-  p.beta = optional_pointer<float>(beta);
   p.k_token_stride = k.stride(0);
   p.k_head_stride = k.stride(1);
   p.v_token_stride = v.stride(0);
@@ -156,9 +146,7 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
 // Scratch of the params' backend, which lives as long as the result.
 Tensor add_scratch(const Tensor& k, const Backend& backend, DeltaRuleParams& p) {
   const bool needed = p.channel_decay && backend.max_option_rows > 0;
-  Tensor decays = empty_on(k, {needed ? k.size(0) : 0, p.num_heads, p.key_dim}, ScalarType::Float);
-  p.decays = static_cast<float*>(decays.mutable_data_ptr());
-  return decays;
+  return made(k, {needed ? k.size(0) : 0, p.num_heads, p.key_dim}, p.decays);
 }
 
 Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const OptionalTensor& beta,

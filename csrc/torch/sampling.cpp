@@ -24,7 +24,7 @@ LogitsParams rows_params(const Check& check, const Tensor& rows, const std::stri
   return params;
 }
 
-void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_mask, LogitsParams& logits) {
+void add_grammar_mask(const Check& check, const OptionalTensor& grammar_mask, LogitsParams& logits) {
   if (!grammar_mask.has_value()) return;
   const Tensor& mask = *grammar_mask;
   check.dtype(mask, "grammar_mask", {ScalarType::Bool, ScalarType::Int});
@@ -46,9 +46,7 @@ bool is_joint(const Check& check, const std::string& filter_order, const std::st
   check.fail(prefix + "filter_order", "\"top_k_first\" or \"joint\"", "\"" + filter_order + "\"");
 }
 
-SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                               const Tensor& min_p, const std::string& filter_order, int64_t batch,
-                               const std::string& prefix) {
+SamplingParams sampling_params(const Check& check, PT_SAMPLING_PARAMETERS, int64_t batch, const std::string& prefix) {
   const auto stride = [&](const Tensor& t, const std::string& name, ScalarType dtype) {
     check.tensor(t, name, {dtype}, {"B"});
     check.one_or(batch, t, name);
@@ -69,23 +67,20 @@ SamplingParams sampling_params(const Check& check, const Tensor& temperature, co
 
 namespace {
 
-Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-              const Tensor& min_p, const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
-              const std::optional<Tensor>& grammar_mask PT_OPTION_PARAMETERS) {
+Tensor sample(const Tensor& logits, PT_SAMPLING_PARAMETERS, const Tensor& seeds, const Tensor& positions,
+              const OptionalTensor& grammar_mask PT_OPTION_PARAMETERS) {
   const Check check("sample", logits);
   SampleParams params{};
   params.logits = logits_params(check, logits, grammar_mask);
   const int64_t rows = params.logits.num_rows;
-  params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, rows);
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {{"R", rows}});
-  params.seeds = const_pointer<int64_t>(seeds);
+  params.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, rows);
+  params.seeds = check.read<int64_t>(seeds, "seeds", {{"R", rows}});
   params.positions = integers(check, positions, "positions", {"R", rows});
   params.options = options_params(check, PT_OPTION_TENSORS, rows, params.logits.vocab);
   params.options.positions = params.positions;
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, rows, params.logits.vocab, params.options);
-  Tensor tokens = empty_on(logits, {rows}, ScalarType::Long);
-  params.tokens = mutable_pointer<int64_t>(tokens);
+  Tensor tokens = made(logits, {rows}, params.tokens);
   backend.sample(params, context_for(logits));
   return tokens;
 }

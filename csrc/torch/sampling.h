@@ -4,8 +4,12 @@
 #include "core/params.h"
 #include "torch/check.h"
 
-// What the schemas of ops that sample have in common.
+// What the schemas and the host functions of ops that sample have in common.
 #define PT_SAMPLING "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, str filter_order"
+#define PT_SAMPLING_PARAMETERS                                                              \
+  const Tensor &temperature, const Tensor &top_k, const Tensor &top_p, const Tensor &min_p, \
+      const std::string &filter_order
+#define PT_SAMPLING_ARGUMENTS temperature, top_k, top_p, min_p, filter_order
 
 namespace pagedtree::ops {
 
@@ -18,9 +22,9 @@ inline LogitsParams logits_params(const Check& check, const Tensor& logits) {
 }
 
 // Adds a grammar mask, bool [rows, V] or packed int32 [rows, ceil(V / 32)].
-void add_grammar_mask(const Check& check, const std::optional<Tensor>& grammar_mask, LogitsParams& logits);
+void add_grammar_mask(const Check& check, const OptionalTensor& grammar_mask, LogitsParams& logits);
 
-inline LogitsParams logits_params(const Check& check, const Tensor& logits, const std::optional<Tensor>& grammar_mask) {
+inline LogitsParams logits_params(const Check& check, const Tensor& logits, const OptionalTensor& grammar_mask) {
   LogitsParams params = logits_params(check, logits);
   add_grammar_mask(check, grammar_mask, params);
   return params;
@@ -30,8 +34,7 @@ inline LogitsParams logits_params(const Check& check, const Tensor& logits, cons
 bool is_joint(const Check& check, const std::string& filter_order, const std::string& prefix = "");
 
 // Each parameter is [1] or [batch]; `prefix` comes before their names in messages.
-SamplingParams sampling_params(const Check& check, const Tensor& temperature, const Tensor& top_k, const Tensor& top_p,
-                               const Tensor& min_p, const std::string& filter_order, int64_t batch,
+SamplingParams sampling_params(const Check& check, PT_SAMPLING_PARAMETERS, int64_t batch,
                                const std::string& prefix = "");
 
 }  // namespace pagedtree::ops

@@ -8,15 +8,10 @@
 namespace pagedtree::ops {
 namespace {
 
-constexpr int64_t kRowWords = sizeof(ShardRow) / sizeof(int64_t);
-constexpr int64_t kLeftWords = sizeof(Residual) / sizeof(int64_t);
-constexpr int64_t kEndWords = sizeof(ShardEnd) / sizeof(int64_t);
-
 template <typename T>
 T* words_as(const Check& check, const Tensor& words, const std::string& name, int64_t count) {
-  check.tensor(words, name, {ScalarType::Long},
-               {{"N", count}, {"words", static_cast<int64_t>(sizeof(T) / sizeof(int64_t))}});
-  return static_cast<T*>(words.mutable_data_ptr());
+  check.read<T>(words, name, {{"N", count}, {"words", kWordsOf<T>}});
+  return mutable_pointer<T>(words);
 }
 
 // Words as they are exchanged, `each` of them per item.
@@ -37,7 +32,7 @@ void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
 }
 
 ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& rows, int64_t first_token, int64_t vocab,
-                     const std::optional<Tensor>& grammar_mask) {
+                     const OptionalTensor& grammar_mask) {
   ShardRows shard{};
   shard.logits = rows_params(check, logits, "logits", 0);
   add_grammar_mask(check, grammar_mask, shard.logits);
@@ -59,8 +54,7 @@ LogitsParams whole_vocabulary(int64_t rows, int64_t vocab) {
 }
 
 // The batch must be known.
-void add_options(const Check& check, const OptionTensors& tensors, const std::optional<Tensor>& positions,
-                 ShardRows& shard) {
+void add_options(const Check& check, const OptionTensors& tensors, const OptionalTensor& positions, ShardRows& shard) {
   shard.options = options_params(check, tensors, shard.batch, shard.vocab);
   shard.options.first_token = shard.first_token;
   shard.key_dtype = shard.options.used ? DType::kFloat32 : shard.logits.dtype;
@@ -70,17 +64,16 @@ void add_options(const Check& check, const OptionTensors& tensors, const std::op
 
 // The sizes of ShardRow, Residual and ShardEnd in words.
 std::string shard_words() {
-  return std::to_string(kRowWords) + "," + std::to_string(kLeftWords) + "," + std::to_string(kEndWords);
+  const auto words = [](int64_t number) { return std::to_string(number); };
+  return words(kWordsOf<ShardRow>) + "," + words(kWordsOf<Residual>) + "," + words(kWordsOf<ShardEnd>);
 }
 
-void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>& received, Tensor words,
-                 const Tensor& temperature, const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
-                 const std::string& filter_order, int64_t round, int64_t digit, int64_t last, int64_t rank,
-                 int64_t num_ranks, int64_t first_token, int64_t vocab, const std::optional<Tensor>& cu_nodes,
-                 const std::optional<Tensor>& depths, const std::optional<Tensor>& seeds,
-                 const std::optional<Tensor>& positions, const std::optional<Tensor>& grammar_mask,
-                 const std::optional<Tensor>& draft_tokens, const std::optional<Tensor>& draft_to_target,
-                 const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
+void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& received, Tensor words,
+                 PT_SAMPLING_PARAMETERS, int64_t round, int64_t digit, int64_t last, int64_t rank, int64_t num_ranks,
+                 int64_t first_token, int64_t vocab, const OptionalTensor& cu_nodes, const OptionalTensor& depths,
+                 const OptionalTensor& seeds, const OptionalTensor& positions, const OptionalTensor& grammar_mask,
+                 const OptionalTensor& draft_tokens, const OptionalTensor& draft_to_target,
+                 const OptionalTensor& parents PT_OPTION_PARAMETERS) {
   const Check check("step_shards", logits);
   ShardStepParams params{};
   ShardRows& shard = params.shard;
@@ -95,13 +88,11 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
     check.that(trees || !given->has_value(), name, "None without cu_nodes", "a Tensor");
   }
   if (trees) {
-    shard.batch = check.offsets(*cu_nodes, "cu_nodes");
-    shard.cu_nodes = const_pointer<int32_t>(*cu_nodes);
+    shard.batch = check.offsets(*cu_nodes, "cu_nodes", shard.cu_nodes);
     check.that(depths.has_value(), "depths", "given with cu_nodes", "None");
-    check.tensor(*depths, "depths", {ScalarType::Int}, {{"N", num_rows}});
-    params.depths = const_pointer<int32_t>(*depths);
+    params.depths = check.read<int32_t>(*depths, "depths", {{"N", num_rows}});
   }
-  shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
+  shard.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, shard.batch);
   constexpr int64_t kLast = static_cast<int64_t>(ShardRound::kLeft);
   check.that(round >= 0 && round <= kLast, "round", "in 0..6", round);
   check.that(last >= 0 && last <= kLast, "last", "in 0..6", last);
@@ -141,18 +132,13 @@ void step_shards(const Tensor& logits, Tensor rows, const std::optional<Tensor>&
   backend.step_shards(params, context_for(logits));
 }
 
-VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const Tensor& draft_tokens,
-                             const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
-                             const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                             int64_t last, int64_t vocab, const std::optional<Tensor>& draft_to_target,
-                             const std::optional<Tensor>& tokens_left) {
+VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, PT_TREE_PARAMETERS, int64_t last,
+                             int64_t vocab, const OptionalTensor& draft_to_target, const OptionalTensor& tokens_left) {
   const Check check("follow_shards", rows);
-  check.tensor(rows, "rows", {ScalarType::Long}, {"N", {"words", kRowWords}});
-  check_vocab(check, vocab, 0);
   ShardFollowParams params{};
-  params.rows = static_cast<const ShardRow*>(rows.const_data_ptr());
-  params.verify = tree_params(check, whole_vocabulary(rows.size(0), vocab), draft_tokens, cu_nodes, depths, first_child,
-                              next_sibling, valid, max_nodes, max_depth, draft_to_target, "rows");
+  params.rows = check.read<ShardRow>(rows, "rows", {"N", {"words", kWordsOf<ShardRow>}});
+  check_vocab(check, vocab, 0);
+  params.verify = tree_params(check, whole_vocabulary(rows.size(0), vocab), PT_TREE_ARGUMENTS, draft_to_target, "rows");
   check.that(last == static_cast<int64_t>(ShardRound::kPeak) || last == static_cast<int64_t>(ShardRound::kRace), "last",
              "1 or 5", last);
   params.last = static_cast<ShardRound>(last);
@@ -162,29 +148,24 @@ VerdictTensors follow_shards(const Tensor& rows, const Tensor& received, const T
   return verdict;
 }
 
-void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::optional<Tensor>& ends,
-                  const std::optional<Tensor>& received, Tensor words, const Tensor& draft_tokens,
-                  const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                  const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
-                  const Tensor& top_k, const Tensor& top_p, const Tensor& min_p, const std::string& filter_order,
+void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const OptionalTensor& ends,
+                  const OptionalTensor& received, Tensor words, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS,
                   int64_t round, int64_t index, int64_t rank, int64_t num_ranks, int64_t first_token, int64_t vocab,
-                  const std::string& draft_law, const std::optional<Tensor>& draft_probs,
-                  const std::optional<Tensor>& draft_rows, const std::optional<Tensor>& grammar_mask,
-                  const std::optional<Tensor>& draft_to_target, const std::optional<Tensor>& positions,
-                  const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
+                  const std::string& draft_law, const OptionalTensor& draft_probs, const OptionalTensor& draft_rows,
+                  const OptionalTensor& grammar_mask, const OptionalTensor& draft_to_target,
+                  const OptionalTensor& positions, const OptionalTensor& parents PT_OPTION_PARAMETERS) {
   const Check check("weigh_shards", logits);
   ShardWeighParams params{};
   ShardRows& shard = params.shard;
   shard = shard_rows(check, logits, rows, first_token, vocab, grammar_mask);
   const int64_t num_rows = shard.logits.num_rows;
   RatioParams& ratio = params.ratio;
-  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
-                             next_sibling, valid, max_nodes, max_depth, draft_to_target);
+  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), PT_TREE_ARGUMENTS, draft_to_target);
   ratio.law = draft_law_of(check, draft_law);
   add_draft_distributions(check, draft_probs, draft_rows, shard.logits.vocab, ratio);
   shard.batch = ratio.verify.batch;
   shard.cu_nodes = ratio.verify.cu_nodes;
-  shard.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, shard.batch);
+  shard.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, shard.batch);
   add_options(check, PT_OPTION_TENSORS, positions, shard);
   add_paths(check, ratio.verify, parents, shard.options);
   params.left = words_as<Residual>(check, left, "left", num_rows);
@@ -211,20 +192,17 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const std::opt
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
-    Tensor rows, Tensor left, const Tensor& masses, const Tensor& received, const Tensor& draft_tokens,
-    const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-    const Tensor& valid, int64_t max_nodes, int64_t max_depth, int64_t index, int64_t vocab,
-    const std::string& draft_law, const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
-    const std::optional<Tensor>& final_coins, const std::optional<Tensor>& draft_to_target,
-    const std::optional<Tensor>& tokens_left) {
+    Tensor rows, Tensor left, const Tensor& masses, const Tensor& received, PT_TREE_PARAMETERS, int64_t index,
+    int64_t vocab, const std::string& draft_law, const Tensor& seeds, const Tensor& positions,
+    const OptionalTensor& coins, const OptionalTensor& final_coins, const OptionalTensor& draft_to_target,
+    const OptionalTensor& tokens_left) {
   const Check check("walk_shards", rows);
-  check.tensor(rows, "rows", {ScalarType::Long}, {"N", {"words", kRowWords}});
+  check.tensor(rows, "rows", {ScalarType::Long}, {"N", {"words", kWordsOf<ShardRow>}});
   const int64_t num_rows = rows.size(0);
   check_vocab(check, vocab, 0);
   ShardWalkParams params{};
   RatioParams& ratio = params.ratio;
-  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), draft_tokens, cu_nodes, depths, first_child,
-                             next_sibling, valid, max_nodes, max_depth, draft_to_target, "rows");
+  ratio.verify = tree_params(check, whole_vocabulary(num_rows, vocab), PT_TREE_ARGUMENTS, draft_to_target, "rows");
   ratio.law = draft_law_of(check, draft_law);
   add_streams(check, seeds, positions, ratio.verify);
   add_coins(check, coins, final_coins, ratio);
@@ -234,10 +212,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   params.received = words_of_items(check, received, "received", num_rows, kWeighWords);
   check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
   params.index = static_cast<int32_t>(index);
-  Tensor tried = empty_on(rows, {num_rows}, ScalarType::Int);
-  Tensor ends = empty_on(rows, {ratio.verify.batch, kEndWords}, ScalarType::Long);
-  params.tried = mutable_pointer<int32_t>(tried);
-  params.ends = static_cast<ShardEnd*>(ends.mutable_data_ptr());
+  Tensor tried = made(rows, {num_rows}, params.tried);
+  Tensor ends = made(rows, {ratio.verify.batch, kWordsOf<ShardEnd>}, params.ends);
   auto [accept_index, num_accepted, tokens, status] = make_verdict(check, rows, tokens_left, ratio.verify);
   backend_for(rows).walk_shards(params, context_for(rows));
   return {accept_index, num_accepted, tokens, status, ends};

@@ -24,8 +24,8 @@ void check_step_values(const Check& check, const PrepareStepParams& p, const Ten
 }
 
 void check_commit_values(const Check& check, const CommitParams& p, const Tensor& accept_index,
-                         const Tensor& num_accepted, const Tensor& cu_nodes, const std::optional<Tensor>& history,
-                         const std::optional<Tensor>& history_lens, const std::optional<Tensor>& history_rows) {
+                         const Tensor& num_accepted, const Tensor& cu_nodes, const OptionalTensor& history,
+                         const OptionalTensor& history_lens, const OptionalTensor& history_rows) {
   const auto nodes = host_values<int32_t>(accept_index);
   const auto accepted = host_values<int32_t>(num_accepted);
   const auto offsets = host_values<int32_t>(cu_nodes);
@@ -49,30 +49,22 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
                                                         const Tensor& page_table, const Tensor& start,
                                                         int64_t page_size, int64_t total_q) {
   const Check check("prepare_step", cu_nodes);
-  const int64_t batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(depths, "depths", {ScalarType::Int}, {"N"});
-  check.tensor(page_table, "page_table", {ScalarType::Int}, {{"B", batch}, "max_pages"}, Strides::kLastContiguous);
-  check.tensor(start, "start", {ScalarType::Int}, {{"B", batch}});
+  PrepareStepParams params{};
+  params.batch = check.offsets(cu_nodes, "cu_nodes", params.cu_nodes);
+  const int64_t batch = params.batch;
+  params.depths = check.read<int32_t>(depths, "depths", {"N"});
+  params.table = page_table_of(check, page_table, batch, page_size);
+  params.start = check.read<int32_t>(start, "start", {{"B", batch}});
   check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
-  PrepareStepParams params{};
-  params.table = page_table_of(page_table, page_size);
-  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
-  params.depths = const_pointer<int32_t>(depths);
-  params.start = const_pointer<int32_t>(start);
-  params.batch = batch;
   params.num_rows = min_of(depths.size(0), total_q);
   params.total_q = total_q;
   if (value_checks_enabled()) check_step_values(check, params, cu_nodes, page_table, start);
-  Tensor positions = empty_on(cu_nodes, {total_q}, ScalarType::Long);
-  Tensor seq_lens = empty_on(cu_nodes, {batch}, ScalarType::Int);
-  Tensor cu_seqlens_q = empty_on(cu_nodes, {batch + 1}, ScalarType::Int);
-  Tensor slots = empty_on(cu_nodes, {total_q}, ScalarType::Long);
-  params.positions = mutable_pointer<int64_t>(positions);
-  params.seq_lens = mutable_pointer<int32_t>(seq_lens);
-  params.cu_seqlens_q = mutable_pointer<int32_t>(cu_seqlens_q);
-  params.slots = mutable_pointer<int64_t>(slots);
+  Tensor positions = made(cu_nodes, {total_q}, params.positions);
+  Tensor seq_lens = made(cu_nodes, {batch}, params.seq_lens);
+  Tensor cu_seqlens_q = made(cu_nodes, {batch + 1}, params.cu_seqlens_q);
+  Tensor slots = made(cu_nodes, {total_q}, params.slots);
   backend_for(cu_nodes).prepare_step(params, context_for(cu_nodes));
   return {positions, seq_lens, cu_seqlens_q, slots};
 }
@@ -80,30 +72,26 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
 using CommitResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, const Tensor& tokens,
-                    const Tensor& cu_nodes, const Tensor& start, const std::optional<Tensor>& history,
-                    const std::optional<Tensor>& history_lens, const std::optional<Tensor>& eos_ids,
-                    const std::optional<Tensor>& node_map, const std::optional<Tensor>& output_counts,
-                    const std::optional<Tensor>& tokens_left, const std::optional<Tensor>& history_rows) {
+                    const Tensor& cu_nodes, const Tensor& start, const OptionalTensor& history,
+                    const OptionalTensor& history_lens, const OptionalTensor& eos_ids, const OptionalTensor& node_map,
+                    const OptionalTensor& output_counts, const OptionalTensor& tokens_left,
+                    const OptionalTensor& history_rows) {
   const Check check("commit", accept_index);
-  check.tensor(accept_index, "accept_index", {ScalarType::Int}, {"B", "S"}, Strides::kLastContiguous);
+  CommitParams params{};
+  params.accept_index = check.read<int32_t>(accept_index, "accept_index", {"B", "S"}, Strides::kLastContiguous);
   const int64_t batch = accept_index.size(0), path_width = accept_index.size(1);
-  check.tensor(num_accepted, "num_accepted", {ScalarType::Int}, {{"B", batch}});
-  check.tensor(tokens, "tokens", {ScalarType::Long}, {{"B", batch}, {"S", path_width}}, Strides::kLastContiguous);
-  check.tensor(cu_nodes, "cu_nodes", {ScalarType::Int}, {{"B + 1", batch + 1}});
-  check.tensor(start, "start", {ScalarType::Int}, {{"B", batch}});
+  params.num_accepted = check.read<int32_t>(num_accepted, "num_accepted", {{"B", batch}});
+  params.tokens = check.read<int64_t>(tokens, "tokens", {{"B", batch}, {"S", path_width}}, Strides::kLastContiguous);
+  params.cu_nodes = check.read<int32_t>(cu_nodes, "cu_nodes", {{"B + 1", batch + 1}});
+  params.start = check.read<int32_t>(start, "start", {{"B", batch}});
   check.that(history.has_value() == history_lens.has_value(), "history_lens", "given together with `history`",
              history.has_value() ? "None" : "a tensor");
 
-  if (history_rows.has_value()) {
-    check.tensor(*history_rows, "history_rows", {ScalarType::Int}, {{"B", batch}});
-    check.that(history.has_value(), "history_rows", "None without `history`", "a tensor");
-  }
-  if (tokens_left.has_value()) check.tensor(*tokens_left, "tokens_left", {ScalarType::Int}, {{"B", batch}});
+  params.history_rows = check.read<int32_t>(history_rows, "history_rows", {{"B", batch}});
+  check.that(history.has_value() || !history_rows.has_value(), "history_rows", "None without `history`", "a tensor");
+  params.tokens_left = check.read<int32_t>(tokens_left, "tokens_left", {{"B", batch}});
 
-  CommitParams params{};
   params.num_rows = INT32_MAX;
-  params.tokens_left = optional_pointer<int32_t>(tokens_left);
-  params.history_rows = optional_pointer<int32_t>(history_rows);
   if (history.has_value()) {
     const Axis histories = history_rows.has_value() ? Axis("P") : Axis("B", batch);
     check.tensor(*history, "history", {ScalarType::Long}, {histories, "H"}, Strides::kLastContiguous);
@@ -121,24 +109,15 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
     params.counts_stride = output_counts->stride(0);
   }
   if (eos_ids.has_value() && eos_ids->dim() == 1) {
-    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {"E"});
+    params.eos_ids = check.read<int64_t>(eos_ids, "eos_ids", {"E"});
     params.num_eos = eos_ids->size(0);
   } else if (eos_ids.has_value()) {
-    check.tensor(*eos_ids, "eos_ids", {ScalarType::Long}, {{"B", batch}, "E"}, Strides::kLastContiguous);
+    params.eos_ids = check.read<int64_t>(eos_ids, "eos_ids", {{"B", batch}, "E"}, Strides::kLastContiguous);
     params.num_eos = eos_ids->size(1);
     params.eos_stride = eos_ids->stride(0);
   }
-  if (node_map.has_value()) {
-    check.tensor(*node_map, "node_map", {ScalarType::Int}, {"N"});
-    params.num_rows = node_map->size(0);
-  }
-  params.accept_index = const_pointer<int32_t>(accept_index);
-  params.num_accepted = const_pointer<int32_t>(num_accepted);
-  params.tokens = const_pointer<int64_t>(tokens);
-  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
-  params.start = const_pointer<int32_t>(start);
-  params.eos_ids = optional_pointer<int64_t>(eos_ids);
-  params.node_map = optional_pointer<int32_t>(node_map);
+  params.node_map = check.read<int32_t>(node_map, "node_map", {"N"});
+  if (node_map.has_value()) params.num_rows = node_map->size(0);
   params.batch = batch;
   params.accept_stride = accept_index.stride(0);
   params.tokens_stride = tokens.stride(0);
@@ -148,28 +127,16 @@ CommitResult commit(const Tensor& accept_index, const Tensor& num_accepted, cons
   }
 
   const int64_t mapped = node_map.has_value() ? batch : 0;
-  Tensor new_start = empty_on(start, {batch}, ScalarType::Int);
-  Tensor last_token = empty_on(start, {batch}, ScalarType::Long);
-  Tensor finished = empty_on(start, {batch}, ScalarType::Bool);
-  Tensor out_num_accepted = empty_on(start, {batch}, ScalarType::Int);
-  Tensor num_tokens = empty_on(start, {batch}, ScalarType::Int);
-  Tensor accept_rows = empty_on(start, {batch, path_width}, ScalarType::Long);
-  Tensor draft_accept_index = empty_on(start, {mapped, path_width}, ScalarType::Int);
-  Tensor draft_num_accepted = empty_on(start, {mapped}, ScalarType::Int);
-  Tensor draft_missing = empty_on(start, {mapped, path_width}, ScalarType::Long);
-  Tensor draft_num_missing = empty_on(start, {mapped}, ScalarType::Int);
-  params.new_start = mutable_pointer<int32_t>(new_start);
-  params.last_token = mutable_pointer<int64_t>(last_token);
-  params.finished = mutable_pointer<bool>(finished);
-  params.out_num_accepted = mutable_pointer<int32_t>(out_num_accepted);
-  params.num_tokens = mutable_pointer<int32_t>(num_tokens);
-  params.accept_rows = mutable_pointer<int64_t>(accept_rows);
-  if (node_map.has_value()) {
-    params.draft_accept_index = mutable_pointer<int32_t>(draft_accept_index);
-    params.draft_num_accepted = mutable_pointer<int32_t>(draft_num_accepted);
-    params.draft_missing = mutable_pointer<int64_t>(draft_missing);
-    params.draft_num_missing = mutable_pointer<int32_t>(draft_num_missing);
-  }
+  Tensor new_start = made(start, {batch}, params.new_start);
+  Tensor last_token = made(start, {batch}, params.last_token);
+  Tensor finished = made(start, {batch}, params.finished);
+  Tensor out_num_accepted = made(start, {batch}, params.out_num_accepted);
+  Tensor num_tokens = made(start, {batch}, params.num_tokens);
+  Tensor accept_rows = made(start, {batch, path_width}, params.accept_rows);
+  Tensor draft_accept_index = made(start, {mapped, path_width}, params.draft_accept_index);
+  Tensor draft_num_accepted = made(start, {mapped}, params.draft_num_accepted);
+  Tensor draft_missing = made(start, {mapped, path_width}, params.draft_missing);
+  Tensor draft_num_missing = made(start, {mapped}, params.draft_num_missing);
   backend_for(start).commit(params, context_for(start));
   return {new_start,   last_token,         finished,           out_num_accepted, num_tokens,
           accept_rows, draft_accept_index, draft_num_accepted, draft_missing,    draft_num_missing};

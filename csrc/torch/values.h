@@ -68,7 +68,7 @@ class WritablePages {
 
 // The histories that the sequences have, rows of a pool; returns their rows.
 inline std::vector<int64_t> check_histories(const Check& check, const Tensor& history, const Tensor& history_lens,
-                                            const std::optional<Tensor>& history_rows) {
+                                            const OptionalTensor& history_rows) {
   const auto lengths = host_values<int32_t>(history_lens);
   std::vector<int64_t> rows(lengths.size());
   std::iota(rows.begin(), rows.end(), 0);

@@ -7,16 +7,14 @@
 
 namespace pagedtree::ops {
 
-void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params) {
+void add_map(const Check& check, const OptionalTensor& draft_to_target, VerifyParams& params) {
   if (!draft_to_target.has_value()) return;
   params.draft_to_target = integers(check, *draft_to_target, "draft_to_target", "V_draft");
   params.draft_vocab = draft_to_target->size(0);
 }
 
-VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
-                         const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
-                         const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                         const std::optional<Tensor>& draft_to_target, const char* rows_name) {
+VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE_PARAMETERS,
+                         const OptionalTensor& draft_to_target, const char* rows_name) {
   VerifyParams params{};
   params.logits = logits;
   const int64_t rows = logits.num_rows;
@@ -29,56 +27,39 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, const T
   }
   params.draft_tokens = integers(check, draft_tokens, "draft_tokens", {"N", rows});
   add_map(check, draft_to_target, params);
-  params.batch = check.offsets(cu_nodes, "cu_nodes");
-  check.tensor(depths, "depths", {ScalarType::Int}, {{"N", rows}});
-  check.tensor(first_child, "first_child", {ScalarType::Int}, {{"N", rows}});
-  check.tensor(next_sibling, "next_sibling", {ScalarType::Int}, {{"N", rows}});
-  check.tensor(valid, "valid", {ScalarType::Bool}, {{"B", params.batch}});
+  params.batch = check.offsets(cu_nodes, "cu_nodes", params.cu_nodes);
+  params.depths = check.read<int32_t>(depths, "depths", {{"N", rows}});
+  params.first_child = check.read<int32_t>(first_child, "first_child", {{"N", rows}});
+  params.next_sibling = check.read<int32_t>(next_sibling, "next_sibling", {{"N", rows}});
+  params.valid = check.read<uint8_t>(valid, "valid", {{"B", params.batch}});
   check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
   check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", rows);
-  params.cu_nodes = const_pointer<int32_t>(cu_nodes);
-  params.depths = const_pointer<int32_t>(depths);
-  params.first_child = const_pointer<int32_t>(first_child);
-  params.next_sibling = const_pointer<int32_t>(next_sibling);
-  params.valid = const_pointer<uint8_t>(valid);
   params.max_nodes = static_cast<int32_t>(max_nodes);
   params.max_depth = static_cast<int32_t>(max_depth);
   return params;
 }
 
-VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const std::optional<Tensor>& tokens_left,
+VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const OptionalTensor& tokens_left,
                             VerifyParams& params) {
-  if (tokens_left.has_value()) check.tensor(*tokens_left, "tokens_left", {ScalarType::Int}, {{"B", params.batch}});
-  params.tokens_left = optional_pointer<int32_t>(tokens_left);
+  params.tokens_left = check.read<int32_t>(tokens_left, "tokens_left", {{"B", params.batch}});
   const int64_t width = params.max_depth + 1;
-  Tensor accept_index = empty_on(anchor, {params.batch, width}, ScalarType::Int);
-  Tensor num_accepted = empty_on(anchor, {params.batch}, ScalarType::Int);
-  Tensor tokens = empty_on(anchor, {params.batch, width}, ScalarType::Long);
-  Tensor status = empty_on(anchor, {params.batch}, ScalarType::Int);
-  params.accept_index = mutable_pointer<int32_t>(accept_index);
-  params.num_accepted = mutable_pointer<int32_t>(num_accepted);
-  params.tokens = mutable_pointer<int64_t>(tokens);
-  params.status = mutable_pointer<int32_t>(status);
+  Tensor accept_index = made(anchor, {params.batch, width}, params.accept_index);
+  Tensor num_accepted = made(anchor, {params.batch}, params.num_accepted);
+  Tensor tokens = made(anchor, {params.batch, width}, params.tokens);
+  Tensor status = made(anchor, {params.batch}, params.status);
   return {accept_index, num_accepted, tokens, status};
 }
 
 void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params) {
-  check.tensor(seeds, "seeds", {ScalarType::Long}, {{"B", params.batch}});
-  params.seeds = const_pointer<int64_t>(seeds);
+  params.seeds = check.read<int64_t>(seeds, "seeds", {{"B", params.batch}});
   params.positions = integers(check, positions, "positions", {"B", params.batch});
 }
 
-void add_coins(const Check& check, const std::optional<Tensor>& coins, const std::optional<Tensor>& final_coins,
+void add_coins(const Check& check, const OptionalTensor& coins, const OptionalTensor& final_coins,
                RatioParams& params) {
-  if (coins.has_value()) {
-    check.tensor(*coins, "coins", {ScalarType::Float}, {{"N", params.verify.logits.num_rows}});
-    params.coins = const_pointer<float>(*coins);
-  }
-  if (final_coins.has_value()) {
-    check.tensor(*final_coins, "final_coins", {ScalarType::Float}, {{"B", params.verify.batch}});
-    params.final_coins = const_pointer<float>(*final_coins);
-  }
+  params.coins = check.read<float>(coins, "coins", {{"N", params.verify.logits.num_rows}});
+  params.final_coins = check.read<float>(final_coins, "final_coins", {{"B", params.verify.batch}});
 }
 
 DraftLaw draft_law_of(const Check& check, const std::string& name) {
@@ -88,8 +69,8 @@ DraftLaw draft_law_of(const Check& check, const std::string& name) {
   return DraftLaw::kOneHot;
 }
 
-void add_draft_distributions(const Check& check, const std::optional<Tensor>& draft_probs,
-                             const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params) {
+void add_draft_distributions(const Check& check, const OptionalTensor& draft_probs, const OptionalTensor& draft_rows,
+                             int64_t vocab, RatioParams& params) {
   const bool drawn = params.law != DraftLaw::kOneHot;
   check.that(draft_probs.has_value() == drawn, "draft_probs",
              drawn ? "a Tensor, the distribution that the drafts were drawn from" : "None under draft_law \"onehot\"",
@@ -116,21 +97,17 @@ void add_draft_distributions(const Check& check, const std::optional<Tensor>& dr
 
 namespace {
 
-VerdictTensors run(const Check& check, const Tensor& logits, const std::optional<Tensor>& tokens_left,
-                   VerifyParams& params) {
+VerdictTensors run(const Check& check, const Tensor& logits, const OptionalTensor& tokens_left, VerifyParams& params) {
   const Backend& backend = backend_for(logits);
   VerdictTensors verdict = make_verdict(check, logits, tokens_left, params);
   const Tensor option_rows = add_option_rows(logits, backend, params.batch, params.logits.vocab, params.options);
-  static_assert(sizeof(DrawnRow) % sizeof(int64_t) == 0);
-  constexpr int64_t kWords = sizeof(DrawnRow) / sizeof(int64_t);
-  Tensor drawn_rows = empty_on(logits, {params.logits.num_rows, kWords}, ScalarType::Long);
-  params.drawn_rows = static_cast<DrawnRow*>(drawn_rows.mutable_data_ptr());
+  const Tensor drawn_rows = made(logits, {params.logits.num_rows, kWordsOf<DrawnRow>}, params.drawn_rows);
   backend.verify_sampled(params, context_for(logits));
   return verdict;
 }
 
 // The streams must be known.
-void add_options(const Check& check, const OptionTensors& tensors, const std::optional<Tensor>& parents,
+void add_options(const Check& check, const OptionTensors& tensors, const OptionalTensor& parents,
                  VerifyParams& params) {
   params.options = options_params(check, tensors, params.batch, params.logits.vocab);
   params.options.positions = params.positions;
@@ -150,54 +127,42 @@ void check_chains(const Check& check, const Tensor& next_sibling) {
   }
 }
 
-VerdictTensors verify_greedy(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                             const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                             const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                             const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
-                             const std::optional<Tensor>& tokens_left) {
+VerdictTensors verify_greedy(const Tensor& logits, PT_TREE_PARAMETERS, const OptionalTensor& grammar_mask,
+                             const OptionalTensor& draft_to_target, const OptionalTensor& tokens_left) {
   const Check check("verify_greedy", logits);
-  VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
-                                    first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
+  VerifyParams params =
+      tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
   return run(check, logits, tokens_left, params);
 }
 
-VerdictTensors verify_sampled(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
-                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
-                              const std::string& filter_order, const Tensor& seeds, const Tensor& positions,
-                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
-                              const std::optional<Tensor>& tokens_left,
-                              const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
+VerdictTensors verify_sampled(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS, const Tensor& seeds,
+                              const Tensor& positions, const OptionalTensor& grammar_mask,
+                              const OptionalTensor& draft_to_target, const OptionalTensor& tokens_left,
+                              const OptionalTensor& parents PT_OPTION_PARAMETERS) {
   const Check check("verify_sampled", logits);
-  VerifyParams params = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
-                                    first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
-  params.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.batch);
+  VerifyParams params =
+      tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
+  params.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, params.batch);
   add_streams(check, seeds, positions, params);
   add_options(check, PT_OPTION_TENSORS, parents, params);
   return run(check, logits, tokens_left, params);
 }
 
 template <RatioRule kRule>
-VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                               const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                               const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
-                               const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
-                               const std::string& filter_order, const std::string& draft_law,
-                               const std::optional<Tensor>& draft_probs, const std::optional<Tensor>& draft_rows,
-                               const Tensor& seeds, const Tensor& positions, const std::optional<Tensor>& coins,
-                               const std::optional<Tensor>& final_coins, const std::optional<Tensor>& grammar_mask,
-                               const std::optional<Tensor>& draft_to_target, const std::optional<Tensor>& tokens_left,
-                               const std::optional<Tensor>& draft_temperature, const std::optional<Tensor>& draft_top_k,
-                               const std::optional<Tensor>& draft_top_p, const std::optional<Tensor>& draft_min_p,
-                               const std::string& draft_filter_order,
-                               const std::optional<Tensor>& parents PT_OPTION_PARAMETERS) {
+VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS,
+                               const std::string& draft_law, const OptionalTensor& draft_probs,
+                               const OptionalTensor& draft_rows, const Tensor& seeds, const Tensor& positions,
+                               const OptionalTensor& coins, const OptionalTensor& final_coins,
+                               const OptionalTensor& grammar_mask, const OptionalTensor& draft_to_target,
+                               const OptionalTensor& tokens_left, const OptionalTensor& draft_temperature,
+                               const OptionalTensor& draft_top_k, const OptionalTensor& draft_top_p,
+                               const OptionalTensor& draft_min_p, const std::string& draft_filter_order,
+                               const OptionalTensor& parents PT_OPTION_PARAMETERS) {
   const Check check(kRuleNames[static_cast<int>(kRule)], logits);
   RatioParams params{};
   VerifyParams& verify = params.verify;
-  verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths, first_child,
-                       next_sibling, valid, max_nodes, max_depth, draft_to_target);
-  verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, verify.batch);
+  verify = tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
+  verify.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, verify.batch);
   add_streams(check, seeds, positions, verify);
   add_options(check, PT_OPTION_TENSORS, parents, verify);
   params.law = draft_law_of(check, draft_law);
@@ -206,7 +171,7 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   }
   if constexpr (kRule == RatioRule::kBlock) check_chains(check, next_sibling);
   add_draft_distributions(check, draft_probs, draft_rows, verify.logits.vocab, params);
-  const std::pair<const char*, const std::optional<Tensor>*> draft_sampling[] = {
+  const std::pair<const char*, const OptionalTensor*> draft_sampling[] = {
       {"draft_temperature", &draft_temperature},
       {"draft_top_k", &draft_top_k},
       {"draft_top_p", &draft_top_p},
@@ -224,13 +189,8 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
                                             draft_filter_order, verify.batch, "draft_");
   }
   add_coins(check, coins, final_coins, params);
-  Tensor frames = empty_on(logits, {0}, ScalarType::Long);
-  if constexpr (kRule == RatioRule::kTraversal) {
-    static_assert(sizeof(TraversalFrame) % sizeof(int64_t) == 0);
-    constexpr int64_t kWords = sizeof(TraversalFrame) / sizeof(int64_t);
-    frames = empty_on(logits, {verify.batch, verify.max_depth + 1, kWords}, ScalarType::Long);
-  }
-  params.frames = static_cast<TraversalFrame*>(frames.mutable_data_ptr());
+  const int64_t walks = kRule == RatioRule::kTraversal ? verify.batch : 0;
+  const Tensor frames = made(logits, {walks, verify.max_depth + 1, kWordsOf<TraversalFrame>}, params.frames);
   VerdictTensors verdict = make_verdict(check, logits, tokens_left, verify);
   const Backend& backend = backend_for(logits);
   const Tensor option_rows = add_option_rows(logits, backend, verify.batch, verify.logits.vocab, verify.options);
@@ -241,18 +201,13 @@ VerdictTensors verify_by_ratio(const Tensor& logits, const Tensor& draft_tokens,
   return verdict;
 }
 
-VerdictTensors verify_typical(const Tensor& logits, const Tensor& draft_tokens, const Tensor& cu_nodes,
-                              const Tensor& depths, const Tensor& first_child, const Tensor& next_sibling,
-                              const Tensor& valid, int64_t max_nodes, int64_t max_depth, const Tensor& temperature,
-                              const Tensor& top_k, const Tensor& top_p, const Tensor& min_p,
-                              const std::string& filter_order, double epsilon, double delta,
-                              const std::optional<Tensor>& grammar_mask, const std::optional<Tensor>& draft_to_target,
-                              const std::optional<Tensor>& tokens_left) {
+VerdictTensors verify_typical(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS, double epsilon,
+                              double delta, const OptionalTensor& grammar_mask, const OptionalTensor& draft_to_target,
+                              const OptionalTensor& tokens_left) {
   const Check check("verify_typical", logits);
   RatioParams params{};
-  params.verify = tree_params(check, logits_params(check, logits, grammar_mask), draft_tokens, cu_nodes, depths,
-                              first_child, next_sibling, valid, max_nodes, max_depth, draft_to_target);
-  params.verify.sampling = sampling_params(check, temperature, top_k, top_p, min_p, filter_order, params.verify.batch);
+  params.verify = tree_params(check, logits_params(check, logits, grammar_mask), PT_TREE_ARGUMENTS, draft_to_target);
+  params.verify.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, params.verify.batch);
   check.that(epsilon >= 0.0 && epsilon <= 1.0, "epsilon", "in 0..1", epsilon);
   check.that(delta >= 0.0 && delta <= 3e38, "delta", "a finite number >= 0", delta);
   params.law = DraftLaw::kOneHot;

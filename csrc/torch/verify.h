@@ -4,10 +4,14 @@
 #include "core/verify/rules.h"
 #include "torch/ops.h"
 
-// What the schemas of the verify ops have in common.
+// What the schemas and the host functions of the verify ops have in common.
 #define PT_TREES                                                                                                \
   "Tensor draft_tokens, Tensor cu_nodes, Tensor depths, Tensor first_child, Tensor next_sibling, Tensor valid," \
   " SymInt max_nodes, SymInt max_depth"
+#define PT_TREE_PARAMETERS                                                                             \
+  const Tensor &draft_tokens, const Tensor &cu_nodes, const Tensor &depths, const Tensor &first_child, \
+      const Tensor &next_sibling, const Tensor &valid, int64_t max_nodes, int64_t max_depth
+#define PT_TREE_ARGUMENTS draft_tokens, cu_nodes, depths, first_child, next_sibling, valid, max_nodes, max_depth
 #define PT_VERDICT "Tensor accept_index, Tensor num_accepted, Tensor tokens, Tensor status"
 
 namespace pagedtree::ops {
@@ -16,27 +20,24 @@ using VerdictTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // as PT_VER
 
 // What every rule needs besides its distributions: logits, drafts, trees. Only the number of rows of the logits and the
 // vocabulary are used; `rows_name` is the argument that they come from.
-VerifyParams tree_params(const Check& check, const LogitsParams& logits, const Tensor& draft_tokens,
-                         const Tensor& cu_nodes, const Tensor& depths, const Tensor& first_child,
-                         const Tensor& next_sibling, const Tensor& valid, int64_t max_nodes, int64_t max_depth,
-                         const std::optional<Tensor>& draft_to_target, const char* rows_name = "logits");
+VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE_PARAMETERS,
+                         const OptionalTensor& draft_to_target, const char* rows_name = "logits");
 
 // The target's ids of a smaller draft vocabulary's tokens.
-void add_map(const Check& check, const std::optional<Tensor>& draft_to_target, VerifyParams& params);
+void add_map(const Check& check, const OptionalTensor& draft_to_target, VerifyParams& params);
 
 // Allocates the results on the device of `anchor`: at most tokens_left[b] tokens for sequence b.
-VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const std::optional<Tensor>& tokens_left,
+VerdictTensors make_verdict(const Check& check, const Tensor& anchor, const OptionalTensor& tokens_left,
                             VerifyParams& params);
 
 void add_streams(const Check& check, const Tensor& seeds, const Tensor& positions, VerifyParams& params);
 
-void add_coins(const Check& check, const std::optional<Tensor>& coins, const std::optional<Tensor>& final_coins,
-               RatioParams& params);
+void add_coins(const Check& check, const OptionalTensor& coins, const OptionalTensor& final_coins, RatioParams& params);
 
 DraftLaw draft_law_of(const Check& check, const std::string& name);
 
 // The distributions that children were drawn from [M, vocab], and the row in it of each of the N nodes.
-void add_draft_distributions(const Check& check, const std::optional<Tensor>& draft_probs,
-                             const std::optional<Tensor>& draft_rows, int64_t vocab, RatioParams& params);
+void add_draft_distributions(const Check& check, const OptionalTensor& draft_probs, const OptionalTensor& draft_rows,
+                             int64_t vocab, RatioParams& params);
 
 }  // namespace pagedtree::ops
