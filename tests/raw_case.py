@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ import calls
 import calls.ops
 import torch
 import torch.distributed as dist
+from calls import Call, tensors_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,59 +19,30 @@ from pagedtree.testing import use_backend
 
 
 @dataclass
-class RawCall:
-    """`op(**arguments)`.
+class RawCall(Call):
+    """A call of an op; the arguments are those that were given, the others have the defaults of the schema.
 
     Attributes:
         name: the op's own, and its overload's where that is not the default one: "tree_attention.out".
-        arguments: those that were given; the others have the defaults of the schema.
     """
 
-    name: str
-    op: Any
-    arguments: dict[str, Any]
+    name: str = ""
 
     def __call__(self, **changes: Any) -> Any:
-        return self.op(**{**self.arguments, **changes})
+        return self.function(**{**self.arguments, **changes})
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
 
     def tensor_arguments(self) -> list[str]:
         """The names of all arguments that are tensors or None."""
-        return [argument.name for argument in self.op._schema.arguments if "Tensor" in str(argument.type)]
+        return [argument.name for argument in self.function._schema.arguments if "Tensor" in str(argument.type)]
 
-    def on_memory(self, change: Callable[[str, Tensor], Tensor]) -> RawCall:
-        """The call on change(name, memory) of its tensors' memory; what shares memory still does."""
-        memory: dict[tuple[int, torch.dtype], Tensor] = {}
-
-        def moved(name: str, t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            whole = t.as_strided((storage.nbytes() // t.element_size(),), (1,), 0)
-            changed = memory.setdefault((storage._cdata, t.dtype), change(name, whole))
-            return changed.as_strided(t.shape, t.stride(), t.storage_offset())
-
-        arguments = dict(self.arguments)
-        for name, value in arguments.items():
-            if isinstance(value, Tensor):
-                arguments[name] = moved(name, value)
-            elif isinstance(value, list):
-                arguments[name] = [moved(name, t) for t in value]
-        return RawCall(self.name, self.op, arguments)
-
-    def results(self) -> dict[str, Tensor]:
+    def named_results(self) -> dict[str, Tensor]:
         """Returns a copy's results, and the tensors among its arguments, which it may have written to."""
-        call = self.on_memory(lambda _, memory: memory.clone())
+        call = self.on_memory(Tensor.clone)
         found = {"result": call(), **call.arguments}
-        return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(_tensors(value))}
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors(part)
+        return {f"{name}[{i}]": t for name, value in found.items() for i, t in enumerate(tensors_of(value))}
 
 
 class _Recorder(TorchDispatchMode):
@@ -84,7 +55,7 @@ class _Recorder(TorchDispatchMode):
         if func.namespace == "pagedtree":
             given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
             name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
-            self.calls.append(RawCall(name, func, copy.deepcopy({**given, **(kwargs or {})})))
+            self.calls.append(RawCall(func, copy.deepcopy({**given, **(kwargs or {})}), name=name))
         return func(*args, **(kwargs or {}))
 
 
@@ -116,7 +87,7 @@ def _taken_down() -> list[RawCall]:
 
 def raw_calls(device: torch.device | str = "cpu") -> list[RawCall]:
     """At least one of each op, with its tensors on `device`."""
-    return [call.on_memory(lambda _, memory: memory.to(device)) for call in copy.deepcopy(_taken_down())]
+    return [call.on_memory(lambda memory: memory.to(device)) for call in copy.deepcopy(_taken_down())]
 
 
 def raw_call(name: str) -> RawCall:

@@ -225,7 +225,7 @@ def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
     step = raw_case.raw_call("step_shards")
     plain = dict(itertools.takewhile(lambda item: item[0] != "positions", step.arguments.items()))  # no options
     for dtype in (torch.float16, torch.bfloat16):
-        yield partial(step.op, **plain | {"logits": step.arguments["logits"].to(dtype)})
+        yield partial(step.function, **plain | {"logits": step.arguments["logits"].to(dtype)})
         rows, cache = torch.zeros(2, 1, 9, dtype=dtype)[..., 1:], torch.zeros(1, 4, 1, 8).to(torch.float8_e4m3fn)
         yield partial(append_kv, rows, rows, cache, cache.clone(), torch.zeros(2, dtype=torch.int64))
     for dtype in (torch.float16, torch.float32):

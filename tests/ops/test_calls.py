@@ -51,7 +51,7 @@ def test_opcheck(backend: str, device: torch.device, op: str) -> None:
     for call in given[-1:] if op.endswith("_shards") else given:  # the last round of ranks has all arguments
         has_fp8 = any(t.dtype == torch.float8_e4m3fn for t in tensors_of(call.arguments))
         tests = ("test_faketensor", "test_aot_dispatch_dynamic") if has_fp8 else torch.library._OPCHECK_DEFAULT_UTILS
-        torch.library.opcheck(call.op, (), call.arguments, test_utils=tests)
+        torch.library.opcheck(call.function, (), call.arguments, test_utils=tests)
 
 
 @slow_on_simt
@@ -132,10 +132,33 @@ def test_ops_of_integers(device: torch.device) -> None:
     of_floats = set()
     for call in raw_calls(device):
         result = call()
-        written = [call.arguments.get(argument.name) for argument in call.op._schema.arguments if argument.is_write]
+        written = [
+            call.arguments.get(argument.name) for argument in call.function._schema.arguments if argument.is_write
+        ]
         if any(t.is_floating_point() for t in tensors_of([result, written])):
             of_floats.add(call.name.partition(".")[0])
     assert of_floats == {name.partition(".")[0] for name in op_names()} - OPS_OF_INTEGERS
+
+
+@pytest.mark.parametrize("name", [name for name in TRACEABLE if not calls.make(name).receiver])
+def test_mixed_devices(name: str) -> None:
+    """Without values in one tensor the call would go to the fake implementation, which answers with no values."""
+    call = calls.make(name)
+    count = len([*tensors_of(call.arguments)])
+    for key, value in call.arguments.items():
+        moved = [*value[:-1], value[-1].to("meta")] if key == "caches" else mapped(value, lambda t: t.to("meta"))
+        if 0 < len([*tensors_of(value)]) < count:
+            with pytest.raises(ValueError, match=r"\w+: `\w+` must be on .*(meta|cpu)"):
+                call.function(**{**call.arguments, key: moved})
+
+
+def nearly(value: Any) -> list[Any]:
+    """Values of other types, among them those that hold a right one."""
+    if isinstance(value, Tensor):
+        return [object(), [value], value.tolist(), 2, 2.0]
+    if isinstance(value, list) and isinstance(value[0], Tensor):
+        return [object(), value[0]]  # whose parts would pass for tensors
+    return [object(), float(value)] if isinstance(value, int) else [object()]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,8 +168,9 @@ def test_wrong_types(name: str) -> None:
     for key, value in call.arguments.items():
         if isinstance(value, bool) or key == call.receiver:  # read as true or false
             continue
-        with pytest.raises(TypeError, match=rf"\b{key}\b"):
-            call.function(**{**call.arguments, key: object()})
+        for wrong in nearly(value):
+            with pytest.raises(TypeError, match=rf"\b{key}\b"):
+                call.function(**{**call.arguments, key: wrong})
         try:
             call.function(**{**call.arguments, key: None})
         except ValueError:  # another argument needs this one

@@ -48,7 +48,7 @@ def test_the_device_of_each_tensor() -> None:
         unnamed = []
         for name, t in call.tensors().items():
             with pytest.raises(RuntimeError, match=r"`\w+` must be on the device|no backend for this device") as caught:
-                call.op.redispatch(dispatch, **{**call.arguments, name: t.to("meta")})
+                call.function.redispatch(dispatch, **{**call.arguments, name: t.to("meta")})
             unnamed += [] if f"`{name}`" in str(caught.value) else [name]
         assert len(unnamed) == 1, (call.name, unnamed)  # the one where all others should be
 
@@ -85,8 +85,8 @@ def test_bools_of_any_byte(backend: str, device: torch.device, byte: int) -> Non
             if t.dtype != torch.bool:
                 continue
             seen.add((call.name, name))
-            expected, call.arguments[name] = call.results(), (t.view(torch.uint8) * byte).view(torch.bool)
-            for result, found in call.results().items():
+            expected, call.arguments[name] = call.named_results(), (t.view(torch.uint8) * byte).view(torch.bool)
+            for result, found in call.named_results().items():
                 same = found.view(torch.uint8).equal(expected[result].view(torch.uint8))
                 assert same or result.startswith(f"{name}["), (call.name, name, result)
     assert {("select_nodes", "valid"), ("sample", "grammar_mask"), ("rerank_tree", "active")} <= seen

@@ -23,6 +23,7 @@ import pagedtree as pt
 FUZZ = Path(__file__).parents[1] / "fuzz.py"
 META = torch.zeros(2, dtype=torch.int32, device="meta")
 HUGE = 2**70
+TREES = pt.TreeBatch.from_trees([pt.DraftTree([-1])])
 
 # (call, its changed argument, the new value, how the message begins; None: the call returns)
 FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
@@ -33,6 +34,13 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("full_tree", ("branching",), None, "branching: expected a sequence"),
     ("tree_of_a_chain", ("num_draft_tokens",), None, "num_draft_tokens: expected an integer"),
     ("tree_of_paths", ("paths",), [None], "paths: expected sequences of integers"),
+    ("tree_of_paths", ("paths",), [["a"]], "paths: expected"),
+    ("tree_of_paths", ("paths",), [[0.5]], "paths: expected"),
+    ("tree_of_parents", ("parents",), "ab", "parents: expected"),
+    ("tree_of_parents", ("parents",), [-1, 0.0], "parents: expected"),
+    ("batch_of_trees", ("trees",), [pt.DraftTree([-1]), [-1, 0]], "trees[1]: expected"),
+    ("joined_batches", ("batches",), [TREES, None], "batches[1]: expected"),
+    ("joined_batches", ("batches",), TREES, "batches: expected"),
     ("choose_tree", ("max_depth",), 2**62, None),
     ("choose_tree", ("max_depth",), None, "max_depth: expected an integer"),
     ("one_tree_of_a_batch", ("b",), 2, "b: expected 0 to 1"),
