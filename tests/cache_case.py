@@ -7,6 +7,7 @@ import torch
 from step_case import int32
 from torch import Tensor
 
+from pagedtree import PreparedCompaction
 from pagedtree.check.cases.inputs import LAYOUTS, storage_shape, views_of
 
 PAGE_SIZES = [1, 7, 16, 61]
@@ -66,6 +67,12 @@ def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], l
     return copies, [
         torch.as_strided(owner[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset()) for v in views
     ]
+
+
+def prepared_compact(caches: list[Tensor], *moves: Tensor, **named: Tensor) -> Tensor:
+    """compact_kv by way of `PreparedCompaction`, which prepares nothing where gradients may be asked for."""
+    with torch.inference_mode():
+        return PreparedCompaction(caches)(*moves, **named)
 
 
 def compact_arguments(device: torch.device) -> dict:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_case import FP8, clones, compact_arguments, payload, raw, storage_and_views
+from cache_case import FP8, clones, compact_arguments, payload, prepared_compact, raw, storage_and_views
 from hypothesis import example, given
 from hypothesis import strategies as st
 from step_case import int32
@@ -18,12 +18,6 @@ from pagedtree._ops import ops
 from pagedtree.reference import kv_cache as loops
 
 Compact = Callable[..., Tensor]
-
-
-def prepared_compact(caches: list[Tensor], *moves: Tensor, **named: Tensor) -> Tensor:
-    """The same by way of `PreparedCompaction`, which prepares nothing where gradients may be asked for."""
-    with torch.inference_mode():
-        return PreparedCompaction(caches)(*moves, **named)
 
 
 @pytest.fixture(params=[compact_kv, prepared_compact], ids=["op", "prepared"])
@@ -106,78 +100,11 @@ def test_compact_kv_without_work(compact, backend, device) -> None:
         assert compact([torch.zeros(shape, device=device)], *one).tolist() == [3]
 
 
-def test_compact_kv_refuses(compact, backend, device) -> None:
-    cache = torch.zeros((4, 2, 3), device=device)
-    strided = torch.zeros((4, 2, 4, 6, 8, 10), device=device)[:, :, ::2, ::2, ::2, ::2]
-    for change, message in [
-        (
-            {"caches": [cache, torch.zeros((4, 3, 3), device=device)]},
-            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
-        ),
-        (
-            {"caches": [cache, torch.zeros((5, 2, 3), device=device)]},
-            r"`caches\[1\]` must be of shape \[4, 2, \.\.\.\]",
-        ),
-        ({"caches": [torch.zeros(4, device=device)]}, r"`caches\[0\]` must be of shape \[pages, page_size, \.\.\.\]"),
-        ({"caches": [cache, strided]}, r"`caches\[1\]` must be of rows with at most three strided dimensions"),
-        ({"page_table": int32([[0, 1]], device)}, r"`page_table` must be of shape \[2, \*\] .*, got \[1, 2\]"),
-        ({"page_table": int32([[0, 2], [1, 3]], device).t()}, "`page_table` must be contiguous in its last dimension"),
-        ({"start": torch.tensor([0, 0], device=device)}, "`start` must be of dtype torch.int32, got torch.int64"),
-        ({"accept_index": int32([[0, 1, 2]], device)}, r"`accept_index` must be of shape \[2, \*\] .*, got \[1, 3\]"),
-        (
-            {"accept_index": torch.zeros((2, 1025), dtype=torch.int32, device=device)},
-            "`accept_index` must be of at most 1024 columns",
-        ),
-        ({"num_accepted": int32([2], device)}, r"`num_accepted` must be of shape \[2\] .*, got \[1\]"),
-    ]:
-        arguments = {**compact_arguments(device), **change}
-        before = [raw(t) for t in arguments["caches"]]
-        with pytest.raises(ValueError, match=f"compact_kv: {message}"):
-            compact(**arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
-    with pytest.raises(TypeError):
-        compact(**{**compact_arguments(device), "caches": [1, 2]})
-
-
-def test_compact_kv_value_checks(compact, value_checks, device) -> None:
-    for change, message in [
-        ({"accept_index": int32([[1, 2, 3], [0, 1, 2]], device)}, r"`accept_index\[0, 0\]` must be 0, the root, got 1"),
-        ({"accept_index": int32([[0, 2, 3], [0, 2, 2]], device)}, r"`accept_index\[1, 2\]` must be greater than"),
-        ({"accept_index": int32([[0, 2, -1], [0, 1, 2]], device)}, r"`accept_index\[0, 2\]` must be greater than"),
-        ({"num_accepted": int32([2, 3], device)}, r"`num_accepted\[1\]` must be in 0..2, got 3"),
-        ({"num_accepted": int32([-1, 2], device)}, r"`num_accepted\[0\]` must be in 0..2, got -1"),
-        ({"start": int32([0, -4], device)}, r"`start\[1\]` must be a position, got -4"),
-        ({"start": int32([1, 0], device)}, "wide enough for position 4 of sequence 0, got 2 pages of 2"),
-        ({"page_table": int32([[0, 1], [4, 3]], device)}, r"`page_table\[1, 0\]` must be a page id in 0..3, got 4"),
-        ({"page_table": int32([[0, -1], [2, 3]], device)}, r"`page_table\[0, 1\]` must be a page id in 0..3, got -1"),
-    ]:
-        arguments = {**compact_arguments(device), **change}
-        before = [raw(t) for t in arguments["caches"]]
-        with pytest.raises(ValueError, match=f"compact_kv: .*{message}"):
-            compact(**arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(arguments["caches"], before, strict=True))
+def test_a_path_is_moved_once(compact, value_checks, device) -> None:
     arguments = compact_arguments(device)
     assert compact(**arguments).tolist() == [3, 3]
     with pytest.raises(ValueError, match=r"`start\[0\]` must be that of a path that has not been moved yet, got 0"):
         compact(**arguments)
-    pool = torch.zeros((2, 4, 2, 3, 5), device=device)  # K and V at once
-    with pytest.raises(
-        ValueError, match=r"`caches\[0\]` must be of shape \[pages, page_size, .*, got \[2, 4, 2, 3, 5\]"
-    ):
-        compact(**{**compact_arguments(device), "caches": [pool]})
-    written_twice = {"page_table": int32([[0, 1], [1, 3]], device), "num_accepted": int32([2, 2], device)}
-    with pytest.raises(ValueError, match=r"`page_table\[1, 0\]` must be a page that no other sequence writes, got 1"):
-        compact(**{**compact_arguments(device), **written_twice})
-    prefix = {"page_table": int32([[0, 1], [4, 3]], device), "start": int32([0, 2], device)}
-    with pytest.raises(ValueError, match=r"`page_table\[1, 0\]` must be a page id below 4, .*got 4"):
-        compact(
-            **{
-                **compact_arguments(device),
-                **prefix,
-                "accept_index": int32([[0, 2, 3], [0, 1, -1]], device),
-                "num_accepted": int32([2, 1], device),
-            }
-        )
 
 
 def test_prepared_caches_get_a_new_version(device) -> None:

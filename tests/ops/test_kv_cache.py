@@ -12,7 +12,6 @@ from step_case import int32
 from torch import Tensor
 
 from pagedtree import append_kv, compact_kv, slot_mapping
-from pagedtree._ops import ops
 from pagedtree.reference.kv_cache import slot_of
 
 # slot_mapping ---------------------------------------------------------------------------------------------------------
@@ -58,56 +57,6 @@ def test_slot_mapping_bad_values(backend, device) -> None:
     for offsets in ([0, 5, 3], [7, -4, 2], [-(2**31), 2**31 - 1, 0], [3, 2, 1]):
         for length in (2**31 - 1, -(2**31)):
             assert all(-1 <= slot <= 13 for slot in slots([length, length], offsets, 6))
-
-
-def test_slot_mapping_refuses(backend, device) -> None:
-    good = {
-        "page_table": int32([[0, 1]], device),
-        "seq_lens": int32([2], device),
-        "cu_seqlens_q": int32([0, 2], device),
-        "page_size": 2,
-        "total_q": 2,
-    }
-    assert slot_mapping(**good).tolist() == [0, 1]
-    for name, value, message in [
-        ("page_table", int32([0, 1], device), r"`page_table` must be of shape \[1, \*\] .*, got \[2\]"),
-        ("page_table", int32([[0, 1], [2, 3]], device), r"`page_table` must be of shape \[1, \*\] .*, got \[2, 2\]"),
-        (
-            "page_table",
-            int32([[0], [1]], device).t().expand(1, 2)[:, ::1].long(),
-            "`page_table` must be of dtype torch.int32",
-        ),
-        ("page_table", int32([[0, 9, 1, 9]], device)[:, ::2], "contiguous in its last dimension"),
-        ("seq_lens", int32([2, 2], device), r"`seq_lens` must be of shape \[1\] .*, got \[2\]"),
-        ("seq_lens", torch.tensor([2], device=device), "`seq_lens` must be of dtype torch.int32, got torch.int64"),
-        ("cu_seqlens_q", int32([], device), r"`cu_seqlens_q` must be of shape \[B \+ 1\]"),
-        ("page_size", 0, "`page_size` must be in 1..2147483647, got 0"),
-        ("page_size", 2**31, "`page_size` must be in 1..2147483647"),
-        ("total_q", -1, "`total_q` must be at least 0, got -1"),
-    ]:
-        with pytest.raises(ValueError, match=f"slot_mapping: .*{message}"):
-            slot_mapping(**{**good, name: value})
-    with pytest.raises(TypeError):
-        slot_mapping([[0, 1]], good["seq_lens"], good["cu_seqlens_q"], 2, total_q=2)
-    with pytest.raises(RuntimeError, match="page_size"):
-        ops.slot_mapping(good["page_table"], good["seq_lens"], good["cu_seqlens_q"], -1, total_q=2)
-
-
-def test_slot_mapping_value_checks(value_checks, device) -> None:
-    for seq_lens, offsets, total_q, message in [
-        ([2, 2], [1, 2, 3], 3, r"`cu_seqlens_q\[0\]` must be 0, got 1"),
-        ([2, 2], [0, 2, 1], 3, r"`cu_seqlens_q` must be non-descending, got \[0, 2, 1\]"),
-        ([2, 2], [0, 2, 4], 3, "`cu_seqlens_q` must be at most 3 rows, got 4"),
-        ([1, 2], [0, 2, 3], 3, r"`seq_lens\[0\]` must be at least its 2 queries, got 1"),
-        ([2, 5], [0, 2, 3], 3, "wide enough for position 4 of sequence 1, got 2 pages of 2"),
-        ([3, 2], [0, 2, 3], 3, r"`page_table\[0, 1\]` must be a page id"),
-        ([2, 4], [0, 2, 4], 4, r"`page_table\[1, 1\]` must be a page that no other sequence writes, got 3"),
-    ]:
-        with pytest.raises(ValueError, match=f"slot_mapping: .*{message}"):
-            table = int32([[3, -2], [5, 3 if "no other" in message else 6]], device)
-            slot_mapping(table, int32(seq_lens, device), int32(offsets, device), 2, total_q=total_q)
-    table = int32([[3, -2], [5, 6]], device)
-    assert slot_mapping(table, int32([2, 4], device), int32([0, 1, 2], device), 2, total_q=3).tolist() == [7, 13, -1]
 
 
 # append_kv ------------------------------------------------------------------------------------------------------------
@@ -249,88 +198,6 @@ def test_append_nothing(backend, device) -> None:
     for pool in (empty_pool, no_positions):
         append_kv(one, None, pool, None, torch.tensor([0], device=device))
     assert torch.equal(cache, torch.ones_like(cache))
-
-
-def append_arguments(device: torch.device) -> dict:
-    return {
-        "k": torch.ones((2, 3, 4), device=device),
-        "v": torch.ones((2, 3, 4), device=device),
-        "k_cache": torch.zeros((5, 2, 3, 4), device=device),
-        "v_cache": torch.zeros((5, 2, 3, 4), device=device),
-        "slots": torch.tensor([1, 2], device=device),
-    }
-
-
-def test_append_kv_refuses(backend, device) -> None:
-    fp8_cache = torch.zeros((5, 2, 3, 4), device=device).to(FP8)
-    scale = torch.tensor(1.0, device=device)
-    for change, message in [
-        (
-            {"k": torch.ones((2, 3, 4), device=device, dtype=torch.float64)},
-            "`k` must be of dtype torch.float32 or torch.float16",
-        ),
-        ({"k": torch.ones((2, 12), device=device)}, r"`k` must be of shape \[\*, \*, \*\] .*, got \[2, 12\]"),
-        ({"k": torch.ones((2, 4, 3), device=device).transpose(1, 2)}, "`k` must be contiguous in its last dimension"),
-        ({"v": torch.ones((2, 3, 4), device=device).half()}, "`v` must be of dtype torch.float32, got torch.float16"),
-        ({"v": torch.ones((2, 2, 4), device=device)}, r"`v` must be of shape \[2, 3, \*\] .*, got \[2, 2, 4\]"),
-        (
-            {"v": torch.ones((2, 3, 5), device=device)},
-            r"`v_cache` must be of shape \[5, 2, 3, 5\] .*, got \[5, 2, 3, 4\]",
-        ),
-        ({"v": None}, "`v` must be a Tensor where `v_cache` is one, got None"),
-        ({"v_cache": None}, "`v_cache` must be a Tensor where `v` is one, got None"),
-        ({"v": None, "v_cache": None, "v_scale": scale}, "`v_scale` must be None where `v` is, got a Tensor"),
-        ({"v": None, "v_cache": None, "k_scale": scale}, "`k_scale` must be absent where the rows are copied"),
-        (
-            {"v": None, "v_cache": None, "k_cache": torch.zeros((5, 2, 4), device=device)},
-            r"`k_cache` must be of shape \[\*, \*, 3, 4\] .*, got \[5, 2, 4\]",
-        ),
-        (
-            {"k_cache": torch.zeros((5, 3, 2, 4), device=device)},
-            r"`k_cache` must be of k's 3 heads .*, got \[5, 3, 2, 4\]; .* pass cache.transpose\(1, 2\)",
-        ),
-        ({"k_cache": fp8_cache}, "`v_cache` must be of dtype torch.float8_e4m3fn, got torch.float32"),
-        (
-            {"k_cache": torch.zeros((5, 2, 3, 4)).half().to(device)},
-            "`k_cache` must be of dtype torch.float32 or torch.float8_e4m3fn",
-        ),
-        ({"k_cache": torch.zeros((5, 2, 3, 5), device=device)}, r"`k_cache` must be of shape \[\*, \*, 3, 4\]"),
-        ({"k_cache": torch.zeros((5, 2, 4, 3), device=device).mT}, "`k_cache` must be contiguous in its last"),
-        ({"v_cache": torch.zeros((5, 1, 3, 4), device=device)}, r"`v_cache` must be of shape \[5, 2, 3, 4\]"),
-        ({"slots": torch.tensor([1, 2, 3], device=device)}, r"`slots` must be of shape \[2\] .*, got \[3\]"),
-        ({"slots": int32([1, 2], device)}, "`slots` must be of dtype torch.int64, got torch.int32"),
-        ({"k_scale": scale}, "`k_scale` must be absent where the rows are copied"),
-        ({"v_scale": scale}, "`v_scale` must be absent where the rows are copied"),
-        (
-            {"k_cache": fp8_cache, "v_cache": fp8_cache.clone(), "k_scale": torch.ones(2, device=device)},
-            r"`k_scale` must be of shape \[3\] .*, got \[2\]",
-        ),
-        (
-            {"k_cache": fp8_cache, "v_cache": fp8_cache.clone(), "v_scale": scale.double()},
-            "`v_scale` must be of dtype torch.float32, got torch.float64",
-        ),
-    ]:
-        arguments = {**append_arguments(device), **change}
-        with pytest.raises(ValueError, match=f"append_kv: {message}"):
-            append_kv(**arguments)
-        caches = [arguments[name] for name in ("k_cache", "v_cache") if arguments[name] is not None]
-        assert not any(cache.float().any() for cache in caches)
-    with pytest.raises(TypeError):
-        append_kv(**{**append_arguments(device), "k_scale": "1"})
-
-
-def test_append_kv_value_checks(value_checks, device) -> None:
-    for slot in (-2, 10, 2**62):
-        arguments = append_arguments(device)
-        arguments["slots"] = torch.tensor([1, slot], device=device)
-        with pytest.raises(ValueError, match=rf"append_kv: `slots\[1\]` must be in -1..9, got {slot}"):
-            append_kv(**arguments)
-        with pytest.raises(ValueError, match=rf"append_kv: `slots\[1\]` must be in -1..9, got {slot}"):
-            append_kv(**{**arguments, "v": None, "v_cache": None})
-        assert not arguments["k_cache"].any()
-    arguments["slots"] = torch.tensor([-1, 9], device=device)
-    append_kv(**arguments)
-    assert arguments["k_cache"].sum() == arguments["v_cache"][4, 1].sum() == 12
 
 
 # 64-bit offsets -------------------------------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import HEAD_SIZES, TARGETS, Case, Target, check, once_per_backend, random_tree, target_id
+from attention_case import TARGETS, Case, Target, check, once_per_backend, random_tree, target_id
 from device_case import to_device
-from torch import Tensor
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 
@@ -177,37 +176,3 @@ def test_out_argument(target: Target) -> None:
     wide = case["q"].new_zeros((*case["q"].shape[:2], 515))
     out = tree_attention(**case, out=wide[..., 3:])
     assert out.data_ptr() == wide[..., 3:].data_ptr() and torch.equal(out, expected) and not wide[..., :3].any()
-
-
-def changed(case: dict[str, Any], **tensors: Tensor) -> dict[str, Any]:
-    return {**case, **tensors}
-
-
-@once_per_backend
-def test_refusals(target: Target) -> None:
-    case = latent_case(target, [20], [BINARY]).build()
-    q, k, v = case["q"], case["k_cache"], case["v_cache"]
-    out = torch.full_like(v[:1, 0], 7.0).expand(*q.shape[:2], 512).clone()
-    with pytest.raises(ValueError, match=r"`softcap` must be 0 where v_cache is a view of k_cache, got 30"):
-        tree_attention(**case, softcap=30.0, out=out)
-    with pytest.raises(ValueError, match=r"`k_scale` must be None for a cache that is not torch.float8_e4m3fn"):
-        tree_attention(**case, k_scale=torch.ones(()), out=out)
-    assert (out == 7.0).all()
-    with pytest.raises(ValueError, match=r"`v_cache` must be of shape \[\d+, 16, 1, 512\]"):
-        tree_attention(**changed(case, v_cache=v[1:]))
-    with pytest.raises(ValueError, match=r"`v_cache` must be of head size 512 with K's 576, got 448"):
-        tree_attention(**changed(case, v_cache=v[..., :448]))
-    with pytest.raises(ValueError, match=f"`q` must be of head size {HEAD_SIZES}, got 320"):
-        tree_attention(**changed(case, q=q[..., :320], k_cache=k[..., :320]))
-    with pytest.raises(ValueError, match=r"`v_cache` must be of head size 192 or 128 with K's 192, got 64"):
-        tree_attention(**changed(case, q=q[..., :192], k_cache=k[..., :192], v_cache=k[..., :64]))
-    with pytest.raises(ValueError, match=r"`v_cache` must be of shape \[pages, page_size, Hkv, Dv\]"):
-        tree_attention(**changed(case, v_cache=v[0]))
-    with pytest.raises(ValueError, match="`out`"):
-        tree_attention(**case, out=torch.empty_like(q))
-    sizes = {"num_q_heads": 6, "num_kv_heads": 1, "page_size": 16, "max_seqlen_q": 7}
-    lengths = case["seq_lens"], case["cu_seqlens_q"]
-    with pytest.raises(ValueError, match=r"`head_dim_v` must be of head size 512 with K's 576, got 576"):
-        attention_plan(*lengths, head_dim=576, **sizes)
-    with pytest.raises(ValueError, match=r"`num_kv_heads` must be 1 for a latent cache, got 2"):
-        attention_plan(*lengths, head_dim=512, latent=True, **{**sizes, "num_kv_heads": 2})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import HEAD_SIZES, Target, check, on_host, once_per_backend, prepared_attention
+from attention_case import Target, check, on_host, once_per_backend
 from device_case import placed
 
 from pagedtree import DraftTree, PreparedAttention, reference, tree_attention
@@ -35,69 +35,6 @@ def test_a_latent_cache_is_a_view_in_compiled_code(target: Target) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 where v_cache is a view of k_cache"):
         compiled(case["q"], case["k_cache"], 5.0)
-
-
-REFUSALS = [
-    ("q", lambda t: t.double(), "of dtype torch.float32 or torch.float16 or torch.bfloat16, got torch.float64"),
-    ("q", lambda t: t[0], r"of shape \[\*, \*, \*\] .*, got \[4, 64\]"),
-    ("q", lambda t: t[..., :32], f"of head size {HEAD_SIZES}"),
-    ("q", lambda t: t.transpose(0, 2).contiguous().transpose(0, 2), "contiguous in its last dimension"),
-    ("q", lambda t: t[:, :3], "of a number of heads that divides q's 3"),
-    ("k_cache", lambda t: t.bfloat16(), "of q's dtype DTYPE or torch.float8_e4m3fn, got torch.bfloat16"),
-    ("k_cache", lambda t: t[0], r"of shape \[\*, \*, \*, 64\]"),
-    ("k_cache", lambda t: t[:, :0], "of a page size of at least 1"),
-    (
-        "k_cache",
-        lambda t: t.transpose(1, 2).contiguous(),
-        r"of a number of heads that divides q's 4 .*, got \[\d+, 2, 16, 64\]; .* pass cache.transpose\(1, 2\)",
-    ),
-    ("v_cache", lambda t: t[1:], r"of shape \[\d+, 16, 2, 64\]"),
-    ("v_cache", lambda t: t.to(torch.float8_e4m3fn), "of dtype DTYPE, got torch.float8_e4m3fn"),
-    ("page_table", lambda t: t.long(), "of dtype torch.int32, got torch.int64"),
-    ("page_table", lambda t: t[:1], r"of shape \[2, \*\]"),
-    ("seq_lens", lambda t: t[:1], r"of shape \[2\] .*, got \[1\]"),
-    ("seq_lens", lambda t: t.repeat(2)[::2], "contiguous"),
-    ("cu_seqlens_q", lambda t: t[:0], r"of shape \[B \+ 1\]"),
-    ("tree_mask", lambda t: t[1:], r"of shape \[9, \*\] .*, got \[8, 1\]"),
-    ("tree_mask", lambda t: t.bool(), "of dtype torch.int32, got torch.bool"),
-    ("tree_lens", lambda t: t[:1], r"of shape \[2\]"),
-    ("max_seqlen_q", lambda _: -1, "at least 0, got -1"),
-    ("scale", lambda _: float("nan"), "finite, got nan"),
-    ("softcap", lambda _: -1.0, "finite and at least 0 .0: none., got -1"),
-    ("window", lambda _: -1, "at least 0 .0: none., got -1"),
-    ("sinks", lambda _: torch.zeros(2), r"of shape \[4\] .*, got \[2\]"),
-    ("sinks", lambda _: torch.zeros(4).half(), "of dtype torch.float32, got torch.float16"),
-    ("k_scale", lambda _: torch.ones(()), "None for a cache that is not torch.float8_e4m3fn"),
-    ("v_scale", lambda _: torch.ones(2), "None for a cache that is not torch.float8_e4m3fn"),
-    ("plan", lambda _: torch.zeros(5, dtype=torch.int32), "of shape"),
-    ("out", lambda _: torch.zeros(9, 4, 32), r"of shape \[9, 4, 64\]"),
-    ("out", lambda _: torch.zeros(9, 4, 64).bfloat16(), "of dtype DTYPE, got torch.bfloat16"),
-]
-
-
-@once_per_backend
-@pytest.mark.parametrize(("name", "change", "message"), REFUSALS)
-def test_refusals(target: Target, name: str, change: Any, message: str) -> None:
-    case = small(target)
-    value = change(case.get(name))
-    case[name] = value.to(case["q"].dtype) if name == "out" and "dtype" not in message else value
-    message = message.replace("DTYPE", str(target.dtypes[0]))
-    # Where several arguments disagree, the message may name the other one.
-    blamed = "k_cache" if "divides" in message else name
-    out = case.setdefault("out", torch.full_like(case["q"], 7.0)) if name != "q" else None
-    for call in (lambda: tree_attention(**case), lambda: prepared_attention(case)):
-        with pytest.raises(ValueError, match=f"tree_attention: `{blamed}` must be {message}"):
-            call()
-    assert out is None or name == "out" or (out == 7).all()
-
-
-def test_fp8_scale_shapes(target: Target) -> None:
-    case = target.case([20], [TREE], cache_dtype=torch.float8_e4m3fn, heads=(6, 3)).build()
-    check(dict(case, k_scale=torch.tensor([2.0]), v_scale=torch.tensor(2.0)))
-    with pytest.raises(ValueError, match=r"`k_scale` must be a scalar or of shape \[3\], got \[6\]"):
-        tree_attention(**case, k_scale=torch.ones(6))
-    with pytest.raises(ValueError, match=r"`v_scale` must be of dtype torch\.float32, got torch\.float64"):
-        tree_attention(**case, v_scale=torch.ones(()).double())
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -274,7 +274,7 @@ def _options() -> Iterator[Case]:
             f"all options/{dtype}", replace(mixed, dtype=dtype, head_dim=128), window=40, softcap=20.0, scale=0.2,
             sinks=torch.linspace(-2, 4, 4, dtype=torch.float32),
         )  # fmt: skip
-        for kind, scale in (("scalar", float32(0.4)), ("head", float32([0.3, 1.7]))):
+        for kind, scale in (("scalar", float32(0.4)), ("vector", float32([0.4])), ("head", float32([0.3, 1.7]))):
             batch = replace(mixed, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
     yield _attention(

@@ -1,0 +1,322 @@
+"""A wrong argument in a valid call of `calls`, and what is said of it: attention, caches, recurrent layers.
+
+A refused call writes nothing. `test_calls.py` has values of no type that anything takes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import calls
+import pytest
+import torch
+from attention_case import HEAD_SIZES, prepared_attention
+from cache_case import FP8, prepared_compact, raw
+from calls import tensors_of
+from step_case import int32
+from torch import Tensor
+
+Changes = dict[str, Any]  # argument -> its new value, or a function that makes it of the valid one
+Table = dict[str, list[tuple[Changes, str]]]
+
+
+def by_columns(t: Tensor) -> Tensor:
+    """The same values, whose last dimension is not contiguous."""
+    return t.mT.contiguous().mT
+
+
+def heads_first(t: Tensor) -> Tensor:
+    return t.transpose(1, 2)
+
+
+def four_strides(t: Tensor) -> Tensor:
+    return t.new_zeros(6, 4, 4, 6, 8, 10)[:, :, ::2, ::2, ::2, ::2]
+
+
+def with_prepared_step(return_lse: bool = True, **arguments: Any) -> Tensor:
+    return prepared_attention(arguments)
+
+
+FORMS: dict[str, Callable[..., Any]] = {"tree_attention": with_prepared_step, "compact_kv": prepared_compact}
+TURNED = "of a cache [pages, Hkv, page_size, D] pass cache.transpose(1, 2)"
+ONE, TWO = torch.ones(1), torch.ones(2)
+
+# What is said of what is wrong in a call: which argument "must be" what; "..." for anything.
+REFUSALS: Table = {
+    "tree_attention": [
+        ({"q": Tensor.double}, "`q` of dtype torch.float32 or torch.float16 or ..., got torch.float64"),
+        ({"q": lambda t: t[0]}, "`q` of shape [*, *, *] ..., got [4, 64]"),
+        ({"q": lambda t: t[..., :32]}, f"`q` of head size {HEAD_SIZES}, got 32"),
+        ({"q": by_columns}, "`q` contiguous in its last dimension"),
+        ({"q": lambda t: t[:, :3]}, "`k_cache` of a number of heads that divides q's 3"),
+        ({"k_cache": Tensor.half}, "`k_cache` of q's dtype torch.bfloat16 or torch.float8_e4m3fn, got torch.float16"),
+        ({"k_cache": lambda t: t[0]}, "`k_cache` of shape [*, *, *, 64] ..., got [4, 2, 64]"),
+        ({"k_cache": lambda t: t[:, :0]}, "`k_cache` of a page size of at least 1"),
+        ({"q": lambda t: t[:, :2], "k_cache": heads_first}, "`k_cache` of ... q's 2 ..., got [6, 2, 4, 64]; " + TURNED),
+        ({"v_cache": lambda t: t[1:]}, "`v_cache` of shape [6, 4, 2, 64] ..., got [5, 4, 2, 64]"),
+        ({"v_cache": lambda t: t.to(FP8)}, "`v_cache` of dtype torch.bfloat16, got torch.float8_e4m3fn"),
+        ({"page_table": Tensor.long}, "`page_table` of dtype torch.int32, got torch.int64"),
+        ({"page_table": lambda t: t[:1]}, "`page_table` of shape [2, *] ..., got [1, 3]"),
+        ({"seq_lens": lambda t: t[:1]}, "`seq_lens` of shape [2] ..., got [1]"),
+        ({"seq_lens": lambda t: t.repeat(2)[::2]}, "`seq_lens` contiguous"),
+        ({"cu_seqlens_q": lambda t: t[:0]}, "`cu_seqlens_q` of shape [B + 1]"),
+        ({"tree_mask": lambda t: t[1:]}, "`tree_mask` of shape [8, *] ..., got [7, 1]"),
+        ({"tree_mask": Tensor.bool}, "`tree_mask` of dtype torch.int32, got torch.bool"),
+        ({"tree_lens": lambda t: t[:1]}, "`tree_lens` of shape [2] ..., got [1]"),
+        ({"max_seqlen_q": -1}, "`max_seqlen_q` at least 0, got -1"),
+        ({"scale": math.nan}, "`scale` finite, got nan"),
+        ({"softcap": -1.0}, "`softcap` finite and at least 0 (0: none), got -1"),
+        ({"window": -1}, "`window` at least 0 (0: none), got -1"),
+        ({"sinks": TWO}, "`sinks` of shape [4] ..., got [2]"),
+        ({"sinks": Tensor.half}, "`sinks` of dtype torch.float32, got torch.float16"),
+        ({"k_scale": ONE}, "`k_scale` None for a cache that is not torch.float8_e4m3fn"),
+        ({"v_scale": TWO}, "`v_scale` None for a cache that is not torch.float8_e4m3fn"),
+        ({"plan": lambda t: t[:5]}, "`plan` of shape ..., got [5]"),
+        ({"out": lambda t: t[..., :32]}, "`out` of shape [8, 4, 64] ..., got [8, 4, 32]"),
+        ({"out": Tensor.half}, "`out` of dtype torch.bfloat16, got torch.float16"),
+    ],
+    "tree_attention_fp8": [
+        ({"k_scale": lambda t: t.repeat(6)}, "`k_scale` a scalar or of shape [2], got [6]"),
+        ({"v_scale": Tensor.double}, "`v_scale` of dtype torch.float32, got torch.float64"),
+    ],
+    "tree_attention_latent": [
+        ({"softcap": 30.0}, "`softcap` 0 where v_cache is a view of k_cache, got 30"),
+        ({"k_scale": ONE}, "`k_scale` None for a cache that is not torch.float8_e4m3fn"),
+        ({"v_cache": lambda t: t[1:]}, "`v_cache` of shape [6, 4, 1, 512] ..., got [5, 4, 1, 512]"),
+        ({"v_cache": lambda t: t[..., :448]}, "`v_cache` of head size 512 with K's 576, got 448"),
+        ({"v_cache": lambda t: t[0]}, "`v_cache` of shape [pages, page_size, Hkv, Dv]"),
+        ({"q": lambda t: t[..., :320]}, f"`q` of head size {HEAD_SIZES}, got 320"),
+        ({"q": lambda t: t[..., :192]}, "`v_cache` of head size 192 or 128 with K's 192, got 512"),
+        ({"out": lambda t: t[..., :64]}, "`out` of shape [8, 4, 512]"),
+    ],
+    "attention_plan": [
+        ({"head_dim": 576}, "`head_dim_v` of head size 512 with K's 576, got 576"),
+        ({"latent": True}, "`num_kv_heads` 1 for a latent cache, got 2"),
+    ],
+    "merge_states": [
+        ({"out_b": lambda t: t[..., :32]}, "`out_b` of shape [8, 4, 64] ..., got [8, 4, 32]"),
+        ({"out_b": Tensor.half}, "`out_b` of dtype torch.bfloat16, got torch.float16"),
+        ({"lse_b": Tensor.double}, "`lse_b` of dtype torch.float32, got torch.float64"),
+        ({"out_a": by_columns}, "`out_a` contiguous in its last dimension"),
+    ],
+    "slot_mapping": [
+        ({"page_table": lambda t: t[0]}, "`page_table` of shape [2, *] ..., got [3]"),
+        ({"page_table": lambda t: t[:1]}, "`page_table` of shape [2, *] ..., got [1, 3]"),
+        ({"page_table": Tensor.long}, "`page_table` of dtype torch.int32"),
+        ({"page_table": by_columns}, "`page_table` contiguous in its last dimension"),
+        ({"seq_lens": lambda t: t[:1]}, "`seq_lens` of shape [2] ..., got [1]"),
+        ({"seq_lens": Tensor.long}, "`seq_lens` of dtype torch.int32, got torch.int64"),
+        ({"cu_seqlens_q": lambda t: t[:0]}, "`cu_seqlens_q` of shape [B + 1]"),
+        ({"page_size": 0}, "`page_size` in 1..2147483647, got 0"),
+        ({"page_size": 2**31}, "`page_size` in 1..2147483647, got 2147483648"),
+        ({"total_q": -1}, "`total_q` at least 0, got -1"),
+    ],
+    "append_kv": [
+        ({"k": Tensor.double}, "`k` of dtype torch.float32 or torch.float16 or ..., got torch.float64"),
+        ({"k": lambda t: t.flatten(1)}, "`k` of shape [*, *, *] ..., got [5, 32]"),
+        ({"k": by_columns}, "`k` contiguous in its last dimension"),
+        ({"v": Tensor.half}, "`v` of dtype torch.float32, got torch.float16"),
+        ({"v": lambda t: t[:, :1]}, "`v` of shape [5, 2, *] ..., got [5, 1, 16]"),
+        ({"v": lambda t: t[..., :5]}, "`v_cache` of shape [6, 4, 2, 5] ..., got [6, 4, 2, 16]"),
+        ({"v": None}, "`v` a Tensor where `v_cache` is one, got None"),
+        ({"v_cache": None}, "`v_cache` a Tensor where `v` is one, got None"),
+        ({"v_cache": lambda t: t[1:]}, "`v_cache` of shape [6, 4, 2, 16] ..., got [5, 4, 2, 16]"),
+        ({"k_cache": heads_first}, "`k_cache` of k's 2 heads ..., got [6, 2, 4, 16]; " + TURNED),
+        ({"k_cache": lambda t: t.to(FP8)}, "`v_cache` of dtype torch.float8_e4m3fn, got torch.float32"),
+        ({"k_cache": Tensor.half}, "`k_cache` of dtype torch.float32 or torch.float8_e4m3fn, got torch.float16"),
+        ({"k_cache": lambda t: t[..., :5]}, "`k_cache` of shape [*, *, 2, 16] ..., got [6, 4, 2, 5]"),
+        ({"k_cache": by_columns}, "`k_cache` contiguous in its last dimension"),
+        ({"slots": lambda t: t[:3]}, "`slots` of shape [5] ..., got [3]"),
+        ({"slots": Tensor.int}, "`slots` of dtype torch.int64, got torch.int32"),
+        ({"k_scale": ONE}, "`k_scale` absent where the rows are copied as they are"),
+        ({"v_scale": ONE}, "`v_scale` absent where the rows are copied as they are"),
+    ],
+    "append_kv_fp8": [
+        ({"k_scale": torch.ones(3)}, "`k_scale` of shape [2] ..., got [3]"),
+        ({"v_scale": Tensor.double}, "`v_scale` of dtype torch.float32, got torch.float64"),
+    ],
+    "append_kv_latent": [
+        ({"v_scale": ONE}, "`v_scale` None where `v` is, got a Tensor"),
+        ({"k_scale": ONE}, "`k_scale` absent where the rows are copied as they are"),
+        ({"k_cache": lambda t: t[0]}, "`k_cache` of shape [*, *, 1, 576] ..., got [4, 1, 576]"),
+    ],
+    "rope_append": [
+        ({"q": Tensor.double}, "`q` of dtype torch.float32 or torch.float16 or torch.bfloat16, got torch.float64"),
+        ({"q": lambda t: t.to(FP8)}, "`q` of dtype ... torch.bfloat16, got torch.float8_e4m3fn"),
+        ({"q": lambda t: t.flatten(1)}, "`q` of shape [*, *, *] ..., got [5, 64]"),
+        ({"q": by_columns}, "`q` contiguous in its last dimension"),
+        ({"k": Tensor.half}, "`k` of dtype torch.bfloat16, got torch.float16"),
+        ({"k": lambda t: t[:3]}, "`k` of shape [5, *, 16] ..., got [3, 2, 16]"),
+        ({"k": lambda t: t[..., :6]}, "`k` of shape [5, *, 16] ..., got [5, 2, 6]"),
+        ({"v": Tensor.half}, "`v` of dtype torch.bfloat16, got torch.float16"),
+        ({"v": None}, "`v` a Tensor where `v_cache` is one, got None"),
+        ({"v_cache": None}, "`v_cache` a Tensor where `v` is one, got None"),
+        ({"positions": lambda t: t[:1]}, "`positions` of shape [5] ..., got [1]"),
+        ({"positions": Tensor.int}, "`positions` of dtype torch.int64, got torch.int32"),
+        ({"cos_sin": Tensor.half}, "`cos_sin` of dtype torch.float32 or torch.bfloat16, got torch.float16"),
+        ({"cos_sin": lambda t: t[0]}, "`cos_sin` of shape [*, *] ..., got [8]"),
+        ({"cos_sin": by_columns}, "`cos_sin` contiguous in its last dimension"),
+        ({"cos_sin": lambda t: t[:0]}, "`cos_sin` of at least one row, got [0, 8]"),
+        ({"cos_sin": lambda t: t[:, :5]}, "`cos_sin` of an even number of columns, got [9, 5]"),
+        ({"cos_sin": lambda t: t.repeat(1, 3)}, "`cos_sin` of at most 16 columns, the head size, got [9, 24]"),
+        ({"rotary_start": 9}, "`rotary_start` in 0..8, so that the 8 columns are within a head, got 9"),
+        ({"rotary_start": -1}, "`rotary_start` in 0..8, so that the 8 columns are within a head, got -1"),
+        ({"k_cache": Tensor.bfloat16}, "`v_cache` of dtype torch.bfloat16, got torch.float8_e4m3fn"),
+        ({"k_cache": lambda t: t[..., :4]}, "`k_cache` of shape [*, *, 2, 16] ..., got [6, 4, 2, 4]"),
+        ({"slots": lambda t: t[:1]}, "`slots` of shape [5] ..., got [1]"),
+        ({"q_out": lambda t: t[..., :6]}, "`q_out` of shape [5, 4, 16] ..., got [5, 4, 6]"),
+        ({"q_out": Tensor.half}, "`q_out` of dtype torch.bfloat16, got torch.float16"),
+        ({"q_out": by_columns}, "`q_out` contiguous in its last dimension"),
+    ],
+    "rope_append_latent": [
+        ({"cos_sin": Tensor.half}, "`cos_sin` of dtype torch.float32, got torch.float16"),
+        ({"k_scale": ONE}, "`k_scale` absent where the rows are copied as they are"),
+    ],
+    "compact_kv": [
+        ({"caches": lambda c: [c[0], c[1][:, :3]]}, "`caches[1]` of shape [6, 4, ...] like caches[0], got [6, 3, 16]"),
+        ({"caches": lambda c: [c[0], c[1][:5]]}, "`caches[1]` of shape [6, 4, ...] like caches[0], got [5, 4, 16]"),
+        ({"caches": lambda c: [c[0].flatten()]}, "`caches[0]` of shape [pages, page_size, ...], got [384]"),
+        ({"caches": lambda c: [c[0], four_strides(c[0])]}, "`caches[1]` of rows with at most three strided dimensions"),
+        ({"page_table": lambda t: t[:1]}, "`page_table` of shape [2, *] ..., got [1, 3]"),
+        ({"page_table": by_columns}, "`page_table` contiguous in its last dimension"),
+        ({"start": Tensor.long}, "`start` of dtype torch.int32, got torch.int64"),
+        ({"accept_index": lambda t: t[:1]}, "`accept_index` of shape [2, *] ..., got [1, 3]"),
+        ({"accept_index": lambda t: t.new_zeros(2, 1025)}, "`accept_index` of at most 1024 columns"),
+        ({"num_accepted": lambda t: t[:1]}, "`num_accepted` of shape [2] ..., got [1]"),
+    ],
+    "tree_delta_rule": [
+        ({"q": Tensor.double}, "`q` of dtype torch.float16 or torch.bfloat16..., got torch.float64"),
+        ({"k": lambda t: t.repeat(1, 2, 1)}, "`k` of shape [8, 1, 8] ..., got [8, 2, 8]"),
+        ({"v": lambda t: t[..., :12]}, "`v` of a head size that is a multiple of 8 up to 256, got 12"),
+        ({"g": Tensor.half}, "`g` of dtype torch.float32, got torch.float16"),
+        ({"beta": lambda t: t[:, :1]}, "`beta` of shape [8, 2] ..., got [8, 1]"),
+        ({"state": lambda t: t.mT}, "`state` of shape [*, 2, 8, 16] ..., got [3, 2, 16, 8]"),
+        ({"state_index": Tensor.long}, "`state_index` of dtype torch.int32, got torch.int64"),
+        ({"state_index": lambda t: t[:1]}, "`state_index` of shape [2] ..., got [1]"),
+        ({"trees": lambda trees: replace(trees, max_nodes=300)}, "`max_nodes` in 1..256, got 300"),
+        ({"trees": None}, "`cu_seqlens` given where there are no trees, and only there, got neither"),
+        ({"cu_seqlens": int32([0, 8])}, "`cu_seqlens` given where there are no trees, and only there, got both"),
+        ({"l2norm_eps": 0.0}, "`l2norm_eps` a positive fp32 number, got 0"),
+        ({"l2norm_eps": math.nan}, "`l2norm_eps` a positive fp32 number, got nan"),
+    ],
+    "advance_state": [
+        ({"k": lambda t: t.repeat(1, 3, 1)}, "`v` of a multiple of 3 heads, those of `k`, got 2"),
+        ({"accept_index": None}, "`accept_index` a Tensor with trees, got None"),
+    ],
+    "causal_delta_rule": [
+        ({"g": lambda t: t[:, :1]}, "`g` of shape [8, 2] ..., got [8, 1]"),
+    ],
+    "causal_advance_state": [
+        ({"num_accepted": int32([0])}, "`num_accepted` None without trees, got a Tensor"),
+    ],
+    "tree_conv1d": [
+        ({"weight": lambda t: t.repeat(1, 5)[:, :17]}, "`weight` of 1 to 16 taps, got 17"),
+        ({"conv_state": lambda t: t[..., 1:]}, "`conv_state` of shape [*, 6, 3] ..., got [3, 6, 2]"),
+        ({"conv_state": Tensor.half}, "`conv_state` of dtype torch.bfloat16, got torch.float16"),
+        ({"bias": lambda t: t[1:]}, "`bias` of shape [6] ..., got [5]"),
+        ({"x": by_columns}, "`x` contiguous in its last dimension"),
+        ({"activation": "gelu"}, '`activation` None or "silu", got "gelu"'),
+    ],
+}
+
+
+def with_value(path: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
+    """Makes a function that returns a copy of a tensor with another value in one place."""
+
+    def change(t: Tensor) -> Tensor:
+        t = t.clone()
+        t[path] = value
+        return t
+
+    return change
+
+
+SLOTS = [({"slots": with_value((1,), x)}, f"`slots[1]` in -1..23, got {x}") for x in (-2, 24, 2**62)]
+POSITIONS = [({"positions": with_value((1,), x)}, f"`positions[1]` in 0..8, got {x}") for x in (-1, 9, 2**62)]
+# The same for values in tensors, which are looked at under PAGEDTREE_CHECK=1.
+BAD_VALUES: Table = {
+    "slot_mapping": [
+        ({"cu_seqlens_q": with_value((0,), 1)}, "`cu_seqlens_q[0]` 0, got 1"),
+        ({"cu_seqlens_q": with_value((2,), 3)}, "`cu_seqlens_q` non-descending, got [0, 5, 3]"),
+        ({"total_q": 7}, "`cu_seqlens_q` at most 7 rows, got 8"),
+        ({"seq_lens": with_value((0,), 4)}, "`seq_lens[0]` at least its 5 queries, got 4"),
+        (
+            {"seq_lens": with_value((1,), 13)},
+            "`page_table` wide enough for position 12 of sequence 1, got 3 pages of 4",
+        ),
+        ({"seq_lens": with_value((1,), 9)}, "`page_table[1, 2]` a page id in ..., got -1"),
+        ({"page_table": with_value((1, 1), 0)}, "`page_table[1, 1]` a page that no other sequence writes, got 0"),
+    ],
+    "append_kv": [
+        *SLOTS,
+    ],
+    "append_kv_latent": [
+        *SLOTS,
+    ],
+    "rope_append": [
+        *SLOTS,
+        *POSITIONS,
+    ],
+    "compact_kv": [
+        ({"accept_index": with_value((0, 0), 1)}, "`accept_index[0, 0]` 0, the root, got 1"),
+        ({"accept_index": with_value((1, 1), 0)}, "`accept_index[1, 1]` greater than the node before it, got 0"),
+        ({"accept_index": with_value((0, 2), -1)}, "`accept_index[0, 2]` greater than the node before it, got -1"),
+        ({"num_accepted": with_value((1,), 3)}, "`num_accepted[1]` in 0..2, got 3"),
+        ({"num_accepted": with_value((0,), -1)}, "`num_accepted[0]` in 0..2, got -1"),
+        ({"start": with_value((1,), -4)}, "`start[1]` a position, got -4"),
+        ({"start": with_value((0,), 8)}, "`page_table` wide enough for position 12 of sequence 0, got 3 pages of 4"),
+        ({"page_table": with_value((1, 0), 6)}, "`page_table[1, 0]` a page id in 0..5, got 6"),
+        ({"page_table": with_value((0, 1), -1)}, "`page_table[0, 1]` a page id in 0..5, got -1"),
+        ({"page_table": with_value((1, 0), 3)}, "`page_table[1, 0]` a page that no other sequence writes, got 3"),
+        ({"page_table": with_value((0, 0), 9)}, "`page_table[0, 0]` a page id below 6, ...got 9"),
+        # K and V at once
+        ({"caches": lambda c: [c[0].new_zeros(2, 4, 2, 3, 5)]}, "`caches[0]` of shape ..., got [2, 4, 2, 3, 5]"),
+    ],
+    "tree_delta_rule": [
+        ({"state_index": with_value((1,), 3)}, "`state_index[1]` in -1..2, got 3"),
+        ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "`cu_nodes` non-descending"),
+    ],
+    "advance_state": [
+        ({"accept_index": with_value((0, 0), 1)}, "`accept_index[0, 0]` 0, the root, got 1"),
+    ],
+}
+
+
+def refuses(device: torch.device, name: str, changes: Changes, message: str) -> None:
+    call = calls.make(name).on_memory(lambda memory: memory.to(device))
+    for key, change in changes.items():
+        new = change(call.arguments[key]) if callable(change) else change
+        call.arguments[key] = new.to(device) if isinstance(new, Tensor) else new
+    written = [t for key in call.written for t in tensors_of(call.arguments[key])]
+    before = [raw(t).clone() for t in written]
+    op = call.function.__name__
+    said = message.replace("` ", "` must be ", 1)
+    expected = f"^{op}: {re.escape(said)}".replace(re.escape("..."), ".*")
+    for form in (call.function, *(FORMS[op] for _ in range(op in FORMS))):
+        with pytest.raises(ValueError, match=expected):
+            form(**call.arguments)
+        assert all(torch.equal(raw(t), old) for t, old in zip(written, before, strict=True))
+
+
+def each_row(table: Table) -> pytest.MarkDecorator:
+    rows = [(name, *row) for name, rows in table.items() for row in rows]
+    return pytest.mark.parametrize(("name", "changes", "message"), rows)
+
+
+@each_row(REFUSALS)
+def test_refusals(backend: str, device: torch.device, name: str, changes: Changes, message: str) -> None:
+    refuses(device, name, changes, message)
+
+
+@each_row(BAD_VALUES)
+def test_bad_values(value_checks: None, device: torch.device, name: str, changes: Changes, message: str) -> None:
+    refuses(device, name, changes, message)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_checked_calls_pass(value_checks: None, device: torch.device, name: str) -> None:
+    calls.make(name).on_memory(lambda memory: memory.to(device)).results()
