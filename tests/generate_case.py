@@ -134,6 +134,13 @@ def lists(sequences):
     return [sequence.tolist() for sequence in sequences]
 
 
+def generated(model, drafter=None, prompts=None, count=NEW_TOKENS, **options):
+    """The texts of `generate` as lists, with prompts of LENGTHS where no others are given, and its statistics."""
+    prompts = prompts_of(LENGTHS) if prompts is None else prompts
+    sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=count, **options)
+    return lists(sequences), stats
+
+
 def room_of(result):
     """Tells how deep each sequence's nodes of a `StepResult` may be: its last token is generated, but never read."""
     starts = result.start[: len(result.sequences)].tolist()  # captured steps have idle rows

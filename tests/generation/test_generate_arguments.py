@@ -12,11 +12,23 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, greedy, holds_in_a_child, lists, tiny
+from brackets_case import STOP, Brackets
+from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
+from toy_text_case import DRAFTERS
 from transformers import BatchEncoding
+from transformers.generation import (
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    SuppressTokensAtBeginLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees
-from pagedtree.integrations.transformers import ModelDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, generate
 from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,76 +39,173 @@ def model():
     return tiny(0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        ({"n": 0}, "n: expected at least 1, got 0"),
-        ({"page_size": 0}, "page_size: expected at least 1, got 0"),
-        ({"max_batch_tokens": 0}, "max_batch_tokens: expected at least 1, got 0"),
-        ({"max_sequences": 0}, "max_sequences: expected at least 1, got 0"),
-        ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True"),
-        ({"num_pages": 1.5}, "num_pages: expected an integer, got 1.5"),
-        ({"cuda_graph": "yes"}, "cuda_graph: expected True, False or None, got 'yes'"),
-        ({"attention_mask": "x"}, r"attention_mask: expected zeros and ones \[B, L\]"),
-        ({"stop_strings": 3}, "stop_strings: expected texts that are not empty, got 3"),
-        (
-            {"rule": "lucky"},
-            "rule: expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'",
-        ),
-        ({"rule": "sampled"}, 'rule: expected params for every rule but "greedy"'),
-        ({"seeds": [1, 2]}, r"seeds: expected 1 integers, got torch.int64 \[2\]"),
-        ({"seeds": [0.5]}, "seeds: expected 1 integers, got torch.float32"),
-        ({"input_ids": [[]]}, r"input_ids: expected at least one token .* got \[\] as prompt 0"),
-        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"input_ids: expected integers \[B, L\]"),
-        ({"input_ids": torch.zeros(1, 3)}, r"input_ids: expected integers \[B, L\], got torch.float32"),
-        ({"attention_mask": torch.ones(1, 3)}, "attention_mask: expected none with a list"),
-        (
-            {"input_ids": torch.ones(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
-            r"attention_mask: expected \[1, 3\], got \[1, 2\]",
-        ),
-        ({"params": SamplingParams(top_p=torch.ones(3))}, r"params: expected top_p of 1 prompts, got \[3\]"),
-        ({"params": SamplingParams(top_p=torch.ones(1, 3))}, r"params: expected top_p of 1 prompts, got \[1, 3\]"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer, got 2.5"),
-        (
-            {"input_ids": [[1], [2, VOCAB]]},
-            f"input_ids: expected ids of the model's {VOCAB} tokens, got 128 in prompt 1",
-        ),
-        ({"input_ids": torch.tensor([[-1, 2]])}, "input_ids: expected ids of .* got -1 in prompt 0"),
-        ({"input_ids": [[1, 2.0]]}, r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0"),
-        ({"input_ids": [[1, True]]}, r"input_ids: expected at least one token .* got \[1, True\] as prompt 0"),
-        ({"input_ids": torch.ones(1, 3, dtype=torch.bool)}, r"input_ids: expected integers .* got torch.bool"),
-        ({"input_ids": [1, 2, 3]}, r"input_ids: expected a list of prompts, got a list of ids; .* pass \[input_ids\]"),
-        ({"input_ids": "text"}, "input_ids: expected token ids, got text"),
-        ({"input_ids": ["text"]}, "input_ids: expected token ids, got text"),
-        ({"input_ids": {"ids": [[1]]}}, r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]"),
-        ({"input_ids": {"attention_mask": [[1]]}}, r"in the dict, got \['attention_mask'\]"),
-        ({"input_ids": {"input_ids": [[1]], "pixel_values": 3}}, "expected input_ids and attention_mask in the dict"),
-        ({"input_ids": {"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]}}, "expected token_type_ids of 0"),
-        ({"input_ids": {"input_ids": [1, 2], "token_type_ids": [0, 1]}}, "expected token_type_ids of 0"),
-        ({"input_ids": {"input_ids": [[1, 2]], "attention_mask": 1}}, "attention_mask: expected an entry for each"),
-        ({"input_ids": {"input_ids": [[1, 2]], "attention_mask": [[1]]}}, "attention_mask: expected an entry for each"),
-        (
-            {"input_ids": {"input_ids": [[1]]}, "attention_mask": torch.ones(1, 1)},
-            "attention_mask: expected none beside a BatchEncoding",
-        ),
-        ({"eos_token_id": [1, 2.5]}, "eos_token_id: expected an integer, got 2.5"),
-        ({"eos_token_id": torch.tensor([0.5])}, "eos_token_id: expected an integer, got 0.5"),
-        ({"pad_token_id": 0.5}, "pad_token_id: expected an integer, got 0.5"),
-        ({"stop_strings": "x"}, "tokenizer: expected the model's tokenizer with stop_strings, got NoneType"),
-        ({"stop_strings": ["x", ""]}, r"stop_strings: expected texts that are not empty, got \['x', ''\]"),
+def refused(message, error=ValueError, **arguments):
+    """A call's arguments beside those of a valid one, and what it raises."""
+    return pytest.param(arguments, error, message, id=message)
+
+
+def processors(message, *given):
+    return refused(message, logits_processor=given)
+
+
+def rule(message, name, drafter="none", params=SAMPLING):
+    return refused(f"rule: .*{message}", rule=name, drafter=drafter, params=params)
+
+
+def of_tokenizer(message, **entries):
+    return refused(message, input_ids=entries)
+
+
+def complete():
+    matcher = Brackets()
+    assert all(matcher.accept(token) for token in (1, 90, STOP))
+    return matcher
+
+
+REFUSED = [
+    *[
+        refused(f"{name}: expected at least 1, got 0", **{name: 0})
+        for name in ("max_new_tokens", "n", "page_size", "max_batch_tokens", "max_sequences")
     ],
-)
-def test_bad_arguments(model, change, message):
+    refused("max_new_tokens: expected an integer, got True", max_new_tokens=True),
+    refused("max_new_tokens: expected an integer, got 2.5", max_new_tokens=2.5),
+    refused("num_pages: expected an integer, got 1.5", num_pages=1.5),
+    refused("cuda_graph: expected True, False or None, got 'yes'", cuda_graph="yes"),
+    refused(r"seeds: expected 1 integers, got torch.int64 \[2\]", seeds=[1, 2]),
+    refused("seeds: expected 1 integers, got torch.float32", seeds=[0.5]),
+    refused("eos_token_id: expected an integer, got 2.5", eos_token_id=[1, 2.5]),
+    refused("eos_token_id: expected an integer, got 0.5", eos_token_id=torch.tensor([0.5])),
+    refused("pad_token_id: expected an integer, got 0.5", pad_token_id=0.5),
+    refused("stop_strings: expected texts that are not empty, got 3", stop_strings=3),
+    refused(r"stop_strings: expected texts that are not empty, got \['x', ''\]", stop_strings=["x", ""]),
+    refused("tokenizer: expected the model's tokenizer with stop_strings, got NoneType", stop_strings="x"),
+    refused("params: expected SamplingParams or None, got dict", TypeError, params={}),
+    refused("callback: expected a function or None, got int", TypeError, callback=3),
+    refused("shards: expected VocabShards or None, got int", TypeError, shards=3),
+    refused("streamer: expected a streamer of transformers or None, got int", TypeError, streamer=3),
+    refused("logits_processor: expected a list of transformers' processors .* int", TypeError, logits_processor=3),
+    # Prompts.
+    refused(r"input_ids: expected at least one token .* got \[\] as prompt 0", input_ids=[[]]),
+    refused(r"input_ids: expected at least one token .* got \[1, 2.0\] as prompt 0", input_ids=[[1, 2.0]]),
+    refused(r"input_ids: expected at least one token .* got \[1, True\] as prompt 0", input_ids=[[1, True]]),
+    refused(r"input_ids: expected integers \[B, L\]", input_ids=torch.zeros(3, dtype=torch.int64)),
+    refused(r"input_ids: expected integers \[B, L\], got torch.float32", input_ids=torch.zeros(1, 3)),
+    refused("input_ids: expected integers .* got torch.bool", input_ids=torch.ones(1, 3, dtype=torch.bool)),
+    refused("input_ids: expected ids of the model's 128 tokens, got 128 in prompt 1", input_ids=[[1], [2, VOCAB]]),
+    refused("input_ids: expected ids of .* got -1 in prompt 0", input_ids=torch.tensor([[-1, 2]])),
+    refused(r"input_ids: expected a list of prompts, .* of ids; .* pass \[input_ids\]", input_ids=[1, 2, 3]),
+    refused("input_ids: expected token ids, got text", input_ids="text"),
+    refused("input_ids: expected token ids, got text;", input_ids=["text"]),
+    of_tokenizer(r"input_ids: expected input_ids and attention_mask in the dict, got \['ids'\]", ids=[[1]]),
+    of_tokenizer(r"in the dict, got \['attention_mask'\]", attention_mask=[[1]]),
+    of_tokenizer("expected input_ids and attention_mask in the dict", input_ids=[[1]], pixel_values=3),
+    of_tokenizer("expected token_type_ids of 0", input_ids=[[1, 2]], token_type_ids=[[0, 1]]),
+    of_tokenizer("expected token_type_ids of 0,", input_ids=[1, 2], token_type_ids=[0, 1]),
+    of_tokenizer("attention_mask: expected an entry for each", input_ids=[[1, 2]], attention_mask=1),
+    of_tokenizer("attention_mask: expected an entry for each token", input_ids=[[1, 2]], attention_mask=[[1]]),
+    refused(
+        "attention_mask: expected none beside a BatchEncoding",
+        input_ids={"input_ids": [[1]]},
+        attention_mask=torch.ones(1, 1),
+    ),
+    refused(r"attention_mask: expected zeros and ones \[B, L\]", attention_mask="x"),
+    refused("attention_mask: expected none with a list", attention_mask=torch.ones(1, 3)),
+    refused(
+        r"attention_mask: expected \[1, 3\], got \[1, 2\]",
+        input_ids=torch.ones(1, 3, dtype=torch.int64),
+        attention_mask=torch.ones(1, 2),
+    ),
+    # Sampling and options.
+    refused(r"params: expected top_p of 1 prompts, got \[3\]", params=SamplingParams(top_p=torch.ones(3))),
+    refused(r"params: expected top_p of 1 prompts, got \[1, 3\]", params=SamplingParams(top_p=torch.ones(1, 3))),
+    refused(
+        r"params: expected repetition_penalty of 1 prompts, got \[3\]",
+        params=SamplingParams(repetition_penalty=torch.ones(3)),
+    ),
+    refused(r"options: bias\[0\]: expected ids in 0..127", options=TokenOptions(bias={VOCAB: 1.0})),
+    refused("options: bad_words.*at least one token", options=TokenOptions(bad_words=[[]])),
+    refused("options: expected one value, or a list", TypeError, options={"bias": {1: 1.0}}),
+    refused("options: expected TokenOptions or None, got int", TypeError, options=[1]),
+    refused("options: expected a value for each of 1 prompts, got 2", options=[None, None]),
+    refused("min_new_tokens: expected 0..max_new_tokens, 4, got 5", min_new_tokens=5),
+    refused("min_new_tokens: expected a value for each of 1 prompts", min_new_tokens=[1, 1]),
+    refused(
+        "begin_suppress_tokens: expected none with min_new_tokens above 1",
+        min_new_tokens=3,
+        eos_token_id=1,
+        options=TokenOptions(begin_suppress_tokens=[2]),
+    ),
+    refused(r"logprobs: expected None or 0\.\.128, got 129", logprobs=VOCAB + 1),
+    refused('logprobs_mode: expected "raw" or "processed"', logprobs=1, logprobs_mode="cooked"),
+    processors("draft trees can follow .*, got NoRepeatNGramLogitsProcessor", NoRepeatNGramLogitsProcessor(2)),
+    processors("got function", lambda ids, scores: scores),
+    processors(
+        r"sequence_bias: expected single tokens, .* got 1.0 for \[1, 2", SequenceBiasLogitsProcessor({(1, 2): 1.0})
+    ),
+    processors(
+        "in transformers' order.*Bias", RepetitionPenaltyLogitsProcessor(1.1), SequenceBiasLogitsProcessor({(1,): 1.0})
+    ),
+    processors("in transformers' order", TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)),
+    processors("in transformers' order.*Suppress", TopKLogitsWarper(3), SuppressTokensLogitsProcessor([1])),
+    processors("as transformers makes them", *[RepetitionPenaltyLogitsProcessor(1.1)] * 2),
+    processors("as transformers makes them, got TopP", TopPLogitsWarper(0.5, min_tokens_to_keep=2)),
+    processors("expected params with top_k, got None", TopKLogitsWarper(3)),
+    processors("begin_index: expected the prompts' width", SuppressTokensAtBeginLogitsProcessor([1], 9)),
+    processors("prompt_ignore_length: expected at most", RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=2)),
+    refused(
+        "params: expected no filter_order, min_p, temperature, top_k, top_p beside",
+        params=SamplingParams(top_p=0.5),
+        logits_processor=[TopKLogitsWarper(3)],
+    ),
+    # Rules and drafters.
+    rule("expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'", "lucky"),
+    rule("expected params for every rule but \"greedy\" .* got 'rejection' with None", "rejection", params=None),
+    rule('expected params for every rule but "greedy"', "sampled", params=None),
+    rule("expected params .* none for .* got 'greedy'", "greedy"),
+    rule('"block" verifies chains, got a drafter whose trees branch', "block", "top-k tree"),
+    rule('"block" verifies chains', "block", "iid tree"),
+    rule('"block" verifies chains,', "block", "Medusa"),
+    rule("\"traversal\" weighs drafts that were drawn .* draft_law 'onehot'", "traversal", "top-k tree"),
+    rule('"traversal" weighs drafts that were drawn', "traversal"),
+    rule("drafts coupled to the noise .* alone, got 'rejection'", "rejection", "coupled tree"),
+    rule("drafts coupled to the noise .* alone, got 'greedy'", "auto", "coupled tree", None),
+    refused('"typical" takes no options', params=SamplingParams(presence_penalty=1.0), rule="typical"),
+    refused('drafter: law "iid" draws by the params of `generate`, got None', drafter="iid tree"),
+    refused("drafter: expected an object with propose", TypeError, drafter=3),
+    # Grammars, and what needs one sequence.
+    refused("grammars: expected 1 matchers, one per sequence or None, got 2", grammars=[Brackets(), Brackets()]),
+    refused("grammars: expected a matcher of its own for each sequence", grammars=[Brackets()] * 2, n=2),
+    refused("grammars: expected a list with a matcher or None .* got Brackets", TypeError, grammars=Brackets()),
+    refused("grammars: expected a GrammarMatcher or None as number 1, got int", TypeError, grammars=[None, 3], n=2),
+    refused("texts that are not complete, got a complete one as number 0", grammars=[complete()]),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), REFUSED)
+def test_bad_arguments(model, change, error, message):
     arguments = {"input_ids": [[1, 2, 3]], "max_new_tokens": 4, **change}
+    if isinstance(arguments.get("drafter"), str):
+        arguments["drafter"] = DRAFTERS[arguments["drafter"]](model, model)
+    with pytest.raises(error, match=message):
+        generate(model, **arguments)
+
+
+LAWS = [
+    ({"law": "lucky"}, "law: expected one of topk, iid, swor, coupled, got 'lucky'"),
+    ({"branching": [2]}, 'branching: expected None under law "topk"'),
+    ({"law": "iid", "branching": []}, r"branching: expected levels of at least 1 child each, got \[\]"),
+    ({"law": "iid", "branching": [2, 0]}, r"branching: expected levels of at least 1 child each, got \[2, 0\]"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), LAWS)
+def test_bad_draft_laws(model, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, arguments.pop("input_ids"), **arguments)
+        ModelDrafter(model, **options)
 
 
-WRONG_KINDS = [
-    object(), 1.5, "x", b"x", -1, 3, 2**70, float("nan"), True, None, [], [object()], (1, 2), {}, {1: 2}, range(3),
-    torch.ones(2), torch.ones(2, 2, dtype=torch.bool),
-]  # fmt: skip
+WRONG_KINDS = [object(), 1.5, "x", b"x", -1, 3, 2**70, float("nan"), True, None, [], [object()], (1, 2), {}, {1: 2}]
+WRONG_KINDS += [range(3), torch.ones(2), torch.ones(2, 2, dtype=torch.bool)]
 
 
 @pytest.mark.parametrize("name", [name for name in inspect.signature(generate).parameters if name != "model"])
@@ -106,21 +215,6 @@ def test_any_kind_of_argument_is_taken_or_refused_by_name(model, name):
             generate(model, **{"input_ids": [[1, 2]], "max_new_tokens": 2, name: value})
         except (TypeError, ValueError) as error:
             assert name in str(error), value
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"params": {}}, "params: expected SamplingParams or None, got dict"),
-        ({"callback": 3}, "callback: expected a function or None, got int"),
-        ({"shards": 3}, "shards: expected VocabShards or None, got int"),
-        ({"streamer": 3}, "streamer: expected a streamer of transformers or None, got int"),
-        ({"logits_processor": 3}, "logits_processor: expected a list of transformers' processors or None, got int"),
-    ],
-)
-def test_objects_of_another_type(model, change, message):
-    with pytest.raises(TypeError, match=message):
-        generate(model, [[1]], max_new_tokens=4, **change)
 
 
 def test_what_tokenizers_return(model):
@@ -167,20 +261,6 @@ def test_tensors_of_no_dimension(model):
         for t in (1.5, torch.tensor(1.5))
     ]
     assert drawn[0] == drawn[1] != [expected]
-
-
-def test_params_of_each_prompt_are_those_of_all_its_outcomes(model):
-    prompts, temperatures = [[5, 6, 7], [8, 9]], [0.01, 3.0]
-    params = SamplingParams(temperature=torch.tensor(temperatures))
-    sequences, _ = generate(model, prompts, max_new_tokens=8, params=params, n=2, seeds=[1, 2, 3, 4])
-    alone = []
-    for b, temperature in enumerate(temperatures):
-        own = SamplingParams(temperature=temperature)
-        alone += lists(
-            generate(model, prompts[b : b + 1], max_new_tokens=8, params=own, n=2, seeds=[2 * b + 1, 2 * b + 2])[0]
-        )
-    assert lists(sequences) == alone
-    assert alone[0] == alone[1] == greedy(model, torch.tensor(prompts[0]), 8) and alone[2] != alone[3]
 
 
 def test_the_generation_config_says_what_is_not_given():
@@ -310,59 +390,58 @@ def test_layers_that_are_refused(model, kind, change, message):
             generate(model, [[5, 6]], drafter=ModelDrafter(change(tiny(0))), max_new_tokens=2)
 
 
-def test_bad_drafters(model):
-    class Short:
-        def propose(self, tokens, lengths):
-            return torch.tensor([-1]), TreeBatch.from_trees([DraftTree.chain(0)]), None
+class Proposes:
+    """Chains for each sequence, but that `change` makes something else of them."""
 
-    class Rootless:
-        def propose(self, tokens, lengths):
-            cu_nodes = torch.tensor([0, 2, 2], dtype=torch.int32)
-            trees = build_trees(torch.tensor([-1, 0], dtype=torch.int32), cu_nodes, max_nodes=2, max_depth=1)
-            return torch.tensor([-1, 7]), trees, None
+    def __init__(self, change):
+        self.change = change
 
-    with pytest.raises(ValueError, match="drafter: expected trees of at least a root, got none for sequence 1"):
-        generate(model, [[1], [2]], drafter=Rootless(), max_new_tokens=4)
-    with pytest.raises(TypeError, match="drafter: expected an object with propose"):
-        generate(model, [[1]], drafter=3, max_new_tokens=4)
-    with pytest.raises(ValueError, match="drafter: expected 2 trees and one token per node, got 1 trees"):
-        generate(model, [[1], [2]], drafter=Short(), max_new_tokens=4)
+    def propose(self, tokens, lengths):
+        trees = TreeBatch.from_trees([DraftTree.chain(2)] * lengths.shape[0])
+        return self.change(torch.zeros(trees.parents.shape[0], dtype=torch.int64), trees)
 
-    class Chains:
-        """Its proposal, changed."""
 
-        def __init__(self, change):
-            self.change = change
+def offsets(*values):
+    return lambda tokens, trees: (tokens, replace(trees, cu_nodes=torch.tensor(values, dtype=torch.int32)), None)
 
-        def propose(self, tokens, lengths):
-            trees = TreeBatch.from_trees([DraftTree.chain(2)] * lengths.shape[0])
-            return self.change(torch.zeros(trees.parents.shape[0], dtype=torch.int64), trees)
 
-    def offsets(values):
-        return lambda tokens, trees: (tokens, replace(trees, cu_nodes=torch.tensor(values, dtype=torch.int32)), None)
+def rootless(tokens, trees):
+    cu_nodes = torch.tensor([0, 2, 2], dtype=torch.int32)
+    trees = build_trees(torch.tensor([-1, 0], dtype=torch.int32), cu_nodes, max_nodes=2, max_depth=1)
+    return torch.tensor([-1, 7]), trees, None
 
-    for change, error, message in (
-        (lambda tokens, trees: None, TypeError, "draft_tokens, a TreeBatch and draft_probs or None, got NoneType"),
-        (lambda tokens, trees: (trees, tokens), TypeError, r"as a Tensor and a TreeBatch, got \(TreeBatch, Tensor\)"),
-        (lambda tokens, trees: (tokens / 2, trees), ValueError, "integers as draft_tokens, got torch.float32"),
-        (lambda tokens, trees: (tokens, trees, 3), TypeError, "draft_probs as a Tensor or None, got int"),
-        (lambda tokens, trees: (tokens, trees, tokens), ValueError, r"draft_probs \[M, V\], got torch.int64 \[6\]"),
-        (lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB)), ValueError, "draft_probs of 6 nodes"),
-        (
-            lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB), tokens[:2]),
-            ValueError,
-            r"draft_rows as integers \[6\], got torch.int64 \[2\]",
-        ),
-        (lambda tokens, trees: (tokens.to("meta"), trees), ValueError, "draft_tokens on cpu, got meta"),
-        (offsets([0, -3, 6]), ValueError, r"cu_nodes that ascend from 0 to at most 6, got \[0, -3, 6\]"),
-        (offsets([-1, 3, 6]), ValueError, "cu_nodes that ascend"),
-        (offsets([0, 3, 7]), ValueError, "cu_nodes that ascend"),
-        (offsets([0, 3, -6]), ValueError, "cu_nodes that ascend"),
-    ):
-        with pytest.raises(error, match=f"drafter: expected .*{message}"):
-            generate(model, [[1], [2]], drafter=Chains(change), max_new_tokens=4)
-    # The model is as it was, also after a failure.
-    assert model.config._attn_implementation != "pagedtree"
+
+PROPOSALS = [
+    (lambda tokens, trees: None, TypeError, "draft_tokens, a TreeBatch and draft_probs or None, got NoneType"),
+    (lambda tokens, trees: (trees, tokens), TypeError, r"as a Tensor and a TreeBatch, got \(TreeBatch, Tensor\)"),
+    (lambda tokens, trees: (tokens / 2, trees), ValueError, "integers as draft_tokens, got torch.float32"),
+    (lambda tokens, trees: (tokens, trees, 3), TypeError, "draft_probs as a Tensor or None, got int"),
+    (lambda tokens, trees: (tokens, trees, tokens), ValueError, r"draft_probs \[M, V\], got torch.int64 \[6\]"),
+    (lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB)), ValueError, "draft_probs of 6 nodes"),
+    (
+        lambda tokens, trees: (tokens, trees, torch.ones(5, VOCAB), tokens[:2]),
+        ValueError,
+        r"draft_rows as integers \[6\], got torch.int64 \[2\]",
+    ),
+    (lambda tokens, trees: (tokens.to("meta"), trees), ValueError, "draft_tokens on cpu, got meta"),
+    (
+        lambda tokens, trees: (tokens[:1], TreeBatch.from_trees([DraftTree.chain(0)])),
+        ValueError,
+        "2 trees and one token per node, got 1 trees",
+    ),
+    (rootless, ValueError, "trees of at least a root, got none for sequence 1"),
+    (offsets(0, -3, 6), ValueError, r"cu_nodes that ascend from 0 to at most 6, got \[0, -3, 6\]"),
+    (offsets(-1, 3, 6), ValueError, "cu_nodes that ascend"),
+    (offsets(0, 3, 7), ValueError, "cu_nodes that ascend"),
+    (offsets(0, 3, -6), ValueError, "cu_nodes that ascend"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "message"), PROPOSALS)
+def test_bad_drafters(model, change, error, message):
+    with pytest.raises(error, match=f"drafter: expected .*{message}"):
+        generate(model, [[1], [2]], drafter=Proposes(change), max_new_tokens=4)
+    assert model.config._attn_implementation != "pagedtree"  # also after a failure
 
 
 def test_bad_models(model):

@@ -7,6 +7,7 @@ transformers' processors.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,19 +19,16 @@ from ranks import Ranks
 pytest.importorskip("transformers")
 
 from brackets_case import Brackets
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, prompts_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import (
     LogitNormalization,
     NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
     SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample
@@ -39,7 +37,6 @@ from pagedtree.integrations.transformers import (
     ModelDrafter,
     NgramDrafter,
     TokenOptions,
-    generate,
     tensor_parallel,
     tree_generate,
 )
@@ -92,11 +89,7 @@ def of_prompt(arguments, b):
     """The same for one prompt alone."""
     params = arguments["params"]
     if params is not None and isinstance(params.presence_penalty, torch.Tensor):
-        values = {name: getattr(params, name) for name in ("repetition_penalty", "frequency_penalty")}
-        params = SamplingParams(
-            temperature=params.temperature, top_k=params.top_k, presence_penalty=float(params.presence_penalty[b]),
-            **values,
-        )  # fmt: skip
+        params = replace(params, presence_penalty=float(params.presence_penalty[b]))
     return {**arguments, "params": params, "options": arguments["options"][b]}
 
 
@@ -113,26 +106,22 @@ def check_any_subset(model, draft_model, data):
     subset = data.draw(st.sets(st.sampled_from([*PENALTIES, *TOKENS, "minimum"])), "options")
     temperature = data.draw(st.sampled_from([0.0, 0.9]), "temperature")
     arguments = asked(sorted(subset), temperature, data.draw(st.sampled_from([0, 30]), "top_k"))
-    arguments |= {"max_new_tokens": data.draw(st.integers(9, 16), "max_new_tokens"), "n": data.draw(st.integers(1, 2))}
+    arguments |= {"count": data.draw(st.integers(9, 16), "max_new_tokens"), "n": data.draw(st.integers(1, 2), "n")}
     n, page_size = arguments["n"], data.draw(st.integers(1, 17), "page_size")
     plain = []
     for b, prompt in enumerate(PROMPTS):
         seeds = range(b * n, (b + 1) * n)
-        texts, _ = generate(model, [prompt], seeds=seeds, share_prefix=False, **of_prompt(arguments, b))
-        plain += lists(texts)
+        plain += generated(model, prompts=[prompt], seeds=seeds, share_prefix=False, **of_prompt(arguments, b))[0]
     names = ["n-gram", "draft model", "oracle", *(["coupled"] if arguments["params"] is not None else [])]
     drafter = drafter_of(data.draw(st.sampled_from(names), "drafter"), draft_model, plain)
     nodes = getattr(drafter, "max_nodes", Oracle.tree.num_nodes)
-    pages = -(-(max(LENGTHS) + arguments["max_new_tokens"] - 2 + nodes) // page_size) + data.draw(st.integers(0, 9))
+    pages = -(-(max(LENGTHS) + arguments["count"] - 2 + nodes) // page_size) + data.draw(st.integers(0, 9))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FixedStep, "captures", False)
         is_fixed = bool(getattr(drafter, "is_capturable", False)) and data.draw(st.booleans(), "fixed")
-        sequences, stats = generate(
-            model, PROMPTS, drafter=drafter, page_size=page_size, num_pages=pages, cuda_graph=is_fixed,
-            max_batch_tokens=data.draw(st.integers(1, 60), "max_batch_tokens"), **arguments,
-        )  # fmt: skip
-    assert lists(sequences) == plain
-    return stats
+        arguments |= {"page_size": page_size, "num_pages": pages, "cuda_graph": is_fixed}
+        most = data.draw(st.integers(1, 60), "max_batch_tokens")
+        assert generated(model, drafter, max_batch_tokens=most, **arguments)[0] == plain
 
 
 @given(data=st.data())
@@ -153,10 +142,9 @@ EVERYTHING = [*PENALTIES, "bias", "allowed", "bad words", "minimum"]
 
 def test_options_change_the_text(model):
     """Each option alone, or the test above would compare the same text again and again."""
-    without = lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **asked([], 0.0))[0])
+    without, _ = generated(model, **asked([], 0.0))
     for name in (*PENALTIES, "bias", "allowed", "bad words", "first", "minimum"):
-        texts = lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **asked([name], 0.0))[0])
-        assert texts != without, name
+        assert generated(model, **asked([name], 0.0))[0] != without, name
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -164,13 +152,10 @@ def test_plain_text_is_that_of_sample(model, temperature):
     """Plain decoding on the model's own attention, with all options; then the same text with drafts and evictions."""
     arguments = asked(EVERYTHING, temperature)
     expected = [plainly(model, prompt, b, of_prompt(arguments, b)) for b, prompt in enumerate(PROMPTS)]
-    arguments |= {"max_new_tokens": NEW_TOKENS}
-    assert lists(generate(model, PROMPTS, **arguments)[0]) == expected
-    sequences, stats = generate(
-        model, PROMPTS, drafter=Oracle(expected, 0.9), page_size=4, num_pages=16, max_batch_tokens=16, **arguments
-    )
-    assert lists(sequences) == expected
-    assert stats.evictions > 0 and stats.mean_accepted > 0.8
+    assert generated(model, **arguments)[0] == expected
+    few = {"page_size": 4, "num_pages": 16, "max_batch_tokens": 16}
+    texts, stats = generated(model, Oracle(expected, 0.9), **few, **arguments)
+    assert texts == expected and stats.evictions > 0 and stats.mean_accepted > 0.8
 
 
 def plainly(model, prompt, seed, arguments):
@@ -187,24 +172,23 @@ def plainly(model, prompt, seed, arguments):
 
 
 def options_of(prompt, outputs, each, least):
-    return RequestOptions.from_lists(
-        VOCAB, prompts=[prompt], outputs=[outputs], allowed=[each.allowed_tokens], bias=[each.bias],
-        bad_words=[each.bad_words], stop_ids=[EOS], min_positions=[len(prompt) + least],
-    )  # fmt: skip
+    lists = {"prompts": [prompt], "outputs": [outputs], "allowed": [each.allowed_tokens], "bias": [each.bias]}
+    least_of = {"stop_ids": [EOS], "min_positions": [len(prompt) + least]}
+    return RequestOptions.from_lists(VOCAB, **lists, bad_words=[each.bad_words], **least_of)
 
 
 def test_trees_that_pay(model):
     """tree="auto": steps without drafts and with small trees take turns."""
-    arguments = {**asked(EVERYTHING, 0.8), "max_new_tokens": 60}
-    plain = lists(generate(model, PROMPTS, **arguments)[0])
+    arguments = {**asked(EVERYTHING, 0.8), "count": 60}
+    plain, _ = generated(model, **arguments)
     drafter = ModelDrafter(model, num_nodes=12, depth=4, width=3)
-    assert lists(generate(model, PROMPTS, drafter=drafter, tree="auto", **arguments)[0]) == plain
+    assert generated(model, drafter, tree="auto", **arguments)[0] == plain
 
 
 def test_captured_steps(model, monkeypatch):
     """Their buffers follow the sequences: the first one ends early, the others move up; ordinary passes in between."""
     monkeypatch.setattr(FixedStep, "captures", False)
-    arguments = {**asked(EVERYTHING, 0.8), "eos_token_id": [], "max_new_tokens": NEW_TOKENS}
+    arguments = {**asked(EVERYTHING, 0.8), "eos_token_id": []}
     counts = [4, 99, 8, 99]
 
     def texts(**more):
@@ -214,8 +198,8 @@ def test_captured_steps(model, monkeypatch):
             left[b] -= len(tokens)
             return left[b] <= 0
 
-        sequences, stats = generate(model, PROMPTS, callback=callback, **arguments, **more)
-        return [text[: len(p) + count] for text, p, count in zip(lists(sequences), PROMPTS, counts, strict=True)], stats
+        found, stats = generated(model, callback=callback, **arguments, **more)
+        return [text[: len(p) + count] for text, p, count in zip(found, PROMPTS, counts, strict=True)], stats
 
     plain, _ = texts()
     for pages in (None, 16):
@@ -231,15 +215,14 @@ def test_other_rules_take_options(model, draft_model, law):
     """What is forbidden never comes, whatever the rule; at temperature 0 the text is the one there is."""
     chain = {"num_nodes": 4, "depth": 3, "width": 1}
     drafter = ModelDrafter(draft_model, law="iid", **(chain if law == "block" else {"branching": [3, 2]}))
-    arguments = {**asked(EVERYTHING, 0.0), "max_new_tokens": 12}
-    plain = lists(generate(model, PROMPTS, **arguments)[0])
-    assert lists(generate(model, PROMPTS, drafter=drafter, rule=law, **arguments)[0]) == plain
+    arguments = {**asked(EVERYTHING, 0.0), "count": 12}
+    assert generated(model, drafter, rule=law, **arguments)[0] == generated(model, **arguments)[0]
     arguments["params"] = SamplingParams(temperature=2.0, repetition_penalty=1.4, frequency_penalty=0.7)
     arguments["options"] = TokenOptions(bias={3: -math.inf}, allowed_tokens=range(40), bad_words=[[5], [6, 7]])
-    for text, prompt in zip(generate(model, PROMPTS, drafter=drafter, rule=law, **arguments)[0], PROMPTS, strict=True):
-        new = text[len(prompt) :].tolist()
+    for text, prompt in zip(generated(model, drafter, rule=law, **arguments)[0], PROMPTS, strict=True):
+        new = text[len(prompt) :]
         assert not {3, 5} & set(new) and max(new) < 40
-        assert (6, 7) not in zip(text.tolist()[len(prompt) - 1 :], new, strict=False)
+        assert (6, 7) not in zip(text[len(prompt) - 1 :], new, strict=False)
 
 
 # Greedy text against transformers' processors -------------------------------------------------------------------------
@@ -251,11 +234,9 @@ CONFIGS = [
     {"min_new_tokens": 7, "eos_token_id": EOS},
     {"min_length": 20, "eos_token_id": EOS},
     {"suppress_tokens": [63, 79, 3], "begin_suppress_tokens": [52, 22, 23]},
-    {
-        "repetition_penalty": 1.2, "bad_words_ids": [[77], [52, 15]], "sequence_bias": {(9,): 3.0, (5,): 2.0},
-        "min_new_tokens": 5, "suppress_tokens": [50], "eos_token_id": EOS,
-    },
-]  # fmt: skip
+    {"repetition_penalty": 1.2, "bad_words_ids": [[77], [52, 15]], "min_new_tokens": 5, "eos_token_id": EOS}
+    | {"sequence_bias": {(9,): 3.0, (5,): 2.0}, "suppress_tokens": [50]},
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: " ".join(config))
@@ -274,82 +255,18 @@ def test_greedy_text_is_that_of_transformers(model, config):
 
 def test_a_list_of_processors(model):
     """In `generate` itself, beside options and params of its own."""
-    processors = LogitsProcessorList(
-        [
-            SequenceBiasLogitsProcessor({(9,): 3.0}), RepetitionPenaltyLogitsProcessor(1.3),
-            NoBadWordsLogitsProcessor([[77], [3, 60]]), SuppressTokensLogitsProcessor([50]),
-            TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), LogitNormalization(),
-        ]
-    )  # fmt: skip
-    penalty = {"presence_penalty": 0.5}
-    given = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS, params=SamplingParams(**penalty), logits_processor=processors,
-        options=TokenOptions(bias={9: -1.0, 4: 1.0}, bad_words=[[8]]), drafter=NgramDrafter(8),
-    )  # fmt: skip
-    own = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS,
-        params=SamplingParams(temperature=0.7, top_k=20, repetition_penalty=1.3, **penalty),
-        options=TokenOptions(bias={9: 2.0, 4: 1.0}, bad_words=[[8], [77], [3, 60], [50]]),
-    )  # fmt: skip
-    assert lists(given[0]) == lists(own[0])
-    whole = [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=12)]
-    given, _ = generate(model, PROMPTS[1][None, :12], max_new_tokens=NEW_TOKENS, logits_processor=whole)
-    assert given.tolist() == model.generate(
-        PROMPTS[1][None, :12], max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=whole
-    ).tolist()  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("processors", "message"),
-    [
-        ([NoRepeatNGramLogitsProcessor(2)], "draft trees can follow .*, got NoRepeatNGramLogitsProcessor"),
-        ([lambda ids, scores: scores], "got function"),
-        ([SequenceBiasLogitsProcessor({(1, 2): 1.0})], r"sequence_bias: expected single tokens, .* got 1.0 for \[1, 2"),
-        ([RepetitionPenaltyLogitsProcessor(1.1), SequenceBiasLogitsProcessor({(1,): 1.0})], "in transformers' order"),
-        ([TopKLogitsWarper(3), TemperatureLogitsWarper(0.5)], "in transformers' order"),
-        ([TopKLogitsWarper(3), SuppressTokensLogitsProcessor([1])], "in transformers' order"),
-        ([RepetitionPenaltyLogitsProcessor(1.1)] * 2, "as transformers makes them"),
-        ([TopPLogitsWarper(0.5, min_tokens_to_keep=2)], "as transformers makes them"),
-        ([TopKLogitsWarper(3)], "expected params with top_k, got None"),
-        ([SuppressTokensAtBeginLogitsProcessor([1], 9)], "begin_index: expected the prompts' width"),
-        ([RepetitionPenaltyLogitsProcessor(1.1, prompt_ignore_length=3)], "prompt_ignore_length: expected at most"),
-    ],
-)
-def test_processors_without_counterpart_are_refused(model, processors, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, PROMPTS[:1], max_new_tokens=2, logits_processor=processors)
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"options": TokenOptions(bias={VOCAB: 1.0})}, ValueError, r"options: bias\[0\]: expected ids in 0..127"),
-        ({"options": TokenOptions(bad_words=[[]])}, ValueError, "options: bad_words.*at least one token"),
-        ({"options": {"bias": {1: 1.0}}}, TypeError, "options: expected one value, or a list"),
-        ({"options": [1]}, TypeError, "options: expected TokenOptions or None, got int"),
-        ({"options": [None, None]}, ValueError, "options: expected a value for each of 1 prompts, got 2"),
-        ({"min_new_tokens": 5}, ValueError, "min_new_tokens: expected 0..max_new_tokens, 4, got 5"),
-        ({"min_new_tokens": [1, 1]}, ValueError, "min_new_tokens: expected a value for each of 1 prompts"),
-        (
-            {"min_new_tokens": 3, "eos_token_id": 1, "options": TokenOptions(begin_suppress_tokens=[2])},
-            ValueError, "begin_suppress_tokens: expected none with min_new_tokens above 1",
-        ),
-        ({"params": SamplingParams(presence_penalty=1.0), "rule": "typical"}, ValueError, '"typical" takes no options'),
-        (
-            {"params": SamplingParams(repetition_penalty=torch.ones(3))}, ValueError,
-            r"params: expected repetition_penalty of 1 prompts, got \[3\]",
-        ),
-        (
-            {"params": SamplingParams(top_p=0.5), "logits_processor": [TopKLogitsWarper(3)]}, ValueError,
-            "params: expected no filter_order, min_p, temperature, top_k, top_p beside",
-        ),
-        ({"logprobs": VOCAB + 1}, ValueError, r"logprobs: expected None or 0\.\.128, got 129"),
-        ({"logprobs": 1, "logprobs_mode": "cooked"}, ValueError, 'logprobs_mode: expected "raw" or "processed"'),
-    ],
-)  # fmt: skip
-def test_what_is_refused(model, change, error, message):
-    with pytest.raises(error, match=message):
-        generate(model, PROMPTS[:1], **{"max_new_tokens": 4, **change})
+    changing = [SequenceBiasLogitsProcessor({(9,): 3.0}), RepetitionPenaltyLogitsProcessor(1.3)]
+    forbidding = [NoBadWordsLogitsProcessor([[77], [3, 60]]), SuppressTokensLogitsProcessor([50])]
+    warpers = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), LogitNormalization()]
+    processors = LogitsProcessorList([*changing, *forbidding, *warpers])
+    params, options = SamplingParams(presence_penalty=0.5), TokenOptions(bias={9: -1.0, 4: 1.0}, bad_words=[[8]])
+    given, _ = generated(model, NgramDrafter(8), params=params, logits_processor=processors, options=options)
+    params = replace(params, temperature=0.7, top_k=20, repetition_penalty=1.3)
+    options = TokenOptions(bias={9: 2.0, 4: 1.0}, bad_words=[[8], [77], [3, 60], [50]])
+    assert given == generated(model, params=params, options=options)[0]
+    batch, whole = PROMPTS[1][None, :12], [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=12)]
+    expected = model.generate(batch, max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=whole)
+    assert generated(model, prompts=batch, logits_processor=whole)[0] == expected.tolist()
 
 
 # Log-probabilities ----------------------------------------------------------------------------------------------------
@@ -385,15 +302,11 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
     """Of accepted drafts and bonus tokens alike; evictions and the cut at EOS leave no gap."""
     monkeypatch.setattr(FixedStep, "captures", False)
     arguments = asked(EVERYTHING, 0.8, top_k=40)
-    plain = lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **arguments)[0])
-    seen = [[] for _ in PROMPTS]
-    itself = ModelDrafter(model, num_nodes=12, depth=4, width=3)
-    sequences, stats = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS, drafter=itself if is_fixed else Oracle(plain, 0.9), page_size=4,
-        num_pages=17, cuda_graph=is_fixed, logprobs=3, logprobs_mode=mode,
-        callback=lambda b, new: seen[b].extend(new), **arguments,
-    )  # fmt: skip
-    assert lists(sequences) == plain and stats.evictions > 0 and stats.mean_accepted > 0.1
+    (plain, _), seen = generated(model, **arguments), [[] for _ in PROMPTS]
+    drafter = ModelDrafter(model, num_nodes=12, depth=4, width=3) if is_fixed else Oracle(plain, 0.9)
+    few = {"page_size": 4, "num_pages": 17, "cuda_graph": is_fixed, "callback": lambda b, new: seen[b].extend(new)}
+    texts, stats = generated(model, drafter, logprobs=3, logprobs_mode=mode, **few, **arguments)
+    assert texts == plain and stats.evictions > 0 and stats.mean_accepted > 0.1
     for b, (prompt, text) in enumerate(zip(PROMPTS, plain, strict=True)):
         found, at = stats.sequences[b].logprobs, len(prompt)
         new = text[at:]
@@ -406,10 +319,8 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
             if mode == "raw":
                 row = logits[i].double().log_softmax(0).numpy()
             else:
-                row = dense(
-                    logits[i], prompt.tolist(), new[:i], one["options"] or TokenOptions(), one["params"],
-                    one["min_new_tokens"],
-                )  # fmt: skip
+                each, least = one["options"] or TokenOptions(), one["min_new_tokens"]
+                row = dense(logits[i], prompt.tolist(), new[:i], each, one["params"], least)
             assert found.logprobs[i] == pytest.approx(row[token], abs=2e-4)
             assert found.ranks[i] == int((row >= row[token] - 1e-9).sum())
             top = np.argsort(-row, kind="stable")[:3]
@@ -419,13 +330,13 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
 
 def test_processed_logprobs_of_greedy_text(model):
     """Behind the options alone, also where another sequence of the batch is drawn."""
-    texts, plain = generate(model, PROMPTS[:2], max_new_tokens=6, logprobs=2)
+    texts, plain = generated(model, prompts=PROMPTS[:2], count=6, logprobs=2)
     both = SamplingParams(temperature=torch.tensor([0.0, 2.0]), top_k=5, presence_penalty=torch.tensor([0.0, 1.0]))
     for params in (None, SamplingParams(temperature=0.0), both):
         options = {"params": params, "logprobs": 2, "logprobs_mode": "processed"}
-        again, stats = generate(model, PROMPTS[:2], max_new_tokens=6, drafter=Oracle(lists(texts), 1.0), **options)
-        assert torch.equal(again[0], texts[0])
+        again, stats = generated(model, Oracle(texts, 1.0), PROMPTS[:2], 6, **options)
         one, other = plain.sequences[0].logprobs, stats.sequences[0].logprobs
+        assert again[0] == texts[0]
         np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert -math.log(5) <= max(stats.sequences[1].logprobs.logprobs) < 0.0
@@ -433,13 +344,13 @@ def test_processed_logprobs_of_greedy_text(model):
 
 def test_logprobs_of_greedy_text(model):
     """Without params: raw ones; 0 tells the token's own alone."""
-    texts, stats = generate(model, PROMPTS, max_new_tokens=6, drafter=NgramDrafter(8), logprobs=0)
+    texts, stats = generated(model, NgramDrafter(8), count=6, logprobs=0)
     for text, prompt, of in zip(texts, PROMPTS, stats.sequences, strict=True):
         with torch.no_grad():
-            rows = model(text[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            rows = model(torch.tensor([text])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         np.testing.assert_allclose(of.logprobs.logprobs, rows.max(-1).values, atol=1e-4)
         assert of.logprobs.ranks == [1] * 6 and of.logprobs.top_tokens == [[]] * 6
-    assert generate(model, PROMPTS[:1], max_new_tokens=2)[1].sequences[0].logprobs is None
+    assert generated(model, count=2)[1].sequences[0].logprobs is None
 
 
 # A vocabulary in parts ------------------------------------------------------------------------------------------------
@@ -449,25 +360,22 @@ def on_a_rank(group, texts, rule):
     """The text of a model of which each rank keeps its part."""
     model = tiny(0, pad_token_id=0)
     shards = tensor_parallel(model, group=group)
-    arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS, "shards": shards}
+    arguments = {**asked(EVERYTHING, 0.8, top_k=40), "shards": shards}
     grammars = [Brackets(), None, None, Brackets()]
-    bracketed, _ = generate(model, PROMPTS, drafter=NgramDrafter(8), grammars=grammars, rule=rule, **arguments)
+    bracketed, _ = generated(model, NgramDrafter(8), grammars=grammars, rule=rule, **arguments)
     with pytest.raises(ValueError, match="logprobs: expected None with shards"):
-        generate(model, PROMPTS, logprobs=1, **arguments)
-    sequences, stats = generate(
-        model, PROMPTS, drafter=Oracle(texts, 0.9), page_size=4, num_pages=16, rule=rule, **arguments
-    )
-    return lists(sequences), lists(bracketed), stats.evictions, stats.mean_accepted
+        generated(model, logprobs=1, **arguments)
+    found, stats = generated(model, Oracle(texts, 0.9), page_size=4, num_pages=16, rule=rule, **arguments)
+    return found, bracketed, stats.evictions, stats.mean_accepted
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no finite one")  # a bracket is closed, and the options forbid the stop token
 def test_two_ranks(model, tmp_path):
     """The text of one rank, with all options; under "rejection" the same one on each rank."""
-    arguments = {**asked(EVERYTHING, 0.8, top_k=40), "max_new_tokens": NEW_TOKENS}
-    texts = lists(generate(model, PROMPTS, **arguments)[0])
-    grammars = [Brackets(), None, None, Brackets()]
-    bracketed = lists(generate(model, PROMPTS, grammars=grammars, **arguments)[0])
+    arguments = asked(EVERYTHING, 0.8, top_k=40)
+    texts, _ = generated(model, **arguments)
+    bracketed, _ = generated(model, grammars=[Brackets(), None, None, Brackets()], **arguments)
     processes = Ranks(tmp_path, num_ranks=2)
     try:
         sampled, rejection = (processes.run(on_a_rank, 2, texts, rule) for rule in ("sampled", "rejection"))
