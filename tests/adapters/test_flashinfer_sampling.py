@@ -118,32 +118,3 @@ def test_no_drafts(on_device) -> None:
     target = torch.nn.functional.one_hot(torch.tensor([[3], [1]]), 5).float()
     tokens, accepted, emitted = chain_speculative_sampling(torch.zeros(2, 0, 5), torch.zeros(2, 0).int(), target)
     assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[3], [1]], [0, 0], [0, 0])
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (
-            {"draft_probs": torch.zeros(2, 2, 5)},
-            ValueError,
-            r"draft_probs: expected shape \[2, 3, 5\], got \[2, 2, 5\]",
-        ),
-        ({"target_probs": torch.zeros(2, 3, 5)}, ValueError, r"target_probs: expected shape \[2, 4, 5\]"),
-        ({"draft_token_ids": torch.zeros(6).int()}, ValueError, "draft_token_ids, draft_probs: expected 2 and 3"),
-        ({"maybe_output_accepted_token_num": torch.zeros(3)}, ValueError, r"accepted_token_num: expected shape \[2\]"),
-        (
-            {"maybe_output_emitted_draft_token_num": torch.zeros(3)},
-            ValueError,
-            r"emitted_draft_token_num: expected shape",
-        ),
-        ({"seed": torch.zeros(2).long()}, NotImplementedError, "seed: expected an int, got a tensor"),
-    ],
-)
-def test_refusals(change, error, message) -> None:
-    arguments = {
-        "draft_probs": torch.zeros(2, 3, 5),
-        "draft_token_ids": torch.zeros(2, 3, dtype=torch.int32),
-        "target_probs": torch.zeros(2, 4, 5),
-    }
-    with pytest.raises(error, match=message):
-        chain_speculative_sampling(**{**arguments, **change})

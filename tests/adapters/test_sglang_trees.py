@@ -239,33 +239,6 @@ def test_packed_mask_of_wider_elements() -> None:
     assert torch.equal(tree_mask_words(mask, seq_lens, 12, 2).flatten(), mask.int())
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"selected_index": torch.zeros(2, 2, dtype=torch.int64)}, r"selected_index: expected shape \[2, 3\]"),
-        ({"parent_list": torch.zeros(2, 4, dtype=torch.int64)}, r"parent_list: expected shape \[2, 5\]"),
-        ({"positions": torch.zeros(7, dtype=torch.int64)}, r"positions: expected shape \[8\], got \[7\]"),
-        ({"retrive_next_token": torch.zeros(2, 3, dtype=torch.int64)}, r"retrive_next_token: expected shape \[2, 4\]"),
-        ({"tree_mask": torch.zeros(9, dtype=torch.bool)}, "tree_mask: expected at least 32 elements of one byte"),
-        ({"tree_mask": torch.zeros(99, dtype=torch.int32)}, "tree_mask: expected at least 32 elements of one byte"),
-    ],
-)
-def test_refusals(change, message) -> None:
-    arguments = {
-        "parent_list": torch.zeros(2, 5, dtype=torch.int64),
-        "selected_index": torch.zeros(2, 3, dtype=torch.int64),
-        "verified_seq_len": torch.tensor([7, 11]),
-        "tree_mask": torch.zeros(32, dtype=torch.bool),
-        "positions": torch.zeros(8, dtype=torch.int64),
-        **{f"retrive_{x}": torch.zeros(2, 4, dtype=torch.int64) for x in ("index", "next_token", "next_sibling")},
-        **dict(topk=2, depth=3, draft_token_num=4, tree_mask_mode=1),
-    }
-    with pytest.raises(ValueError, match=message):
-        build_tree_kernel_efficient(**{**arguments, **change})
-    with pytest.raises(TypeError, match="got both"):
-        build_tree_kernel_efficient(**arguments, retrieve_index=arguments["retrive_index"])
-
-
 # move_kv_cache --------------------------------------------------------------------------------------------------------
 
 
@@ -295,11 +268,3 @@ def test_move_kv_cache_on_views(on_device) -> None:
     move_kv_cache([pool], [], torch.tensor([3, 10]), torch.tensor([-1, 2]))  # outside: skipped
     assert torch.equal(pool, before)
     move_kv_cache([], [], padding, padding)
-
-
-def test_move_kv_cache_refusals() -> None:
-    pool = torch.zeros(4, 1, 2)
-    with pytest.raises(ValueError, match=r"src_loc: expected int32 or int64 \[2\], got torch.int64 \[3\]"):
-        move_kv_cache([pool], [pool], torch.tensor([1, 2]), torch.tensor([1, 2, 3]))
-    with pytest.raises(ValueError, match="tgt_loc: expected int32 or int64"):
-        move_kv_cache([pool], [pool], torch.tensor([1.0]), torch.tensor([1]))

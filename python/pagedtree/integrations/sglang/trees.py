@@ -86,12 +86,6 @@ def build_tree_kernel_efficient(
 
     parents = _selected_parents(parent_list, selected_index, topk)
     nodes = torch.arange(n, device=parents.device, dtype=torch.int64)
-    children = parents[:, None, :] == nodes[:, None]
-    younger = (parents[:, :, None] == parents[:, None, :]) & (parents < n)[:, :, None] & (nodes > nodes[:, None])
-    for link, candidates in ((retrive_next_token, children), (retrive_next_sibling, younger)):
-        link.copy_(torch.where(candidates.any(-1), candidates.byte().argmax(-1), -1))
-    retrive_index.copy_(torch.arange(bs * n, device=parents.device, dtype=torch.int64).view(bs, n))
-
     up = torch.nn.functional.pad(parents, (0, 1), value=n)
     at, levels = nodes.expand(bs, n), torch.zeros_like(parents)
     seen = torch.zeros(bs, n, n + 1, dtype=torch.bool, device=parents.device)
@@ -101,6 +95,11 @@ def build_tree_kernel_efficient(
         at = up.gather(1, at)
     seen[:, :, 0] = True
     write_mask(tree_mask, seen[:, :, :n], verified_seq_len.long(), tree_mask_mode)
+    children = parents[:, None, :] == nodes[:, None]
+    younger = (parents[:, :, None] == parents[:, None, :]) & (parents < n)[:, :, None] & (nodes > nodes[:, None])
+    for link, candidates in ((retrive_next_token, children), (retrive_next_sibling, younger)):
+        link.copy_(torch.where(candidates.any(-1), candidates.byte().argmax(-1), -1))
+    retrive_index.copy_(torch.arange(bs * n, device=parents.device, dtype=torch.int64).view(bs, n))
     levels = torch.where((at > 0) & (at < n), depth, levels)  # parents may form a circle
     positions.copy_((verified_seq_len[:, None] + levels).flatten())
 
