@@ -7,7 +7,7 @@ from mutant import CASES, Mutant
 __all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "WGMMA", "WIDE"]
 
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
-LATENT = ("tests/ops/test_latent_attention.py", CASES)
+LATENT = ("tests/ops/test_tree_attention.py", CASES)
 SELF_TEST = ("tests/kernels/test_engine.py",)
 
 

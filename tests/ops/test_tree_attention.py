@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from pagedtree.check.cases.inputs import as_words
 RNG = np.random.default_rng(7)
 CHAIN, BINARY, RANDOM = DraftTree.chain(5), DraftTree.full([2, 2, 2]), random_tree(RNG, 40)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+LATENT: dict[str, Any] = {"head_dim": 576, "head_dim_v": 512, "heads": (3, 1), "latent": True}
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(128, marks=pytest.mark.slow), 256])
@@ -43,42 +45,46 @@ def test_few_rows_of_many_heads(target: Target, heads: tuple[int, int], head_dim
         check(case.build(window=window))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_bits_do_not_depend_on_pages(target: Target, head_dim: int) -> None:
+@pytest.mark.parametrize("kind", ["64", "128", "256", "latent 512", "latent 576"])
+def test_bits_do_not_depend_on_pages(target: Target, kind: str) -> None:
     """Whole boxes of a page are copied at once where the page size allows it, else row by row."""
-    length, kv_heads, dtype = 300, 1, target.dtypes[-1]
+    length, dtype, head_dim, latent = 300, target.dtypes[-1], int(kind.split()[-1]), "latent" in kind
     generator = torch.Generator("cpu").manual_seed(head_dim)
-    keys, values = (torch.randn(length, kv_heads, head_dim, generator=generator, device="cpu") for _ in range(2))
+    sides = torch.randn(1 if latent else 2, length, 1, head_dim, generator=generator, device="cpu").to(dtype)
     q = torch.randn(10, 4, head_dim, generator=generator, device="cpu").to(dtype)
-    results = []
+    positions, results = torch.arange(length, device="cpu"), []
     for page_size in (128, 24, 16, 7, 1):
         pages = -(-length // page_size)
         table = torch.randperm(pages + 2, generator=generator, device="cpu")[:pages]
-        caches = []
-        for rows in (keys, values):
-            cache = torch.zeros(pages + 2, page_size, kv_heads, head_dim, dtype=dtype, device="cpu")
-            positions = torch.arange(length, device="cpu")
-            cache[table[positions // page_size], positions % page_size] = rows.to(dtype)
-            caches.append(cache)
+        caches = torch.zeros(len(sides), pages + 2, page_size, 1, head_dim, dtype=dtype, device="cpu")
+        caches[:, table[positions // page_size], positions % page_size] = sides
         case = q, *caches, table.int()[None], torch.tensor([length]).int(), torch.tensor([0, 10]).int()
-        results.append(tree_attention(*to_device(case, target.device), return_lse=True))
+        q_there, k_there, *rest = to_device(case, target.device)
+        rest = [k_there[..., :512], *rest] if latent else rest
+        results.append(tree_attention(q_there, k_there, *rest, return_lse=True))
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize("page_size", [1, 7])
-def test_every_phase_of_the_length(target: Target, page_size: int) -> None:
-    lengths = list(range(page_size, 132, 5)) if page_size > 1 else list(range(55, 67))
-    trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in lengths]
-    check(target.case(lengths, trees, page_size=page_size, heads=(2, 1), poison=float("nan")).build())
+@pytest.mark.parametrize(("page_size", "options"), [(1, {}), (7, {}), (7, LATENT)], ids=["1", "7", "latent"])
+def test_every_phase_of_the_length(target: Target, page_size: int, options: dict[str, Any]) -> None:
+    lengths = {"1": range(55, 67), "7": range(7, 132, 5), "7 latent": [*range(28, 36), *range(58, 68)]}
+    chosen = [*lengths[f"{page_size}{' latent' if options else ''}"]]
+    trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in chosen]
+    options = {"poison": float("nan"), **options, "heads": (2, 1)}
+    check(target.case(chosen, trees, page_size=page_size, **options).build())
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow), 256])
-def test_keys_that_no_row_sees_may_hold_anything(target: Target, head_dim: int) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"head_dim": 64}, pytest.param({"head_dim": 128}, marks=pytest.mark.slow), {"head_dim": 256}, LATENT],
+    ids=["64", "128", "256", "latent"],
+)
+def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[str, Any]) -> None:
     """Behind a window, and nodes of a tree that are no ancestors of its newest: NaN in the middle of the sequence."""
     kinds = [(RANDOM, 6), "causal", BINARY]
     for dtype in target.dtypes:
-        case = target.case([300, 200, 100], kinds, head_dim=head_dim, dtype=dtype).build(window=40)
+        case = target.case([300, 200, 100], kinds, dtype=dtype, **options).build(window=40)
         expected = tree_attention(**case, return_lse=True)
         offsets, lengths = case["cu_seqlens_q"].tolist(), case["seq_lens"].tolist()
         for b, length in enumerate(lengths):
@@ -91,6 +97,28 @@ def test_keys_that_no_row_sees_may_hold_anything(target: Target, head_dim: int) 
                 cache[slots] = torch.nan
         found = tree_attention(**case, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", [512, 576])
+def test_latent_fp8(target: Target, head_dim: int) -> None:
+    """V's scale is K's unless it is given."""
+    options = {**LATENT, "head_dim": head_dim, "cache_dtype": torch.float8_e4m3fn, "poison": float("nan")}
+    dtype = target.dtypes[-1 if head_dim == 576 else -2]
+    case = target.case([100, 61], [RANDOM, "causal"], dtype=dtype, **options).build()
+    k_scale, v_scale = torch.tensor([0.5, 2.0])
+    check({**case, "k_scale": k_scale})
+    check({**case, "k_scale": k_scale, "v_scale": v_scale})
+    out = tree_attention(**case, k_scale=k_scale)
+    assert torch.equal(out, tree_attention(**case, k_scale=k_scale, v_scale=k_scale))
+
+
+@once_per_backend
+def test_views_that_are_not_latent(target: Target) -> None:
+    """V may be other columns of K's memory, or another KV head's: it is read for itself, and may have a softcap."""
+    case = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 1)).build()
+    check({**case, "v_cache": case["k_cache"][..., 64:], "softcap": 20.0})
+    two = target.case([70, 20], [RANDOM, "causal"], head_dim=192, head_dim_v=128, heads=(4, 2)).build()
+    check({**two, "v_cache": two["k_cache"][..., :128], "softcap": 20.0})
 
 
 def test_fp8_codes_are_exact(target: Target) -> None:
@@ -152,31 +180,6 @@ def test_fingerprint(target: Target) -> None:
         torch.testing.assert_close(shares, mask.double(), atol=0, rtol=0.004)
 
 
-def test_branches_equal_causal(target: Target) -> None:
-    """Each root-to-leaf path gives what causal attention over that path gives."""
-    tree = RANDOM
-    case = target.case([77], [tree], page_size=1).build()
-    out = tree_attention(**case)
-    for leaf in np.flatnonzero(tree.first_child < 0):
-        path = np.flatnonzero(tree.mask[leaf])
-        keys = torch.cat([case["page_table"][:, :77], case["page_table"][:, 77 + path]], 1)
-        causal = dict(case, page_table=keys, q=case["q"][path], tree_mask=None, tree_lens=None)
-        causal["seq_lens"] = torch.tensor([77 + len(path)], dtype=torch.int32)
-        causal["cu_seqlens_q"] = torch.tensor([0, len(path)], dtype=torch.int32)
-        torch.testing.assert_close(tree_attention(**causal), out[path], **target.tolerance)
-
-
-def test_permuted_siblings_permute_outputs(target: Target) -> None:
-    tree = DraftTree([-1, 0, 0, 1, 1, 2, 2])
-    order = [0, 2, 1, 5, 6, 3, 4]  # new index -> old
-    other = DraftTree([-1, 0, 0, 1, 1, 2, 2])
-    case = target.case([50], [tree], page_size=1).build()
-    moved = dict(case, q=case["q"][order], page_table=case["page_table"].clone())
-    moved["page_table"][0, 50:57] = case["page_table"][0, 50:57][order]
-    moved["tree_mask"] = as_words(other.mask, case["tree_mask"].shape[1]).to(target.device)
-    torch.testing.assert_close(tree_attention(**moved), tree_attention(**case)[order], **target.tolerance)
-
-
 def test_a_mask_without_words(target: Target) -> None:
     """Missing words are 0: nobody sees a node. A mask of no words has no memory, and still is one."""
     case = target.case([20, 3, 9], [BINARY, CHAIN, "causal"]).build()
@@ -199,19 +202,6 @@ def test_strided_q_and_mask(target: Target) -> None:
     table[:, : case["page_table"].shape[1]] = case["page_table"]
     strided = {"q": q, "tree_mask": mask[:, :2], "page_table": table[:, :40]}
     assert torch.equal(tree_attention(**dict(case, **strided)), expected)
-
-
-@once_per_backend
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_attention_on_a_ranks_heads_is_the_slice_of_the_whole(target: Target, num_ranks: int) -> None:
-    heads, kv_heads = 8, 4
-    case = target.case([32, 16], [BINARY, CHAIN], heads=(heads, kv_heads), dtype=torch.bfloat16).build()
-    out, lse = tree_attention(**case, return_lse=True)
-    for rank in range(num_ranks):
-        own, own_kv = (slice(rank * n // num_ranks, (rank + 1) * n // num_ranks) for n in (heads, kv_heads))
-        part = {"q": case["q"][:, own], **{name: case[name][:, :, own_kv] for name in ("k_cache", "v_cache")}}
-        got, got_lse = tree_attention(**{**case, **part}, return_lse=True)
-        assert torch.equal(got, out[:, own]) and torch.equal(got_lse, lse[:, own])
 
 
 @pytest.mark.parametrize("head_dim", [*(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128)), 256])
@@ -250,13 +240,6 @@ def test_device_does_not_matter(target: Target, device: str, monkeypatch: pytest
             again = tree_attention(**case, max_seqlen_q=hint, return_lse=True)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
             check(dict(case, max_seqlen_q=hint))
-
-
-def test_prefill_longer_than_the_keys(target: Target) -> None:
-    """More queries than keys: the first see nothing."""
-    case = target.case([0], ["causal"], causal_queries=150).build()
-    case["seq_lens"] = torch.tensor([100], dtype=torch.int32)
-    check(dict(case, tree_mask=None, tree_lens=None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

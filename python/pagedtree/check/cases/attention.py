@@ -217,6 +217,8 @@ def _shapes() -> Iterator[Case]:
     yield _attention("empty prefixes", Batch([random_tree(5, 33), 5, DraftTree.chain(0)], [0, 0, 0]))
     yield _attention("no sequence", Batch([], []))
     yield _attention("no sequence, padding rows", Batch([], [], padding=4))
+    yield _attention("more queries than keys", Batch([150], [0]),
+                     change=lambda given: given.update(seq_lens=int32([100])))  # fmt: skip
     yield _attention("no query", Batch([0, 0], [20, 0]))
     yield _attention("padding rows", Batch([3], [5], padding=130))
     yield _attention("300 sequences", Batch([1] * 300, [i % 40 for i in range(300)], heads=(2, 1)))
@@ -287,6 +289,8 @@ def _options() -> Iterator[Case]:
     for dtype in ("bf16", "fp16"):
         yield _attention(f"into a given tensor/{dtype}", replace(mixed, dtype=dtype), into=True)
         yield _attention(f"without lse/{dtype}", replace(mixed, dtype=dtype), lse=False)
+    latent = replace(mixed, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
+    yield _attention("into a given tensor/latent", latent, into=True)
 
 
 def wgmma_cases() -> Iterator[Case]:
@@ -344,7 +348,7 @@ def _attention(
         if plan is not None:
             given["plan"] = plan(given)
         if into:
-            space = torch.full((q.shape[0], q.shape[1] + 1, q.shape[2] + 8), 7.0, dtype=q.dtype, device=q.device)
+            space = q.new_full((q.shape[0], q.shape[1] + 1, given["v_cache"].shape[3] + 8), 7.0)
             out, of_rows = tree_attention(**given, out=space[:, 1:, :-8], return_lse=True)
             return {"out": out, "lse": of_rows, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
         found = tree_attention(**given, return_lse=lse)
