@@ -40,10 +40,8 @@ from suite import Op, Point, Settings, points, run_all
 from pagedtree import _C
 from pagedtree.testing import use_backend
 
-OPS: list[Op] = [
-    attention_peers.OP, latent_peers.OP, *recurrent_peers.OPS, *cache_peers.OPS, *draft_peers.OPS, *verify_peers.OPS,
-    *ratio_peers.OPS,
-]  # fmt: skip
+FAMILIES = (attention_peers, latent_peers, recurrent_peers, cache_peers, draft_peers, verify_peers, ratio_peers)
+OPS: list[Op] = [op for family in FAMILIES for op in family.OPS]
 
 
 def chosen_points(args: argparse.Namespace) -> list[Point]:
@@ -139,8 +137,7 @@ def main() -> int:
             print(f"{point.op.name:16} {point.name}")
         for op in OPS:
             print(
-                f"{op.name}: "
-                + "; ".join(f"{p.name}{f' (absent: {r})' if (r := p.absent()) else ''}" for p in op.peers)
+                f"{op.name}: " + "; ".join(f"{p.name}{f' (absent: {r})' if (r := p.when()) else ''}" for p in op.peers)
             )
         return 0
 
@@ -149,10 +146,8 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     if args.call_only:
         return call_all(chosen, args)
-    is_full = not (
-        args.quick or args.headline or args.shapes or args.axes is not None or args.peers is not None
-        or args.ops != names or args.backend != args.device
-    )  # fmt: skip
+    is_part = args.quick or args.headline or args.shapes or args.axes is not None or args.peers is not None
+    is_full = not is_part and args.ops == names and args.backend == args.device
     variant = _C.active_isa() if args.device == "cpu" else "cuda"
     target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
     # Nobody takes the figures of headline rows in small sizes for measured ones.
@@ -172,12 +167,12 @@ def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
     with use_backend(args.backend):
         for point in chosen:
             problem = point.op.problem(point.shape, device)
-            ours = point.op.peers[0](problem)
+            ours = point.op.peers[0].make(problem)
             ours.run(0)
             if device.type == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.profiler.start()
-            if hasattr(ours, "plan"):
+            if ours.plan is not None:
                 ours.plan()
             ours.run(0)
             if device.type == "cuda":

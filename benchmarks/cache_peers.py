@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from named_trees import tree_named
-from suite import Mismatch, Op, Ours, Shape, TorchOps
+from named_trees import longest_path, tree_named
+from suite import Mismatch, Op, Problem, Shape, Way
 from torch import Tensor
 
 import pagedtree
@@ -19,23 +17,20 @@ def random(generator: torch.Generator, dtype: str, *sizes: int) -> Tensor:
     return torch.randn(sizes, generator=generator, device=generator.device, dtype=getattr(torch, dtype))
 
 
-@dataclass
-class Append:
+class Append(Problem):
     """`tokens` rows of K and V into random pages."""
 
-    shape: Shape
-    device: torch.device
+    copies = COPIES
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+    def make(self) -> None:
+        generator = self.generator()
         rows, page_size, heads, head_dim = (self.shape[key] for key in ("tokens", "page_size", "kv_heads", "head_dim"))
         dtype = self.shape["dtype"]
-        self.copies = COPIES
         self.k, self.v = (random(generator, dtype, COPIES, rows, heads, head_dim) for _ in range(2))
         pages = -(-2 * rows // page_size)
         self.caches = random(generator, dtype, 2, pages, page_size, heads, head_dim)
         self.slots = torch.randperm(pages * page_size, generator=generator, device=self.device)[:rows]
-        self.bytes, self.flops = 4 * self.k[0].numel() * self.k.element_size(), 0
+        self.bytes = 4 * self.k[0].numel() * self.k.element_size()
 
     def op(self, copy: int) -> Tensor:
         pagedtree.append_kv(self.k[copy], self.v[copy], *self.caches, self.slots)
@@ -47,19 +42,16 @@ class Append:
         return self.caches
 
 
-@dataclass
-class Rope:
+class Rope(Problem):
     """`tokens` rows of Q, K and V as a projection gives them; Q and K are rotated, K and V go to random pages."""
 
-    shape: Shape
-    device: torch.device
+    copies = COPIES
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+    def make(self) -> None:
+        generator = self.generator()
         sizes = ("tokens", "page_size", "q_heads", "kv_heads", "head_dim")
         rows, page_size, heads, kv_heads, head_dim = (self.shape[key] for key in sizes)
         dtype, cache_dtype = self.shape["dtype"], getattr(torch, self.shape["cache_dtype"])
-        self.copies = COPIES
         self.rows = random(generator, dtype, COPIES, rows, heads + 2 * kv_heads, head_dim)
         self.split = [heads, kv_heads, kv_heads]
         pages = -(-2 * rows // page_size)
@@ -93,22 +85,15 @@ class Rope:
         return rotated(q)
 
 
-@dataclass
-class Compact:
+class Compact(Problem):
     """The first nodes of a tree's deepest path move to the front, in the K and V of all layers."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+    def make(self) -> None:
+        generator = self.generator()
         batch, page_size = self.shape["batch"], self.shape["page_size"]
         tree = tree_named(self.shape["tree"])
-        path = [int(tree.depths.argmax())]
-        while path[0]:
-            path.insert(0, int(tree.parents[path[0]]))
-        path = path[: MOST_ACCEPTED + 1]
-        self.copies, self.accepted = 1, len(path) - 1
+        path = longest_path(tree)[: MOST_ACCEPTED + 1]
+        self.accepted = len(path) - 1
         pages = -(-(page_size + tree.num_nodes) // page_size)
         table = torch.randperm(batch * pages, generator=generator, device=self.device).view(batch, pages)
         self.table = table.int()
@@ -120,7 +105,7 @@ class Compact:
             for _ in range(2 * self.shape["layers"])
         ]
         row_bytes = self.row[0] * self.row[1] * self.caches[0].element_size()
-        self.bytes, self.flops = 2 * len(self.caches) * batch * self.accepted * row_bytes, 0
+        self.bytes = 2 * len(self.caches) * batch * self.accepted * row_bytes
 
     @property
     def row(self) -> tuple[int, int]:
@@ -145,17 +130,14 @@ class Compact:
         return self.caches
 
 
-@dataclass
-class Merge:
+class Merge(Problem):
     """Two parts of attention over `tokens` queries."""
 
-    shape: Shape
-    device: torch.device
+    copies = COPIES
 
-    def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+    def make(self) -> None:
+        generator = self.generator()
         sizes = (self.shape["tokens"], self.shape["q_heads"])
-        self.copies = COPIES
         self.out = random(generator, self.shape["dtype"], COPIES, 2, *sizes, self.shape["head_dim"])
         self.lse = random(generator, "float32", COPIES, 2, *sizes)
         self.bytes = 3 * self.out[0, 0].numel() * self.out.element_size() + 3 * self.lse[0, 0].numel() * 4
@@ -172,14 +154,14 @@ class Merge:
         return (weight_a * out_a.float() + weight_b * out_b.float()).to(out_a.dtype), lse
 
 
-def check_merge(problem: Merge, ours: Ours, theirs: TorchOps) -> None:
-    for expected, found in zip(ours.run(0), theirs.run(0), strict=True):
-        error = (expected.float() - found.float()).abs().max().item()
+def check_merge(problem: Merge, expected: Way, theirs: Way) -> None:
+    for mine, found in zip(expected.run(0), theirs.run(0), strict=True):
+        error = (mine.float() - found.float()).abs().max().item()
         if not error <= 0.03:
             raise Mismatch(f"the result differs by {error}")
 
 
-def check_caches(problem: Append | Rope | Compact, ours: Ours, theirs: TorchOps) -> None:
+def check_caches(problem: Append | Rope | Compact, ours: Way, theirs: Way) -> None:
     """Both write the same, starting from the same."""
 
     def clones() -> list[Tensor]:
@@ -201,10 +183,11 @@ def row_bytes(shape: Shape) -> int:
     return shape["head_dim"] * getattr(torch, shape["dtype"]).itemsize
 
 
+ROW = {"kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16"}
 OPS = [
     Op(
         name="append_kv",
-        base={"tokens": 512, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16"},
+        base={"tokens": 512, **ROW},
         axes={
             "tokens": [1, 32, 4096, 32768],
             "page_size": [1, 64, 256],
@@ -213,16 +196,12 @@ OPS = [
         },
         quick={"tokens": 256},
         problem=Append,
-        peers=[Ours, TorchOps],
         memory=lambda shape: 16 * shape["tokens"] * shape["kv_heads"] * row_bytes(shape),
         check=check_caches,
     ),
     Op(
         name="rope_append",
-        base={
-            "tokens": 64, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16, "dtype": "bfloat16",
-            "cache_dtype": "bfloat16",
-        },
+        base={"tokens": 64, "q_heads": 32, **ROW, "cache_dtype": "bfloat16"},
         axes={
             "tokens": [1, 8, 512, 4096],
             "head_dim": [64, 256],
@@ -231,16 +210,12 @@ OPS = [
         },
         quick={"tokens": 16},
         problem=Rope,
-        peers=[Ours, TorchOps],
         memory=lambda shape: 16 * shape["tokens"] * (shape["q_heads"] + shape["kv_heads"]) * row_bytes(shape),
         check=check_caches,
     ),
     Op(
         name="compact_kv",
-        base={
-            "batch": 8, "tree": "Medusa 64", "layers": 32, "kv_heads": 8, "head_dim": 128, "page_size": 16,
-            "dtype": "bfloat16",
-        },
+        base={"batch": 8, "tree": "Medusa 64", "layers": 32, **ROW},
         axes={
             "batch": [1, 2, 4, 16, 32, 64],
             "tree": ["chain 8", "EAGLE-2 60", "Sequoia 128", "binary 255"],
@@ -248,7 +223,6 @@ OPS = [
         },
         quick={"batch": 2, "layers": 8},
         problem=Compact,
-        peers=[Ours, TorchOps],
         memory=lambda shape: (
             6 * shape["layers"] * shape["batch"] * (2 * shape["page_size"] + 256) * shape["kv_heads"] * row_bytes(shape)
         ),
@@ -260,8 +234,7 @@ OPS = [
         axes={"tokens": [1, 32, 2048, 8192], "q_heads": [8, 64], "head_dim": [64, 256], "dtype": ["float16"]},
         quick={"tokens": 64},
         problem=Merge,
-        peers=[Ours, TorchOps],
         memory=lambda shape: 16 * shape["tokens"] * shape["q_heads"] * row_bytes(shape),
         check=check_merge,
     ),
-]  # fmt: skip
+]

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import importlib.util
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, TorchOps, always
+from suite import Mismatch, Op, Problem, Way, ours, package, peer, torch_ops
 from torch import Tensor
 
 import pagedtree
@@ -17,21 +14,16 @@ import pagedtree
 PADDED = 1 << 20  # no problem here has fewer bytes
 
 
-@dataclass
-class Build:
+class Build(Problem):
     """Links and masks of a batch of equal trees."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         self.tree = tree_named(self.shape["tree"])
         n, batch = self.tree.num_nodes, self.shape["batch"]
         self.parents = torch.from_numpy(self.tree.parents).repeat(batch).to(self.device)
         self.cu_nodes = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * n
-        self.copies = 1
         # Parents are read; depths, two links and the mask's words are written.
-        self.bytes, self.flops = batch * n * 4 * (4 + -(-n // 32)), 0
+        self.bytes = batch * n * 4 * (4 + -(-n // 32))
 
     def op(self, copy: int) -> tuple[Tensor, Tensor]:
         built = pagedtree.build_trees(
@@ -56,15 +48,11 @@ class Build:
         return (ancestors.sum(-1) - 1).int().flatten(), packed.flatten(0, 1)
 
 
-@dataclass
-class Expand:
+class Expand(Problem):
     """A level of EAGLE-2's expansion: `width` children of each of `width` nodes, the best `width` of them next."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator(self.device).manual_seed(0)
+    def make(self) -> None:
+        generator = self.generator()
         batch, width, vocab = (self.shape[key] for key in ("batch", "width", "vocab"))
         self.copies = 4
         logits = torch.randn(self.copies, batch * width, vocab, generator=generator, device=self.device)
@@ -77,7 +65,7 @@ class Expand:
         state = pagedtree.start_draft(torch.arange(batch, device=self.device), max_kv_nodes=1 + 2 * width)
         first = torch.randn(batch, vocab, generator=generator, device=self.device)
         self.state = pagedtree.expand_tree(state, first, num_children=width, num_frontier=width)
-        self.bytes, self.flops = self.logits[0].numel() * self.logits.element_size(), 0
+        self.bytes = self.logits[0].numel() * self.logits.element_size()
 
     def op(self, copy: int) -> tuple[Tensor, Tensor]:
         width = self.shape["width"]
@@ -93,14 +81,10 @@ class Expand:
         return best.indices.view(batch, -1), frontier
 
 
-@dataclass
-class Lookup:
+class Lookup(Problem):
     """Texts whose last tokens occur once before."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         batch, length, draft = (self.shape[key] for key in ("batch", "length", "draft_tokens"))
         generator = torch.Generator().manual_seed(0)
         text = torch.stack([torch.randperm(1 << 20, generator=generator)[:length] for _ in range(batch)])
@@ -108,15 +92,12 @@ class Lookup:
         text[:, -self.ngram :] = text[:, length // 2 : length // 2 + self.ngram]
         self.text = text.to(self.device)
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device=self.device)
-        self.copies = 1
-        self.bytes, self.flops = 8 * self.text.numel(), 0
+        self.bytes = 8 * self.text.numel()
         self.max_nodes = draft + 1
 
     def op(self, copy: int) -> Tensor:
-        drafts = pagedtree.ngram_propose(
-            self.text, self.lengths, max_nodes=self.max_nodes, max_depth=self.max_nodes - 1, max_branches=1,
-            max_ngram=self.ngram,
-        )  # fmt: skip
+        bounds = {"max_nodes": self.max_nodes, "max_depth": self.max_nodes - 1, "max_branches": 1}
+        drafts = pagedtree.ngram_propose(self.text, self.lengths, max_ngram=self.ngram, **bounds)
         return drafts.draft_tokens.view(self.shape["batch"], -1)[:, 1:]
 
     def torch_ops(self, copy: int) -> Tensor:
@@ -128,49 +109,35 @@ class Lookup:
         return self.text.gather(1, begin[:, None] + torch.arange(self.max_nodes - 1, device=self.device))
 
 
-class PromptLookup:
+@peer("transformers", when=package("transformers"), synchronises=True)
+def prompt_lookup(p: Lookup) -> Way:
     """transformers' prompt lookup decoding: one sequence at a time."""
+    from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-    name = "transformers"
-    synchronises = True
+    generator = PromptLookupCandidateGenerator(
+        num_output_tokens=p.max_nodes - 1, max_matching_ngram_size=p.ngram, max_length=1 << 30
+    )
 
-    @staticmethod
-    def absent() -> str | None:
-        return None if importlib.util.find_spec("transformers") else "transformers is not installed"
+    def run(copy: int) -> Tensor:
+        text = p.text
+        return torch.stack([generator.get_candidates(row[None])[0][0, text.shape[1] :] for row in text])
 
-    def __init__(self, problem: Lookup) -> None:
-        from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
-
-        self.problem = problem
-        self.generator = PromptLookupCandidateGenerator(
-            num_output_tokens=problem.max_nodes - 1, max_matching_ngram_size=problem.ngram, max_length=1 << 30
-        )
-
-    def run(self, copy: int) -> Tensor:
-        text = self.problem.text
-        found = [self.generator.get_candidates(text[b : b + 1])[0][0, text.shape[1] :] for b in range(len(text))]
-        return torch.stack(found)
+    return Way(run)
 
 
-@dataclass
-class BestFirst:
+class BestFirst(Problem):
     """Levels of a block drafter: the log-probabilities of its best tokens, best first."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         batch, levels, width = (self.shape[key] for key in ("batch", "levels", "candidates"))
         generator = torch.Generator().manual_seed(0)
         logits = torch.randn(batch, levels, 32000, generator=generator) * 3
         best = logits.log_softmax(-1).topk(width)
         self.log_probs, self.tokens = best.values.to(self.device), best.indices.to(self.device)
         self.roots = torch.arange(batch, device=self.device)
-        self.copies = 1
         nodes = batch * self.shape["nodes"]
         # Candidates are read; token, sum, parent, depth, two links and the mask's words of each node are written.
         self.bytes = 12 * self.tokens.numel() + nodes * 4 * (7 + -(-self.shape["nodes"] // 32))
-        self.flops = 0
 
     def op(self, copy: int) -> tuple[Tensor, Tensor, Tensor]:
         tokens, trees, joints = pagedtree.best_first_tree(
@@ -179,67 +146,49 @@ class BestFirst:
         return joints, tokens, trees.parents
 
 
-class PythonHeap:
+@peer("Python heap", synchronises=True)
+def python_heap(p: BestFirst) -> Way:
     """A heap on the host, as DDTree builds its trees; without links and masks."""
+    dtypes = (torch.float32, torch.int64, torch.int32)
 
-    name = "Python heap"
-    absent = staticmethod(always)
-    synchronises = True
+    def run(copy: int) -> tuple[Tensor, ...]:
+        sequences = zip(*(tensor.tolist() for tensor in (p.log_probs, p.tokens, p.roots)), strict=True)
+        nodes = [node for sequence in sequences for node in best_nodes(*sequence, p.shape["nodes"])]
+        columns = zip(zip(*nodes, strict=True), dtypes, strict=True)
+        return tuple(torch.tensor(values, dtype=dtype, device=p.device) for values, dtype in columns)
 
-    def __init__(self, problem: BestFirst) -> None:
-        self.problem = problem
-
-    def run(self, copy: int) -> tuple[Tensor, Tensor, Tensor]:
-        p = self.problem
-        log_probs, tokens, roots = (t.tolist() for t in (p.log_probs, p.tokens, p.roots))
-        found: tuple[list[float], list[int], list[int]] = [], [], []
-        for levels, ids, root in zip(log_probs, tokens, roots, strict=True):
-            self.grow(levels, ids, root, *found)
-        dtypes = (torch.float32, torch.int64, torch.int32)
-        joints, drafts, parents = (
-            torch.tensor(values, dtype=dtype, device=p.device) for values, dtype in zip(found, dtypes, strict=True)
-        )
-        return joints, drafts, parents
-
-    def grow(
-        self, levels: list[list[float]], ids: list[list[int]], root: int, joints: list[float], tokens: list[int],
-        parents: list[int],
-    ) -> None:  # fmt: skip
-        """A popped candidate is followed by its next sibling and its first child: candidates are sorted."""
-        first, last = len(tokens), len(levels[0]) - 1
-        joints.append(0.0)
-        tokens.append(root)
-        parents.append(-1)
-        heap = [(-levels[0][0], 0, 0, 0)]
-        while heap and len(tokens) - first < self.problem.shape["nodes"]:
-            cost, depth, rank, parent = heapq.heappop(heap)
-            node = len(tokens) - first
-            joints.append(-cost)
-            tokens.append(ids[depth][rank])
-            parents.append(parent)
-            if rank < last:
-                heapq.heappush(heap, (cost + levels[depth][rank] - levels[depth][rank + 1], depth, rank + 1, parent))
-            if depth + 1 < len(levels):
-                heapq.heappush(heap, (cost - levels[depth + 1][0], depth + 1, 0, node))
+    return Way(run)
 
 
-@dataclass
-class Select:
+def best_nodes(levels: list[list[float]], ids: list[list[int]], root: int, count: int) -> list[tuple[float, int, int]]:
+    """The log-probability, token and parent of each node.
+
+    A popped candidate is followed by its next sibling and its first child: candidates are sorted.
+    """
+    nodes, last = [(0.0, root, -1)], len(levels[0]) - 1
+    heap = [(-levels[0][0], 0, 0, 0)]
+    while heap and len(nodes) < count:
+        cost, depth, rank, parent = heapq.heappop(heap)
+        node = len(nodes)
+        nodes.append((-cost, ids[depth][rank], parent))
+        if rank < last:
+            heapq.heappush(heap, (cost + levels[depth][rank] - levels[depth][rank + 1], depth, rank + 1, parent))
+        if depth + 1 < len(levels):
+            heapq.heappush(heap, (cost - levels[depth + 1][0], depth + 1, 0, node))
+    return nodes
+
+
+class Select(Problem):
     """The best quarter of the nodes of equal trees, whose survivals are random."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         tree, batch = tree_named(self.shape["tree"]), self.shape["batch"]
         self.nodes, self.depth = tree.num_nodes, tree.max_depth
         self.trees = pagedtree.TreeBatch.from_trees([tree] * batch, device=self.device)
         self.survival = torch.rand(batch * self.nodes, generator=torch.Generator().manual_seed(0)).to(self.device)
         self.budget = max(batch, batch * self.nodes // 4)
-        self.copies = 1
         # Parents, depths and survivals are read; parents, depths, links, rows and the mask's words are written.
         self.bytes = 12 * batch * self.nodes + self.budget * 4 * (5 + -(-self.nodes // 32))
-        self.flops = 0
 
     def op(self, copy: int) -> tuple[Tensor, Tensor]:
         kept, node_map = pagedtree.select_nodes(self.trees, self.survival, self.budget)
@@ -262,18 +211,10 @@ class Select:
         return rows.int(), torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
 
 
-def check_sums(problem: BestFirst, ours: Ours, theirs: PythonHeap) -> None:
+def check_sums(problem: BestFirst, expected: Way, theirs: Way) -> None:
     """Equally probable nodes: the heap adds in double, so that others may tie."""
-    if not torch.allclose(ours.run(0)[0], theirs.run(0)[0], atol=1e-4, rtol=1e-5):
+    if not torch.allclose(expected.run(0)[0], theirs.run(0)[0], atol=1e-4, rtol=1e-5):
         raise Mismatch("the log-probabilities differ")
-
-
-def check(problem: Any, ours: Ours, theirs: TorchOps | PromptLookup) -> None:
-    """The same tokens, links and masks."""
-    expected, found = (result if isinstance(result, tuple) else (result,) for result in (ours.run(0), theirs.run(0)))
-    for name, a, b in zip(("first", "second"), expected, found, strict=False):
-        if a.shape != b.shape or not torch.equal(a.long(), b.long()):
-            raise Mismatch(f"the {name} result differs")
 
 
 OPS = [
@@ -286,9 +227,7 @@ OPS = [
         },
         quick={"batch": 2},
         problem=Build,
-        peers=[Ours, TorchOps],
         memory=lambda shape: PADDED + 64 * shape["batch"] * nodes_of(shape["tree"]) ** 2,
-        check=check,
     ),
     Op(
         name="expand_tree",
@@ -296,9 +235,7 @@ OPS = [
         axes={"batch": [1, 2, 4, 16], "width": [1, 4], "vocab": [32000, 65536, 262144], "dtype": ["bfloat16"]},
         quick={"batch": 2, "vocab": 32000},
         problem=Expand,
-        peers=[Ours, TorchOps],
         memory=lambda shape: PADDED + 36 * shape["batch"] * shape["width"] * shape["vocab"],
-        check=check,
     ),
     Op(
         name="ngram_propose",
@@ -310,9 +247,8 @@ OPS = [
         },
         quick={"batch": 2, "length": 1024},
         problem=Lookup,
-        peers=[Ours, TorchOps, PromptLookup],
+        peers=[ours, torch_ops, prompt_lookup],
         memory=lambda shape: PADDED + 100 * shape["batch"] * shape["length"],
-        check=check,
     ),
     Op(
         name="best_first_tree",
@@ -325,7 +261,7 @@ OPS = [
         },
         quick={"batch": 2},
         problem=BestFirst,
-        peers=[Ours, PythonHeap],
+        peers=[ours, python_heap],
         memory=lambda shape: PADDED + shape["batch"] * (400_000 * shape["levels"] + 5000 * shape["nodes"]),
         check=check_sums,
     ),
@@ -338,8 +274,6 @@ OPS = [
         },
         quick={"batch": 2},
         problem=Select,
-        peers=[Ours, TorchOps],
         memory=lambda shape: PADDED + 300 * shape["batch"] * nodes_of(shape["tree"]),
-        check=check,
     ),
 ]

@@ -7,18 +7,17 @@ Written for flashinfer-python 0.7, flash-attn 2.8, FlashAttention 3 and vLLM 0.3
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import flashinfer_kernel
 import torch
 import torch.nn.functional as F
+from attention_problem import Problem, paged_tree_causal
 from carried import flash_attention_3, loaded_by
-from suite import package
+from suite import Way, package, peer
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-if TYPE_CHECKING:
-    from attention_peers import Problem
 
 FLASHINFER_WORKSPACE = 128 << 20  # bytes, as its documentation recommends
 FLASH_ATTENTION_PAGE = 256  # tokens; its pages are multiples of it
@@ -26,212 +25,163 @@ FLASH_ATTENTION_PAGE = 256  # tokens; its pages are multiples of it
 TRITON_LEAST_PROGRAMS, TRITON_SEGMENTS = 128, 16
 
 
-class FlashInferTree:
-    """Prefill with a custom mask: over the whole context, so that it is made and packed anew in each step."""
-
-    name = "FlashInfer (custom mask)"
-    mask = "tree"
-    wrapper_name = "BatchPrefillWithPagedKVCacheWrapper"
-    absent = staticmethod(package("flashinfer", "cuda"))
-
-    def __init__(self, problem: Problem) -> None:
-        p = self.problem = problem
-        self.wrapper = self.make_wrapper(torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device))
-        lengths = torch.tensor(p.lengths, dtype=torch.int32)
-        pages = -(-lengths // p.page_size)
-        self.indptr = torch.zeros(p.batch + 1, dtype=torch.int32)
-        self.indptr[1:] = pages.cumsum(0)
-        self.indptr = self.indptr.to(p.device)
-        rows = zip(p.page_table, pages.tolist(), strict=True)
-        self.indices = torch.cat([row[:count] for row, count in rows])
-        self.last_page_len = (lengths - (pages - 1) * p.page_size).to(p.device)
-        self.plan()
-
-    def make_wrapper(self, workspace: Tensor) -> Any:
-        return getattr(importlib.import_module("flashinfer"), self.wrapper_name)(workspace, "NHD")
-
-    def plan(self) -> None:
-        p = self.problem
-        self.wrapper.plan(
-            *self.query_form(), self.indptr, self.indices, self.last_page_len, p.heads, p.kv_heads, p.head_dim,
-            p.page_size, sm_scale=p.scale, q_data_type=p.dtype, kv_data_type=p.cache_dtype, **self.visibility(),
-        )  # fmt: skip
-
-    def query_form(self) -> tuple[Tensor, ...]:
-        return (self.problem.trees.cu_nodes,)
-
-    def visibility(self) -> dict[str, Any]:
-        p = self.problem
-        tree = torch.from_numpy(p.tree.mask).to(p.device)
-        prefixes = (tree.new_ones(p.tree.num_nodes, length - p.tree.num_nodes) for length in p.lengths)
-        return {"custom_mask": torch.cat([torch.cat([prefix, tree], 1).flatten() for prefix in prefixes])}
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        return self.wrapper.run(p.q, (p.k[copy], p.v[copy]))
+def workspace(p: Problem) -> Tensor:
+    return torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=p.device)
 
 
-class FlashInferCausal(FlashInferTree):
-    name = "FlashInfer (causal)"
-    mask = "causal"
-
-    def visibility(self) -> dict[str, Any]:
-        return {"causal": True}
-
-
-class FlashInferDecode(FlashInferCausal):
-    name = "FlashInfer decode"
-    wrapper_name = "BatchDecodeWithPagedKVCacheWrapper"
-
-    def __init__(self, problem: Problem) -> None:
-        if problem.tree.num_nodes != 1:
-            raise ValueError("one query per sequence only")
-        super().__init__(problem)
-
-    def query_form(self) -> tuple[Tensor, ...]:
-        return ()
-
-    def visibility(self) -> dict[str, Any]:
-        return {}
+def pages_of(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    """FlashInfer's form of the page table: offsets, pages, rows of the last page."""
+    lengths = torch.tensor(p.lengths, dtype=torch.int32)
+    pages = -(-lengths // p.page_size)
+    offsets = F.pad(pages.cumsum(0), (1, 0)).int()
+    indices = torch.cat([row[:count] for row, count in zip(p.page_table, pages.tolist(), strict=True)])
+    return offsets.to(p.device), indices, (lengths - (pages - 1) * p.page_size).to(p.device)
 
 
-class FlashInferKernelTree(FlashInferTree):
-    """The kernel that FlashInferTree ends in, without its package."""
-
-    name = "FlashInfer's kernel (custom mask)"
-    absent = staticmethod(loaded_by(flashinfer_kernel.library))
-
-    def make_wrapper(self, workspace: Tensor) -> Any:
-        return flashinfer_kernel.Wrapper(workspace, flashinfer_kernel.library())
+def custom_mask(p: Problem) -> dict[str, Tensor]:
+    """Over the whole context, so that it is made and packed anew in each step."""
+    tree = torch.from_numpy(p.tree.mask).to(p.device)
+    prefixes = (tree.new_ones(p.tree.num_nodes, length - p.tree.num_nodes) for length in p.lengths)
+    return {"custom_mask": torch.cat([torch.cat([prefix, tree], 1).flatten() for prefix in prefixes])}
 
 
-class FlashInferKernelCausal(FlashInferKernelTree):
-    name = "FlashInfer's kernel (causal)"
-    mask = "causal"
-    visibility = FlashInferCausal.visibility
+def causal(p: Problem) -> dict[str, Any]:
+    return {"causal": True}
 
 
-class TorchFlashAttention:
+def wrapped(p: Problem, wrapper: Any, visibility: Callable[[Problem], dict[str, Any]], *queries: Tensor) -> Way:
+    """One of FlashInfer's wrappers; queries: their offsets, where it takes them."""
+    where = *queries, *pages_of(p)
+    sizes = p.heads, p.kv_heads, p.head_dim, p.page_size
+    types = {"sm_scale": p.scale, "q_data_type": p.dtype, "kv_data_type": p.cache_dtype}
+
+    def plan() -> None:
+        wrapper.plan(*where, *sizes, **types, **visibility(p))
+
+    plan()
+    return Way(lambda copy: wrapper.run(p.q, (p.k[copy], p.v[copy])), plan)
+
+
+def prefill(p: Problem) -> Any:
+    return importlib.import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper(workspace(p), "NHD")
+
+
+def kernel(p: Problem) -> Any:
+    """What the wrapper for prefill ends in, without its package."""
+    return flashinfer_kernel.Wrapper(workspace(p), flashinfer_kernel.library())
+
+
+HAS_FLASHINFER, HAS_KERNEL = package("flashinfer", "cuda"), loaded_by(flashinfer_kernel.library)
+
+
+@peer("FlashInfer (custom mask)", when=HAS_FLASHINFER)
+def flashinfer_tree(p: Problem) -> Way:
+    return wrapped(p, prefill(p), custom_mask, p.trees.cu_nodes)
+
+
+@peer("FlashInfer (causal)", when=HAS_FLASHINFER, like=paged_tree_causal)
+def flashinfer_causal(p: Problem) -> Way:
+    return wrapped(p, prefill(p), causal, p.trees.cu_nodes)
+
+
+@peer("FlashInfer decode", when=HAS_FLASHINFER, like=paged_tree_causal)
+def flashinfer_decode(p: Problem) -> Way:
+    if p.tree.num_nodes != 1:
+        raise ValueError("one query per sequence only")
+    decode = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace(p), "NHD")
+    return wrapped(p, decode, lambda _: {})
+
+
+@peer("FlashInfer's kernel (custom mask)", when=HAS_KERNEL)
+def flashinfer_kernel_tree(p: Problem) -> Way:
+    return wrapped(p, kernel(p), custom_mask, p.trees.cu_nodes)
+
+
+@peer("FlashInfer's kernel (causal)", when=HAS_KERNEL, like=paged_tree_causal)
+def flashinfer_kernel_causal(p: Problem) -> Way:
+    return wrapped(p, kernel(p), causal, p.trees.cu_nodes)
+
+
+@peer("torch's flash-attn (causal)", when=package("torch", "cuda"), like=paged_tree_causal)
+def torch_flash_attention(p: Problem) -> Way:
     """The flash-attn kernel of torch, over dense K and V. Its causal mask ignores a prefix, so that there is none."""
+    p.expect_same_dtype()
+    if set(p.lengths) != {p.tree.num_nodes}:
+        raise ValueError("prompts without a prefix only")
+    caches = [p.gathered(copy) for copy in range(p.copies)]
+    how = {"is_causal": True, "scale": p.scale, "enable_gqa": p.heads > p.kv_heads}
 
-    name = "torch's flash-attn (causal)"
-    mask = "causal"
-    absent = staticmethod(package("torch", "cuda"))
-
-    def __init__(self, problem: Problem) -> None:
-        p = self.problem = problem
-        p.expect_same_dtype()
-        if set(p.lengths) != {p.tree.num_nodes}:
-            raise ValueError("prompts without a prefix only")
-        self.caches = [p.gathered(copy) for copy in range(p.copies)]
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        q = p.q.view(p.batch, -1, p.heads, p.head_dim).transpose(1, 2)
+    def run(copy: int) -> Tensor:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            out = F.scaled_dot_product_attention(
-                q, *self.caches[copy], is_causal=True, scale=p.scale, enable_gqa=p.heads > p.kv_heads
-            )
+            out = F.scaled_dot_product_attention(p.padded_queries(), *caches[copy], **how)
         return out.transpose(1, 2).reshape(p.q.shape)
 
+    return Way(run)
 
-class FlashAttention:
+
+def flash_attention_way(p: Problem, attend: Callable[..., Tensor], caches: list[Any], **tables: Tensor) -> Way:
+    how = {"cache_seqlens": p.seq_lens, "softmax_scale": p.scale, "causal": True} | tables
+    q = p.q.view(p.batch, -1, p.heads, p.head_dim)
+    return Way(lambda copy: attend(q, *caches[copy], **how).view(p.q.shape))
+
+
+@peer("flash-attn (causal)", when=package("flash_attn", "cuda"), like=paged_tree_causal)
+def flash_attention(p: Problem) -> Way:
     """flash-attn's paged form, on a cache of its own where the pages are not multiples of 256."""
+    p.expect_same_dtype()
+    attend = importlib.import_module("flash_attn").flash_attn_with_kvcache
+    if p.page_size % FLASH_ATTENTION_PAGE == 0:
+        return flash_attention_way(p, attend, list(zip(p.k, p.v, strict=True)), block_table=p.page_table)
+    pages = -(-p.max_length // FLASH_ATTENTION_PAGE)
+    page_table = torch.randperm(p.batch * pages, device=p.device).view(p.batch, pages).int()
 
-    name = "flash-attn (causal)"
-    mask = "causal"
-    absent = staticmethod(package("flash_attn", "cuda"))
+    def paged(dense: Tensor) -> Tensor:
+        """[B, Hkv, L, D] in the pages of `page_table`."""
+        rows = dense.new_zeros(p.batch, pages * FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
+        rows[:, : p.max_length] = dense.transpose(1, 2)
+        cache = torch.empty_like(rows).view(-1, FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
+        cache[page_table.flatten().long()] = rows.view_as(cache)
+        return cache
 
-    def __init__(self, problem: Problem) -> None:
-        p = self.problem = problem
-        p.expect_same_dtype()
-        self.attend = importlib.import_module("flash_attn").flash_attn_with_kvcache
-        self.page_table, self.caches = p.page_table, list(zip(p.k, p.v, strict=True))
-        if p.page_size % FLASH_ATTENTION_PAGE:
-            pages = -(-p.max_length // FLASH_ATTENTION_PAGE)
-            self.page_table = torch.randperm(p.batch * pages, device=p.device).view(p.batch, pages).int()
-            self.caches = [self.paged(p.gathered(copy)) for copy in range(p.copies)]
-
-    def paged(self, dense: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[B, Hkv, L, D] each, in the pages of `page_table`."""
-        p, (batch, pages) = self.problem, self.page_table.shape
-        caches = []
-        for tensor in dense:
-            rows = tensor.new_zeros(batch, pages * FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
-            rows[:, : p.max_length] = tensor.transpose(1, 2)
-            cache = torch.empty_like(rows).view(-1, FLASH_ATTENTION_PAGE, p.kv_heads, p.head_dim)
-            cache[self.page_table.flatten().long()] = rows.view_as(cache)
-            caches.append(cache)
-        return caches[0], caches[1]
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        q = p.q.view(p.batch, -1, p.heads, p.head_dim)
-        out = self.attend(
-            q, *self.caches[copy], cache_seqlens=p.seq_lens, block_table=self.page_table, softmax_scale=p.scale,
-            causal=True,
-        )  # fmt: skip
-        return out.view(p.q.shape)
+    caches = [[paged(dense) for dense in p.gathered(copy)] for copy in range(p.copies)]
+    return flash_attention_way(p, attend, caches, block_table=page_table)
 
 
-class FlashAttention3:
+@peer("flash-attn 3 (causal)", when=loaded_by(flash_attention_3), like=paged_tree_causal)
+def flash_attention_of_hopper(p: Problem) -> Way:
     """FlashAttention 3 on the problem's own pages; the carried one has kernels for heads of 128 in bf16 alone."""
-
-    name = "flash-attn 3 (causal)"
-    mask = "causal"
-    absent = staticmethod(loaded_by(flash_attention_3))
-
-    def __init__(self, problem: Problem) -> None:
-        p = self.problem = problem
-        if (p.head_dim, p.dtype, p.cache_dtype) != (128, torch.bfloat16, torch.bfloat16):
-            raise ValueError("compiled for head size 128 and bfloat16")
-        self.attend = flash_attention_3().flash_attn_with_kvcache
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        q = p.q.view(p.batch, -1, p.heads, p.head_dim)
-        out = self.attend(
-            q, p.k[copy], p.v[copy], cache_seqlens=p.seq_lens, page_table=p.page_table, softmax_scale=p.scale,
-            causal=True,
-        )  # fmt: skip
-        return out.view(p.q.shape)
+    if (p.head_dim, p.dtype, p.cache_dtype) != (128, torch.bfloat16, torch.bfloat16):
+        raise ValueError("compiled for head size 128 and bfloat16")
+    attend = flash_attention_3().flash_attn_with_kvcache
+    return flash_attention_way(p, attend, list(zip(p.k, p.v, strict=True)), page_table=p.page_table)
 
 
-class TritonUnified:
+@peer("Triton unified attention", when=package("vllm", "cuda"))
+def triton_unified(p: Problem) -> Way:
     """vLLM's Triton kernel; a tree, the same for all sequences, is what it adds to the scores between queries."""
+    p.expect_same_dtype()
+    attend = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention").unified_attention
+    out, between_queries = torch.empty_like(p.q), None
+    if p.tree.num_nodes > 1 and not p.is_prefill:
+        tree = torch.from_numpy(p.tree.mask).to(p.device)
+        between_queries = torch.zeros(tree.shape, device=p.device).masked_fill(~tree, -torch.inf)
+    how = {"out": out, "cu_seqlens_q": p.trees.cu_nodes, "max_seqlen_q": p.tree.num_nodes, "seqused_k": p.seq_lens}
+    how |= {"max_seqlen_k": p.max_length, "block_table": p.page_table, "softmax_scale": p.scale, "causal": True}
+    how |= {"window_size": (-1, -1), "softcap": 0.0, "q_descale": None, "k_descale": None, "v_descale": None}
+    most = TRITON_LEAST_PROGRAMS // p.kv_heads
+    parts, dim = (most, p.heads, TRITON_SEGMENTS), 1 << (p.head_dim - 1).bit_length()
+    how |= {"qq_bias": between_queries, "seq_threshold_3D": most, "num_par_softmax_segments": TRITON_SEGMENTS}
+    for name, shape in (("output", (*parts, dim)), ("max", parts), ("expsum", parts)):
+        how[f"softmax_segm_{name}"] = torch.empty(shape, dtype=torch.float32, device=p.device)
 
-    name = "Triton unified attention"
-    mask = "tree"
-    absent = staticmethod(package("vllm", "cuda"))
+    def run(copy: int) -> Tensor:
+        attend(q=p.q, k=p.k[copy], v=p.v[copy], **how)
+        return out
 
-    def __init__(self, problem: Problem) -> None:
-        p = self.problem = problem
-        p.expect_same_dtype()
-        kernel = importlib.import_module("vllm.v1.attention.ops.triton_unified_attention")
-        self.attend, self.out = kernel.unified_attention, torch.empty_like(p.q)
-        self.between_queries: Tensor | None = None
-        if p.tree.num_nodes > 1 and not p.is_prefill:
-            tree = torch.from_numpy(p.tree.mask).to(p.device)
-            self.between_queries = torch.zeros(tree.shape, device=p.device).masked_fill(~tree, -torch.inf)
-        most = TRITON_LEAST_PROGRAMS // p.kv_heads
-        parts = most, p.heads, TRITON_SEGMENTS
-        dim = 1 << (p.head_dim - 1).bit_length()
-        self.split = {"seq_threshold_3D": most, "num_par_softmax_segments": TRITON_SEGMENTS}
-        for name, shape in (("output", (*parts, dim)), ("max", parts), ("expsum", parts)):
-            self.split[f"softmax_segm_{name}"] = torch.empty(shape, dtype=torch.float32, device=p.device)
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        self.attend(
-            q=p.q, k=p.k[copy], v=p.v[copy], out=self.out, cu_seqlens_q=p.trees.cu_nodes,
-            max_seqlen_q=p.tree.num_nodes, seqused_k=p.seq_lens, max_seqlen_k=p.max_length, softmax_scale=p.scale,
-            causal=True, window_size=(-1, -1), block_table=p.page_table, softcap=0.0, q_descale=None, k_descale=None,
-            v_descale=None, qq_bias=self.between_queries, **self.split,
-        )  # fmt: skip
-        return self.out
+    return Way(run)
 
 
 PEERS = [
-    FlashInferTree, FlashInferCausal, FlashInferDecode, FlashInferKernelTree, FlashInferKernelCausal, FlashAttention,
-    FlashAttention3, TorchFlashAttention, TritonUnified,
-]  # fmt: skip
+    *(flashinfer_tree, flashinfer_causal, flashinfer_decode, flashinfer_kernel_tree, flashinfer_kernel_causal),
+    *(flash_attention, flash_attention_of_hopper, torch_flash_attention, triton_unified),
+]

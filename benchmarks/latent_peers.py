@@ -7,31 +7,29 @@ query has 128 + 64 columns before its projection is absorbed, and a value 128.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from attention_peers import (
+from attention_problem import (
     L3_BYTES,
-    PagedTree,
-    PagedTreeCausal,
-    PagedTreeWgmma,
+    LAYOUT,
+    OURS,
     Problem,
+    kv_bytes_of,
     lengths_of,
-    made,
+    paged_tree,
+    paged_tree_causal,
     unsupported,
 )
-from gpu_attention_peers import FlashInferTree
+from gpu_attention_peers import HAS_FLASHINFER, pages_of, workspace
 from named_trees import nodes_of
-from suite import Mismatch, Op, Shape, always, lacking_memory, package
+from suite import Mismatch, Op, Shape, Way, lacking_memory, package, peer
 from torch import Tensor
 
 RANK, ROTATED, NOPE, VALUE = 512, 64, 128, 128
 ROW = RANK + ROTATED
 
 
-@dataclass
 class LatentProblem(Problem):
     """One call on a latent cache, and the same attention by heads with K and V of their own.
 
@@ -40,9 +38,10 @@ class LatentProblem(Problem):
     """
 
     is_latent = True
+    head_dim_v = RANK
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__({**shape, "head_dim": ROW}, device)
         self.scale = (NOPE + ROTATED) ** -0.5
         self.w_v = self.random(self.heads, RANK, VALUE) * RANK**-0.5
 
@@ -55,10 +54,6 @@ class LatentProblem(Problem):
     def values(self, k: Tensor) -> Tensor:
         return k[..., :RANK]
 
-    @property
-    def head_dim_v(self) -> int:
-        return RANK
-
     def expanded(self, copy: int) -> tuple[Tensor, Tensor]:
         """K [B, H, L, 192] and V [B, H, L, 128], as a cache without compression has them."""
         compressed, rotated = self.gathered(copy)[0][:, 0].split([RANK, ROTATED], dim=-1)
@@ -68,115 +63,90 @@ class LatentProblem(Problem):
         return k, torch.einsum("blc,hcd->bhld", compressed, self.w_v).contiguous()
 
 
-class SdpaOnExpandedHeads:
+@peer("pagedtree by heads")
+def by_heads(p: LatentProblem) -> Way:
+    """What the op gives, in the values of the heads."""
+    way = paged_tree.make(p)
+    return Way(lambda copy: torch.einsum("thc,hcv->thv", way.run(copy).float(), p.w_v.float()))
+
+
+@peer("SDPA on expanded heads", like=by_heads, only_headline=True)
+def sdpa_on_expanded_heads(p: LatentProblem) -> Way:
     """torch SDPA on K and V of each head, as transformers caches them; only attention is timed."""
+    kv_bytes = p.batch * p.max_length * p.heads * (NOPE + ROTATED + VALUE) * p.dtype.itemsize
+    copies = 1 if kv_bytes >= 4 * L3_BYTES[p.device.type] else p.copies
+    if reason := lacking_memory((copies + 1) * kv_bytes, p.device):
+        raise ValueError(reason)
+    caches = [p.expanded(copy) for copy in range(copies)]
 
-    name = "SDPA on expanded heads"
-    mask = "tree"
-    only_headline = True
-    is_expanded = True
-    absent = staticmethod(always)
+    def plan() -> Tensor:
+        return p.visible()[:, None]
 
-    def __init__(self, problem: LatentProblem) -> None:
-        p = self.problem = problem
-        kv_bytes = p.batch * p.max_length * p.heads * (NOPE + ROTATED + VALUE) * p.dtype.itemsize
-        copies = 1 if kv_bytes >= 4 * L3_BYTES[p.device.type] else p.copies
-        if reason := lacking_memory((copies + 1) * kv_bytes, p.device):
-            raise ValueError(reason)
-        self.caches = [p.expanded(copy) for copy in range(copies)]
-        self.visible = self.plan()
+    visible = plan()
 
-    def plan(self) -> Tensor:
-        return self.problem.visible()[:, None]
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
+    def run(copy: int) -> Tensor:
         q = p.head_queries.view(p.batch, -1, *p.head_queries.shape[1:]).transpose(1, 2)
-        k, v = self.caches[copy % len(self.caches)]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, scale=p.scale).transpose(1, 2)
+        k, v = caches[copy % copies]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=p.scale).transpose(1, 2)
+
+    return Way(run, plan)
 
 
-class SdpaOnGatheredRows:
+@peer("SDPA on gathered rows")
+def sdpa_on_gathered_rows(p: LatentProblem) -> Way:
     """torch SDPA on the gathered latent rows; all heads are queries of one, as `enable_gqa` would copy the rows."""
 
-    name = "SDPA on gathered rows"
-    mask = "tree"
-    absent = staticmethod(always)
+    def plan() -> Tensor:
+        return p.visible()[:, None].repeat_interleave(p.heads, dim=2)
 
-    def __init__(self, problem: LatentProblem) -> None:
-        self.problem = problem
-        self.visible = self.plan()
+    visible = plan()
 
-    def plan(self) -> Tensor:
-        return self.problem.visible()[:, None].repeat_interleave(self.problem.heads, dim=2)
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
+    def run(copy: int) -> Tensor:
         k, v = p.gathered(copy)
         q = p.q.view(p.batch, 1, -1, ROW)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.visible, scale=p.scale).view(-1, p.heads, RANK)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=p.scale).view(-1, p.heads, RANK)
+
+    return Way(run, plan)
 
 
-class FlashMla:
+@peer("FlashMLA (causal)", when=package("flash_mla", "cuda"), like=paged_tree_causal)
+def flash_mla(p: LatentProblem) -> Way:
     """DeepSeek's kernel for Hopper, on its pages of 64."""
+    p.expect_same_dtype()
+    if p.page_size != 64:
+        raise ValueError("pages of 64 only")
+    package = importlib.import_module("flash_mla")
 
-    name = "FlashMLA (causal)"
-    mask = "causal"
-    absent = staticmethod(package("flash_mla", "cuda"))
+    def plan() -> tuple[Tensor, Tensor]:
+        return package.get_mla_metadata(p.seq_lens, p.tree.num_nodes * p.heads, 1)
 
-    def __init__(self, problem: LatentProblem) -> None:
-        p = self.problem = problem
-        p.expect_same_dtype()
-        if p.page_size != 64:
-            raise ValueError("pages of 64 only")
-        self.package = importlib.import_module("flash_mla")
-        self.plan()
+    schedule, q = plan(), p.q.view(p.batch, -1, p.heads, ROW)
 
-    def plan(self) -> None:
-        p = self.problem
-        self.schedule: tuple[Any, Any] = self.package.get_mla_metadata(p.seq_lens, p.tree.num_nodes * p.heads, 1)
+    def run(copy: int) -> Tensor:
+        where = p.k[copy], p.page_table, p.seq_lens, RANK, *schedule
+        return package.flash_mla_with_kvcache(q, *where, softmax_scale=p.scale, causal=True)[0].flatten(0, 1)
 
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
-        q = p.q.view(p.batch, -1, p.heads, ROW)
-        out, _ = self.package.flash_mla_with_kvcache(
-            q, p.k[copy], p.page_table, p.seq_lens, RANK, *self.schedule, softmax_scale=p.scale, causal=True
-        )
-        return out.flatten(0, 1)
+    return Way(run, plan)
 
 
-class FlashInferMla(FlashInferTree):
+@peer("FlashInfer MLA (causal)", when=HAS_FLASHINFER, like=paged_tree_causal)
+def flashinfer_mla(p: LatentProblem) -> Way:
     """FlashInfer's latent attention, which takes both parts of a row as tensors of their own."""
+    wrapper = importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace(p))
+    offsets, indices, _ = pages_of(p)
+    sizes = p.heads, RANK, ROTATED, p.page_size, True, p.scale, p.dtype, p.cache_dtype
 
-    name = "FlashInfer MLA (causal)"
-    mask = "causal"
+    def plan() -> None:
+        wrapper.plan(p.trees.cu_nodes, offsets, indices, p.seq_lens, *sizes)
 
-    def make_wrapper(self, workspace: Tensor) -> Any:
-        return importlib.import_module("flashinfer.mla").BatchMLAPagedAttentionWrapper(workspace)
+    def run(copy: int) -> Tensor:
+        return wrapper.run(*(part for x in (p.q, p.k[copy][:, :, 0]) for part in x.split([RANK, ROTATED], -1)))
 
-    def plan(self) -> None:
-        p = self.problem
-        self.wrapper.plan(
-            p.trees.cu_nodes, self.indptr, self.indices, p.seq_lens, p.heads, RANK, ROTATED, p.page_size, True, p.scale,
-            p.dtype, p.cache_dtype,
-        )  # fmt: skip
-
-    def run(self, copy: int) -> Tensor:
-        parts = [part for x in (self.problem.q, self.problem.k[copy][:, :, 0]) for part in x.split([RANK, ROTATED], -1)]
-        return self.wrapper.run(*parts)
+    plan()
+    return Way(run, plan)
 
 
 # The op --------------------------------------------------------------------------------------------------------------
-
-
-def row_bytes_of(shape: Shape) -> int:
-    """Returns the bytes of the cached rows."""
-    size = getattr(torch, shape["dtype"]).itemsize if shape["cache"] == "same" else 1
-    return sum(lengths_of(shape)) * ROW * size
-
-
-def problem_of(shape: Shape, device: torch.device) -> LatentProblem:
-    return made(LatentProblem, {**shape, "head_dim": ROW}, row_bytes_of(shape), device)
 
 
 def memory_of(shape: Shape) -> int:
@@ -185,25 +155,20 @@ def memory_of(shape: Shape) -> int:
     lengths = lengths_of(shape)
     rows = nodes_of(shape["tree"]) * int(shape["heads"].split("/")[0])
     dense = max(lengths) * len(lengths) * (4 * ROW + 12 * rows)
-    return max(row_bytes_of(shape), 2 * L3_BYTES["cpu"]) * 2 + dense
+    return max(kv_bytes_of(shape, ROW), 2 * L3_BYTES["cpu"]) * 2 + dense
 
 
-def check(problem: LatentProblem, ours: PagedTree, theirs: Any) -> None:
-    expected = (PagedTreeCausal(problem) if theirs.mask == "causal" else ours).run(0).float()
-    if getattr(theirs, "is_expanded", False):
-        expected = torch.einsum("thc,hcv->thv", expected, problem.w_v.float())
+def check(problem: LatentProblem, ours: Way, theirs: Way) -> None:
+    expected = ours.run(0).float()
     found = theirs.run(0).reshape(expected.shape).float()
     error = ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
     if not error <= 0.03:
         raise Mismatch(f"the root mean square of the output's error is {error:.3f} of that of the output")
 
 
-OP = Op(
+LATENT_ATTENTION = Op(
     name="latent_attention",
-    base={
-        "batch": 4, "length": 4096, "tree": "binary 8", "heads": "128/1", "page_size": 64, "dtype": "bfloat16",
-        "cache": "same", "lengths": "uniform", "threads": 0,
-    },
+    base={"batch": 4, "length": 4096, "tree": "binary 8", "heads": "128/1", "page_size": 64, **LAYOUT},
     axes={
         "batch": [1, 16],
         "length": [1024, 16384],
@@ -219,11 +184,10 @@ OP = Op(
         {"batch": 1, "length": 16384, "tree": "binary 16", "heads": "16/1"},
     ],
     quick={"batch": 1, "length": 1024, "heads": "16/1"},
-    problem=problem_of,
-    peers=[
-        PagedTree, PagedTreeCausal, PagedTreeWgmma, SdpaOnExpandedHeads, SdpaOnGatheredRows, FlashMla, FlashInferMla,
-    ],
+    problem=LatentProblem,
+    peers=[*OURS, sdpa_on_expanded_heads, sdpa_on_gathered_rows, flash_mla, flashinfer_mla],
     memory=memory_of,
     check=check,
     unsupported=unsupported,
-)  # fmt: skip
+)
+OPS = [LATENT_ATTENTION]

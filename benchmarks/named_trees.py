@@ -44,3 +44,10 @@ def tree_named(text: str) -> DraftTree:
 
 def nodes_of(text: str) -> int:
     return tree_named(text).num_nodes
+
+
+def longest_path(tree: DraftTree) -> list[int]:
+    path = [int(tree.depths.argmax())]
+    while path[0]:
+        path.insert(0, int(tree.parents[path[0]]))
+    return path

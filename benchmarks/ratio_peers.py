@@ -6,10 +6,11 @@ import importlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from suite import Mismatch, package
+from suite import Mismatch, Shape, Way, package, peer
 from torch import Tensor
 from verify_peers import (
     ACCEPTED,
@@ -19,9 +20,9 @@ from verify_peers import (
     Verification,
     best_tokens,
     children_of,
-    flashinfer_distribution,
     op_of,
     torch_distribution,
+    torch_walk,
     values_at,
 )
 
@@ -94,10 +95,8 @@ def by_ratio(op: Callable[..., Verdict], law: str) -> Callable[..., Verdict]:
         given: dict = {"coins": problem.coins, "final_coins": problem.final_coins} if injected else {}
         if law != "onehot":
             given |= {"draft_probs": problem.draft_probs[i], "draft_rows": problem.draft_rows}
-        return op(
-            problem.logits[i], problem.drafts[i], problem.trees, problem.sampling,
-            draft_law=law, seeds=problem.seeds, positions=problem.positions, **given,
-        )  # fmt: skip
+        given |= {"draft_law": law, "seeds": problem.seeds, "positions": problem.positions}
+        return op(problem.logits[i], problem.drafts[i], problem.trees, problem.sampling, **given)
 
     return run
 
@@ -126,26 +125,16 @@ def distributions_at(problem: DrawnProblem, i: int, visited_only: bool) -> Calla
     return values_at(problem, i, lambda logits: torch_distribution(logits, params), visited_only)
 
 
-def torch_walks(
+def torch_judged(
     problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]], visited_only: bool
 ) -> Outcome:
     """judge(p, node, children, drafts, row of the root) gives the accepted child, or None and what is left of p."""
-    n, children, target = problem.tree.num_nodes, children_of(problem.tree), distributions_at(problem, i, visited_only)
-    drafts = problem.drafts[i].view(-1, n).tolist()
-    paths: list[list[int]] = [[0] for _ in range(problem.batch)]
-    last = [0] * problem.batch
-    walking = list(range(problem.batch))
-    while walking:
-        distributions = target([b * n + paths[b][-1] for b in walking])
-        going, walking = walking, []
-        for b, p in zip(going, distributions, strict=True):
-            child, rest = judge(p, paths[b][-1], children[paths[b][-1]], drafts[b], b * n)
-            if child is not None:
-                paths[b].append(child)
-                walking.append(b)
-            else:
-                last[b] = first_above(rest, problem.final_coins[b])
-    return paths, [[*(drafts[b][node] for node in path[1:]), last[b]] for b, path in enumerate(paths)]
+
+    def last_token(p: Tensor, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
+        child, rest = judge(p, node, children, drafts, b * problem.tree.num_nodes)
+        return child, first_above(rest, problem.final_coins[b]) if child is None else -1
+
+    return torch_walk(problem, i, distributions_at(problem, i, visited_only), last_token)
 
 
 def torch_in_turn(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
@@ -157,7 +146,7 @@ def torch_in_turn(problem: DrawnProblem, i: int, visited_only: bool = False) -> 
             p, _ = excess(p, q)
         return None, p
 
-    return torch_walks(problem, i, judge, visited_only)
+    return torch_judged(problem, i, judge, visited_only)
 
 
 def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
@@ -169,7 +158,7 @@ def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -
                 return child, p
         return None, p.masked_fill(tried, 0)
 
-    return torch_walks(problem, i, judge, visited_only)
+    return torch_judged(problem, i, judge, visited_only)
 
 
 def torch_block(problem: DrawnProblem, i: int) -> Outcome:
@@ -255,85 +244,81 @@ def refuse_unless_drawn_chain(verification: Verification) -> None:
         raise ValueError("chains whose drafts were drawn only")
 
 
-class VllmRejection:
+@peer("vLLM", when=package("vllm", "cpu"))
+def vllm_rejection(verification: Verification) -> Way:
     """vLLM's rejection sampler: chains, token by token.
 
     vLLM 0.32.0's kernel that spreads the sampling parameters over the tokens leaves floats uninitialised on a CPU; a
     torch op stands in for it.
     """
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
+    from vllm.v1.sample.logits_processor import LogitsProcessors
+    from vllm.v1.sample.metadata import SamplingMetadata
+    from vllm.v1.sample.sampler import Sampler
+    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-    name = "vLLM"
-    absent = staticmethod(package("vllm", "cpu"))
+    refuse_unless_drawn_chain(verification)
+    current_platform.register_triton_kernel_overrides()
+    rejection_sampler.expand_batch_to_tokens = repeated
+    sampler = rejection_sampler.RejectionSampler(Sampler())
+    problem = verification.problem
+    batch, n = problem.batch, problem.tree.num_nodes
+    nodes = torch.arange(batch * n).view(batch, n)
+    rows = {"target_logits_indices": nodes[:, :-1].flatten(), "bonus_logits_indices": nodes[:, -1]}
+    chains = [drafts.view(batch, n)[:, 1:].int().tolist() for drafts in problem.drafts]
+    metadata = [replace(SpecDecodeMetadata.make_dummy(chain, torch.device("cpu")), **rows) for chain in chains]
 
-    def __init__(self, verification: Verification) -> None:
-        from vllm.platforms import current_platform
-        from vllm.v1.sample import rejection_sampler
-        from vllm.v1.sample.sampler import Sampler
+    def sampling() -> Any:
+        params, names = problem.params or {}, ("frequency", "presence", "repetition")
+        penalties: dict[str, Any] = {f"{name}_penalties": torch.zeros(0) for name in names}
+        return SamplingMetadata(
+            temperature=torch.full((batch,), params["temperature"]),
+            all_greedy=False,
+            all_random=True,
+            top_p=torch.full((batch,), params["top_p"]),
+            top_k=None,
+            generators={},
+            max_num_logprobs=None,
+            no_penalties=True,
+            prompt_token_ids=None,
+            output_token_ids=[[] for _ in range(batch)],
+            allowed_token_ids_mask=None,
+            bad_words_token_ids={},
+            logitsprocs=LogitsProcessors(),
+            **penalties,
+        )
 
-        self.problem, self.rule = verification.problem, verification.rule
-        refuse_unless_drawn_chain(verification)
-        current_platform.register_triton_kernel_overrides()
-        rejection_sampler.expand_batch_to_tokens = repeated
-        self.sampler = rejection_sampler.RejectionSampler(Sampler())
-        self.prepare(verification.rule.params or {})
-
-    def prepare(self, params: dict[str, float]) -> None:
-        from vllm.v1.sample.logits_processor import LogitsProcessors
-        from vllm.v1.sample.metadata import SamplingMetadata
-        from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-        problem = self.problem
-        batch, n = problem.batch, problem.tree.num_nodes
-        nodes = torch.arange(batch * n).view(batch, n)
-        rows = {"target_logits_indices": nodes[:, :-1].flatten(), "bonus_logits_indices": nodes[:, -1]}
-        chains = [drafts.view(batch, n)[:, 1:].int().tolist() for drafts in problem.drafts]
-        dummies = (SpecDecodeMetadata.make_dummy(chain, torch.device("cpu")) for chain in chains)
-        self.metadata = [replace(dummy, **rows) for dummy in dummies]
-        nothing = torch.zeros(0)
-        self.sampling = SamplingMetadata(
-            temperature=torch.full((batch,), params["temperature"]), all_greedy=False, all_random=True,
-            top_p=torch.full((batch,), params["top_p"]), top_k=None, generators={}, max_num_logprobs=None,
-            no_penalties=True, prompt_token_ids=None, frequency_penalties=nothing, presence_penalties=nothing,
-            repetition_penalties=nothing, output_token_ids=[[] for _ in range(batch)], allowed_token_ids_mask=None,
-            bad_words_token_ids={}, logitsprocs=LogitsProcessors(),
-        )  # fmt: skip
-
-    def run(self, copy: int) -> Tensor:
-        problem = self.problem
+    def tokens(copy: int, how: Any) -> Tensor:
         # Its distributions have a row for each draft token.
-        output = self.sampler(self.metadata[copy], problem.draft_probs[copy], problem.logits[copy], self.sampling)
-        return output.sampled_token_ids
+        return sampler(metadata[copy], problem.draft_probs[copy], problem.logits[copy], how).sampled_token_ids
 
-    def check(self) -> None:
-        try:
-            check_sure_tokens(self.problem, self.tokens, "vLLM's")
-        finally:
-            self.prepare(self.rule.params or {})
-
-    def tokens(self) -> Tensor:
-        self.prepare(self.problem.params or {})
-        return self.run(0)
+    now = sampling()
+    check = partial(check_sure_tokens, problem, lambda: tokens(0, sampling()), "vLLM's")
+    return Way(lambda copy: tokens(copy, now), check=check)
 
 
-class FlashInferChain:
+@peer("FlashInfer", when=package("flashinfer", "cuda"))
+def flashinfer_chain(verification: Verification) -> Way:
     """FlashInfer's verification of chains, from probabilities, which its softmax and filters make first."""
+    refuse_unless_drawn_chain(verification)
+    problem, n = verification.problem, verification.problem.tree.num_nodes
+    sampling = importlib.import_module("flashinfer").sampling
 
-    name = "FlashInfer"
-    absent = staticmethod(package("flashinfer", "cuda"))
+    def distribution(logits: Tensor) -> Tensor:
+        params = problem.params or {}
+        probs = sampling.softmax(logits, temperature=params.get("temperature", 1.0))
+        if params.get("top_k", 0):
+            probs = sampling.top_k_renorm_probs(probs, params["top_k"])
+        return sampling.top_p_renorm_probs(probs, params["top_p"]) if params.get("top_p", 1.0) < 1 else probs
 
-    def __init__(self, verification: Verification) -> None:
-        self.problem = verification.problem
-        refuse_unless_drawn_chain(verification)
-        self.verify = importlib.import_module("flashinfer").sampling.chain_speculative_sampling
-
-    def run(self, copy: int) -> Tensor:
-        problem, n = self.problem, self.problem.tree.num_nodes
-        target = flashinfer_distribution(problem.logits[copy], problem.params or {}).view(problem.batch, n, -1)
+    def run(copy: int) -> Tensor:
+        target = distribution(problem.logits[copy]).view(problem.batch, n, -1)
         draft = problem.draft_probs[copy].view(problem.batch, n - 1, -1)
-        return self.verify(draft, problem.drafts[copy].view(problem.batch, n)[:, 1:].int(), target)[0]
+        drafts = problem.drafts[copy].view(problem.batch, n)[:, 1:].int()
+        return sampling.chain_speculative_sampling(draft, drafts, target)[0]
 
-    def check(self) -> None:
-        check_sure_tokens(self.problem, lambda: self.run(0), "FlashInfer's")
+    return Way(run, check=lambda: check_sure_tokens(problem, lambda: run(0), "FlashInfer's"))
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -353,13 +338,8 @@ def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callab
 
 
 def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose: str) -> None:
-    """A distribution of one token has one outcome, whatever the coins."""
-    params = problem.params
-    problem.params = {**(params or {}), "temperature": 1e-3}
-    try:
+    with problem.sure():
         verdict, theirs = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), tokens()
-    finally:
-        problem.params = params
     if not torch.equal(verdict.tokens[:, : theirs.shape[1]], theirs.long()):
         raise Mismatch(f"{whose} tokens differ from pagedtree's")
 
@@ -376,22 +356,17 @@ RULES = [
     rule(pagedtree.verify_typical, "top-p 0.9", torch_typical, predicted=best_tokens),
     rule(pagedtree.verify_block, "iid", torch_block, visits=False),
 ]
+CHAINS = ("chain 5", "chain 64", "chain 256")
+
+
+def unless_chain(shape: Shape, device: torch.device) -> str | None:
+    return None if shape["tree"].startswith("chain") else "it verifies chains"
+
+
+REJECTION_PEERS = (vllm_rejection, flashinfer_chain)
 OPS = [
-    op_of(
-        "verify_rejection",
-        RULES,
-        DrawnProblem,
-        headline=({"tree": "chain 32"},),
-        peers=(VllmRejection, FlashInferChain),
-    ),
+    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=REJECTION_PEERS),
     op_of("verify_traversal", RULES, DrawnProblem),
     op_of("verify_typical", RULES, DrawnProblem),
-    op_of(
-        "verify_block",
-        RULES,
-        DrawnProblem,
-        "chain 32",
-        ("chain 5", "chain 64", "chain 256"),
-        unsupported=lambda shape, device: None if shape["tree"].startswith("chain") else "it verifies chains",
-    ),
+    op_of("verify_block", RULES, DrawnProblem, "chain 32", CHAINS, unsupported=unless_chain),
 ]

@@ -9,21 +9,21 @@ for each key channel). Three drafts are accepted where the tree is deep enough.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
-from attention_peers import L3_BYTES
-from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, always
+from attention_problem import L3_BYTES
+from named_trees import longest_path, nodes_of, tree_named
+from suite import Mismatch, Op, Peer, Problem, Shape, Way, ours, package, peer
 from torch import Tensor
 
 from pagedtree import DraftTree, advance_state, build_trees, tree_delta_rule
 
 ACCEPTED = 3
+Results = tuple[Tensor, Tensor]  # the output, and the states behind the accepted tokens
 # Rule -> transformers' module, its chunked form and its loop over tokens.
 RULES = {
     "gated delta": ("qwen3_next", "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
@@ -36,30 +36,26 @@ def state_bytes(shape: Shape) -> int:
     return 4 * shape["batch"] * shape["value_heads"] * shape["head_dim"] ** 2
 
 
-@dataclass
-class Problem:
+class Step(Problem):
     """Equal trees, one for each sequence. Each way to do a step has `copies` states of its own, so that none finds what
     another one has left in a cache."""
 
-    shape: Shape
-    device: torch.device
-
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         self.tree = tree_named(self.shape["tree"])
         self.path = longest_path(self.tree)[: ACCEPTED + 1]
         self.draw(self.tree.num_nodes)
-        state = self.initial.nbytes
-        self.notes = {"state_traffic": {
-            "pagedtree": {"read": 2 * state, "written": state},
-            StatePerNode.name: {"read": self.nodes * state, "written": self.nodes * state},
-        }}  # fmt: skip
+        state, all_nodes = self.initial.nbytes, self.nodes * self.initial.nbytes
+        traffic = {ours.name: (2 * state, state), state_per_node.name: (all_nodes, all_nodes)}
+        self.notes = {
+            "state_traffic": {name: {"read": read, "written": written} for name, (read, written) in traffic.items()}
+        }
 
     def draw(self, nodes: int) -> None:
         """A layer's inputs for so many tokens of each sequence, and the states."""
         shape, self.batch = self.shape, self.shape["batch"]
         self.heads, self.head_dim = shape["value_heads"], shape["head_dim"]
         self.nodes, rows = nodes, self.batch * nodes
-        generator = torch.Generator(self.device).manual_seed(0)
+        generator = self.generator()
 
         def draw(*sizes: int) -> Tensor:
             return torch.randn(sizes, generator=generator, device=self.device)
@@ -83,7 +79,7 @@ class Problem:
     def fresh_states(self) -> Tensor:
         return self.initial.repeat(self.copies, 1, 1, 1, 1)
 
-    def step(self, tree: DraftTree, path: list[int], states: Tensor) -> Callable[[int], Tensor]:
+    def step(self, tree: DraftTree, path: list[int], states: Tensor) -> Callable[[int], Results]:
         """The two ops on trees of this form, of which these nodes are accepted."""
         parents = torch.from_numpy(tree.parents).to(self.device).repeat(self.batch)
         offsets = torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.nodes
@@ -91,15 +87,15 @@ class Problem:
         accept = torch.tensor([path] * self.batch, dtype=torch.int32, device=self.device)
         accepted = torch.full((self.batch,), len(path) - 1, dtype=torch.int32, device=self.device)
 
-        def run(copy: int) -> Tensor:
+        def run(copy: int) -> Results:
             state, rest = states[copy], (self.g, self.beta)
             out = tree_delta_rule(self.q, self.k, self.v, *rest, state, self.slots, trees)
             advance_state(state, self.slots, self.k, self.v, *rest, trees, accept, accepted)
-            return out
+            return out, state
 
         return run
 
-    def op(self, copy: int) -> Tensor:
+    def op(self, copy: int) -> Results:
         if not hasattr(self, "ours"):
             self.ours = self.step(self.tree, self.path, self.states)
         return self.ours(copy)
@@ -109,128 +105,102 @@ class Problem:
         return tuple(x.unflatten(0, (self.batch, self.nodes)) for x in (self.q, self.k, self.v, self.g, self.beta))
 
 
-class Prefill(Problem):
+class Prefill(Step):
     """A prompt of `tokens` for each sequence, whose states are those behind it."""
 
-    def __post_init__(self) -> None:
+    def make(self) -> None:
         self.draw(self.shape["tokens"])
 
-    def op(self, copy: int) -> Tensor:
+    def op(self, copy: int) -> Results:
         state, rest = self.states[copy], (self.g, self.beta)
         cut = {"cu_seqlens": torch.arange(self.batch + 1, dtype=torch.int32, device=self.device) * self.nodes}
         out = tree_delta_rule(self.q, self.k, self.v, *rest, state, self.slots, None, **cut)
         advance_state(state, self.slots, self.k, self.v, *rest, None, **cut)
-        return out
+        return out, state
 
 
-def longest_path(tree: DraftTree) -> list[int]:
-    path = [int(tree.depths.argmax())]
-    while path[0]:
-        path.insert(0, int(tree.parents[path[0]]))
-    return path
-
-
-class OnChain:
+@peer("pagedtree on a chain", is_other_problem=True)
+def on_chain(p: Step) -> Way:
     """The op on a chain of as many nodes: a tree is to take at most a tenth more."""
-
-    name = "pagedtree on a chain"
-    takes_chain = True
-    absent = staticmethod(always)
-
-    def __init__(self, problem: Problem) -> None:
-        chain = DraftTree.chain(problem.nodes - 1)
-        self.states = problem.fresh_states()
-        self.run = problem.step(chain, list(range(len(problem.path))), self.states)
+    return Way(p.step(DraftTree.chain(p.nodes - 1), list(range(len(p.path))), p.fresh_states()))
 
 
-class StatePerNode:
+@peer("a state per node")
+def state_per_node(p: Step) -> Way:
     """Torch ops that write the state of each node, as engines do that verify drafts, and keep that of the last accepted
     one."""
+    states, behind = p.fresh_states(), p.initial.new_empty(p.nodes, *p.initial.shape)
 
-    name = "a state per node"
-    takes_chain = False
-    absent = staticmethod(always)
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.states = problem, problem.fresh_states()
-        self.behind = problem.initial.new_empty(problem.nodes, *problem.initial.shape)
-
-    def run(self, copy: int) -> Tensor:
-        p = self.problem
+    def run(copy: int) -> Results:
         q, k, v, g, beta = (x.float() for x in p.by_sequence())
         q, k = (x.repeat_interleave(p.heads // x.shape[2], dim=2) for x in (q * p.head_dim**-0.5, k))
         decay = g.exp().reshape(p.batch, p.nodes, p.heads, -1, 1)
         out = torch.empty_like(v)
         for node, parent in enumerate(p.tree.parents.tolist()):
-            before, state = self.states[copy] if parent < 0 else self.behind[parent], self.behind[node]
+            before, state = states[copy] if parent < 0 else behind[parent], behind[node]
             torch.mul(before, decay[:, node], out=state)
             u = beta[:, node, :, None] * (v[:, node] - (k[:, node, :, None] @ state)[:, :, 0])
             state.addcmul_(k[:, node, :, :, None], u[:, :, None])
             out[:, node] = (q[:, node, :, None] @ state)[:, :, 0]
-        self.states[copy].copy_(self.behind[p.path[-1]])
-        return out.to(p.v.dtype)
+        states[copy].copy_(behind[p.path[-1]])
+        return out.to(p.v.dtype), states[copy]
+
+    return Way(run)
 
 
-class Causal:
-    """A causal form of transformers on a chain: once for all tokens, and again over those accepted, for the state."""
-
-    takes_chain = True
-    form: int  # in RULES
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem, self.states = problem, problem.fresh_states()
-        module, *forms = RULES[problem.shape["rule"]]
-        module = f"transformers.models.{module}.modeling_{module}"
-        self.rule = getattr(importlib.import_module(module), forms[self.form])
-        q, k, *self.rest = problem.by_sequence()
-        # Kimi Linear has as many key heads as value heads; the other rule repeats them itself.
-        repeated = problem.heads // k.shape[2] if problem.shape["rule"] == "kimi delta" else 1
-        self.q, self.k = (x.repeat_interleave(repeated, dim=2) for x in (q, k))
-
-    @staticmethod
-    def absent() -> str | None:
-        found = importlib.util.find_spec("transformers")
-        for module, *_ in RULES.values():
-            if found and not importlib.util.find_spec(f"transformers.models.{module}"):
-                return f"this transformers has no {module}"
-        return None if found else "transformers is not installed"
-
-    def run(self, copy: int) -> Tensor:
-        state, rows = self.states[copy], (self.q, self.k, *self.rest)
-        out, _ = self.rule(*rows, initial_state=state, output_final_state=False)
-        accepted = (x[:, : len(self.problem.path)] for x in rows)
-        _, after = self.rule(*accepted, initial_state=state, output_final_state=True)
-        state.copy_(after)
-        return out
+def no_transformers() -> str | None:
+    if reason := package("transformers")():
+        return reason
+    lacking = [module for module, *_ in RULES.values() if not find_spec(f"transformers.models.{module}")]
+    return f"this transformers has no {lacking[0]}" if lacking else None
 
 
-class RecurrentLoop(Causal):
-    name = "transformers' loop on a chain"
-    form = 1
+def causal(p: Step, form: int) -> tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]:
+    """One of transformers' two causal forms, and its rows."""
+    module, *forms = RULES[p.shape["rule"]]
+    rule = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), forms[form])
+    q, k, *rest = p.by_sequence()
+    # Kimi Linear has as many key heads as value heads; the other rule repeats them itself.
+    repeated = p.heads // k.shape[2] if p.shape["rule"] == "kimi delta" else 1
+    return rule, (*(x.repeat_interleave(repeated, dim=2) for x in (q, k)), *rest)
 
 
-class CausalChunk(Causal):
-    name = "transformers' chunk on a chain"
-    form = 0
+def verified(p: Step, form: int) -> Way:
+    """On a chain: once for all tokens, and again over those accepted, for the state."""
+    (rule, rows), states = causal(p, form), p.fresh_states()
+
+    def run(copy: int) -> Results:
+        state = states[copy]
+        out, _ = rule(*rows, initial_state=state, output_final_state=False)
+        accepted = (x[:, : len(p.path)] for x in rows)
+        _, after = rule(*accepted, initial_state=state, output_final_state=True)
+        return out, state.copy_(after)
+
+    return Way(run)
 
 
-class PrefillByLoop(RecurrentLoop):
+def read(p: Step, form: int) -> Way:
     """All tokens, once."""
+    (rule, rows), states = causal(p, form), p.fresh_states()
 
-    name = "transformers' loop"
-    takes_chain = False
+    def run(copy: int) -> Results:
+        state = states[copy]
+        out, after = rule(*rows, initial_state=state, output_final_state=True)
+        return out, state.copy_(after)
 
-    def run(self, copy: int) -> Tensor:
-        state = self.states[copy]
-        rows = (self.q, self.k, *self.rest)
-        out, after = self.rule(*rows, initial_state=state, output_final_state=True)
-        state.copy_(after)
-        return out
+    return Way(run)
 
 
-class PrefillByChunk(PrefillByLoop):
-    name = "transformers' chunk"
-    form = 0
+CHUNK, LOOP = 0, 1  # in RULES
+of_transformers = partial(Peer, when=no_transformers)
+STEP_PEERS = [
+    of_transformers("transformers' loop on a chain", partial(verified, form=LOOP), like=on_chain),
+    of_transformers("transformers' chunk on a chain", partial(verified, form=CHUNK), like=on_chain),
+]
+PREFILL_PEERS = [
+    of_transformers("transformers' loop", partial(read, form=LOOP)),
+    of_transformers("transformers' chunk", partial(read, form=CHUNK)),
+]
 
 
 # The ops -------------------------------------------------------------------------------------------------------------
@@ -242,30 +212,25 @@ def memory_of(shape: Shape) -> int:
     nodes, states = shape["tokens"] if "tokens" in shape else nodes_of(shape["tree"]), state_bytes(shape)
     tokens = shape["batch"] * shape["value_heads"] * (nodes + 63) * shape["head_dim"]
     behind = 0 if "tokens" in shape else nodes
-    return (
-        states * (behind + 12) + 10 * L3_BYTES["cpu"] + 4 * tokens * (64 * 5 if shape["rule"] == "kimi delta" else 40)
-    )
+    numbers = 64 * 5 if shape["rule"] == "kimi delta" else 40
+    return states * (behind + 12) + 10 * L3_BYTES["cpu"] + 4 * tokens * numbers
 
 
-def check(problem: Problem, ours: Any, theirs: Any) -> None:
+def check(problem: Step, ours: Way, theirs: Way) -> None:
     """Outputs and states, from the same states."""
 
-    def after(run: Callable[[int], Tensor], states: Tensor) -> tuple[Tensor, Tensor]:
-        states[0] = problem.initial
-        out = run(0).reshape(problem.v.shape).float()
-        return out, states[0]
+    def after(way: Way) -> Results:
+        way.run(0)[1].copy_(problem.initial)
+        out, state = way.run(0)
+        return out.reshape(problem.v.shape).float(), state
 
-    chain = OnChain(problem) if theirs.takes_chain else None
-    expected = after(chain.run, chain.states) if chain else after(ours.run, problem.states)
-    for name, mine, found in zip(("output", "state"), expected, after(theirs.run, theirs.states), strict=True):
+    for name, mine, found in zip(("output", "state"), after(ours), after(theirs), strict=True):
         error = ((found - mine).square().mean() / mine.square().mean()).sqrt().item()
         if not error <= 0.02:
             raise Mismatch(f"the root mean square of the {name}'s error is {error:.3f} of that of the {name}")
 
 
-LAYER = {
-    "key_heads": 16, "value_heads": 32, "head_dim": 128, "rule": "gated delta", "dtype": "bfloat16", "threads": 0,
-}  # fmt: skip
+LAYER = {"key_heads": 16, "value_heads": 32, "head_dim": 128, "rule": "gated delta", "dtype": "bfloat16", "threads": 0}
 STEP = Op(
     name="recurrent_step",
     base={"batch": 4, "tree": "binary 32", **LAYER},
@@ -280,8 +245,8 @@ STEP = Op(
         *({"tree": f"binary {nodes}", "rule": "kimi delta"} for nodes in (8, 32, 128)),
     ],
     quick={"batch": 1, "tree": "binary 8"},
-    problem=Problem,
-    peers=[Ours, OnChain, StatePerNode, RecurrentLoop, CausalChunk],
+    problem=Step,
+    peers=[ours, on_chain, state_per_node, *STEP_PEERS],
     memory=memory_of,
     check=check,
 )
@@ -292,7 +257,7 @@ PREFILL = Op(
     headline=[{"tokens": 128}, {"tokens": 128, "rule": "kimi delta"}],
     quick={"tokens": 64},
     problem=Prefill,
-    peers=[Ours, PrefillByLoop, PrefillByChunk],
+    peers=[ours, *PREFILL_PEERS],
     memory=memory_of,
     check=check,
 )

@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from carried import carried, loaded_by
-from suite import package
+from suite import Way, package, peer
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -22,114 +23,106 @@ SEED = 1
 SOFTMAX_SLICE, SOFTMAX_SLICE_BYTES = 8192, 8  # what FlashInfer's softmax notes of a part of a row
 
 
+class Params(NamedTuple):
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(carried("flashinfer_sampling.so")))
 
 
-class RowSampler:
+def row_sampler(verification: Verification, draw: Callable[[Tensor, Params], Tensor], whose: str) -> Way:
     """A way to sample every row; `draw` gives a token for each."""
+    rule, problem = verification.rule, verification.problem
+    if rule.params is None:
+        raise ValueError(f"{whose} sampler is not for greedy")
+    params = Params(**rule.params)
 
-    owner: str
+    def check() -> None:
+        rule.check(problem, lambda logits, row: draw(logits.contiguous(), params), whose)
 
-    def __init__(self, verification: Verification) -> None:
-        self.rule, self.problem = verification.rule, verification.problem
-        if (params := self.rule.params) is None:
-            raise ValueError(f"{self.owner} sampler is not for greedy")
-        self.temperature = params.get("temperature", 1.0)
-        self.top_k, self.top_p = params.get("top_k", 0), params.get("top_p", 1.0)
-
-    def draw(self, logits: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def run(self, copy: int) -> Tensor:
-        return self.draw(self.problem.logits[copy])
-
-    def check(self) -> None:
-        self.rule.check(self.problem, lambda logits, row: self.draw(logits.contiguous()), self.owner)
+    return Way(lambda copy: draw(problem.logits[copy], params), check=check)
 
 
-class FlashInferSampling(RowSampler):
+@peer("FlashInfer", when=package("flashinfer", "cuda"))
+def flashinfer_sampling(verification: Verification) -> Way:
     """FlashInfer's sampling of every row, from probabilities, which its softmax makes first."""
+    sampling = importlib.import_module("flashinfer").sampling
 
-    name, owner = "FlashInfer", "FlashInfer's"
-    absent = staticmethod(package("flashinfer", "cuda"))
-
-    def draw(self, logits: Tensor) -> Tensor:
-        sampling = importlib.import_module("flashinfer").sampling
-        probs = sampling.softmax(logits.contiguous(), temperature=self.temperature)
-        if self.top_k:
-            return sampling.top_k_top_p_sampling_from_probs(probs, self.top_k, self.top_p)
-        if self.top_p < 1:
-            return sampling.top_p_sampling_from_probs(probs, self.top_p)
+    def draw(logits: Tensor, params: Params) -> Tensor:
+        probs = sampling.softmax(logits.contiguous(), temperature=params.temperature)
+        if params.top_k:
+            return sampling.top_k_top_p_sampling_from_probs(probs, params.top_k, params.top_p)
+        if params.top_p < 1:
+            return sampling.top_p_sampling_from_probs(probs, params.top_p)
         return sampling.sampling_from_probs(probs)
 
+    return row_sampler(verification, draw, "FlashInfer's")
 
-class FlashInferSamplingKernels(RowSampler):
-    """FlashInfer's Gumbel race over logits; under a filter its softmax, then a draw from probabilities by rejection."""
 
-    name, owner = "FlashInfer's sampling kernels", "FlashInfer's"
-    absent = staticmethod(loaded_by(library))
+def call(name: str, *arguments: Any) -> None:
+    passed = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
+    stream = torch.cuda.current_stream().cuda_stream if arguments[0].is_cuda else 0
+    status = getattr(library(), f"flashinfer_{name}")(*passed, ctypes.c_void_p(stream))
+    if status:
+        raise RuntimeError(f"flashinfer_{name}: cudaError_t {status}")
 
-    def __init__(self, verification: Verification) -> None:
-        super().__init__(verification)
-        if self.top_k and self.top_p == 1:
-            raise ValueError("top-k is compiled beside top-p only")
-        self.library = library()
 
-    def draw(self, logits: Tensor) -> Tensor:
-        tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
-        if self.top_p < 1:
-            self.draw_filtered(self.probabilities(logits), tokens)
-        elif self.temperature == 1 and logits.dtype == torch.bfloat16:
-            self.call("from_logits_bf16", logits, tokens, *logits.shape, ctypes.c_uint64(SEED))
-        else:  # its kernel knows no temperature
-            scaled = torch.empty(logits.shape, device=logits.device)
-            torch.div(logits, self.temperature, out=scaled)
-            self.call("from_logits", scaled, tokens, *logits.shape, ctypes.c_uint64(SEED))
-        return tokens
+def probabilities(logits: Tensor, temperature: float) -> Tensor:
+    """By FlashInfer's softmax."""
+    rows, vocab = logits.shape
+    work_bytes = rows * -(-vocab // SOFTMAX_SLICE) * SOFTMAX_SLICE_BYTES + 256
+    work = torch.empty(work_bytes, dtype=torch.uint8, device=logits.device)
+    probs = torch.empty(logits.shape, device=logits.device)
+    scale, size = ctypes.c_float(temperature), ctypes.c_uint64(work_bytes)
+    call("softmax", logits.float(), probs, rows, vocab, scale, work, size)
+    return probs
 
-    def probabilities(self, logits: Tensor) -> Tensor:
-        rows, vocab = logits.shape
-        work_bytes = rows * -(-vocab // SOFTMAX_SLICE) * SOFTMAX_SLICE_BYTES + 256
-        work = torch.empty(work_bytes, dtype=torch.uint8, device=logits.device)
-        probs = torch.empty(logits.shape, device=logits.device)
-        temperature, size = ctypes.c_float(self.temperature), ctypes.c_uint64(work_bytes)
-        self.call("softmax", logits.float(), probs, rows, vocab, temperature, work, size)
-        return probs
 
-    def draw_filtered(self, probs: Tensor, tokens: Tensor) -> None:
+def draw_by_kernels(logits: Tensor, params: Params) -> Tensor:
+    tokens = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    if params.top_p < 1:
+        probs = probabilities(logits, params.temperature)
         valid = torch.empty(tokens.shape, dtype=torch.bool, device=tokens.device)
-        top_p, seed = ctypes.c_float(self.top_p), ctypes.c_uint64(SEED)
-        if self.top_k:
-            self.call("top_k_top_p", probs, tokens, valid, *probs.shape, self.top_k, top_p, seed)
+        bounds = ctypes.c_float(params.top_p), ctypes.c_uint64(SEED)
+        if params.top_k:
+            call("top_k_top_p", probs, tokens, valid, *probs.shape, params.top_k, *bounds)
         else:
-            self.call("top_p", probs, tokens, valid, *probs.shape, top_p, seed)
+            call("top_p", probs, tokens, valid, *probs.shape, *bounds)
+    elif params.temperature == 1 and logits.dtype == torch.bfloat16:
+        call("from_logits_bf16", logits, tokens, *logits.shape, ctypes.c_uint64(SEED))
+    else:  # its kernel knows no temperature
+        scaled = torch.empty(logits.shape, device=logits.device)
+        torch.div(logits, params.temperature, out=scaled)
+        call("from_logits", scaled, tokens, *logits.shape, ctypes.c_uint64(SEED))
+    return tokens
 
-    def call(self, name: str, *arguments: Any) -> None:
-        passed = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, Tensor) else a for a in arguments]
-        stream = torch.cuda.current_stream().cuda_stream if self.problem.device.type == "cuda" else 0
-        status = getattr(self.library, f"flashinfer_{name}")(*passed, ctypes.c_void_p(stream))
-        if status:
-            raise RuntimeError(f"flashinfer_{name}: cudaError_t {status}")
+
+@peer("FlashInfer's sampling kernels", when=loaded_by(library))
+def flashinfer_sampling_kernels(verification: Verification) -> Way:
+    """FlashInfer's Gumbel race over logits; under a filter its softmax, then a draw from probabilities by rejection."""
+    params = verification.rule.params or {}
+    if params.get("top_k") and params.get("top_p", 1.0) == 1:
+        raise ValueError("top-k is compiled beside top-p only")
+    return row_sampler(verification, draw_by_kernels, "FlashInfer's")
 
 
-class VllmGumbel(RowSampler):
+@peer("vLLM's Gumbel sampler (Triton)", when=package("vllm", "cuda"))
+def vllm_gumbel(verification: Verification) -> Way:
     """vLLM's sampler of model runner V2, which has no filter."""
+    if {"top_k", "top_p"} & {*(verification.rule.params or {})}:
+        raise ValueError("temperature only")
+    sample = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
 
-    name, owner = "vLLM's Gumbel sampler (Triton)", "vLLM's"
-    absent = staticmethod(package("vllm", "cuda"))
-
-    def __init__(self, verification: Verification) -> None:
-        super().__init__(verification)
-        if self.top_k or self.top_p < 1:
-            raise ValueError("temperature only")
-        self.sample = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
-
-    def draw(self, logits: Tensor) -> Tensor:
+    def draw(logits: Tensor, params: Params) -> Tensor:
         rows = torch.arange(logits.shape[0], device=logits.device)
-        temperatures = torch.full(rows.shape, self.temperature, device=logits.device)
-        return self.sample(logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False)
+        temperatures = torch.full(rows.shape, params.temperature, device=logits.device)
+        return sample(logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False)
+
+    return row_sampler(verification, draw, "vLLM's")
 
 
-PEERS = [FlashInferSampling, FlashInferSamplingKernels, VllmGumbel]
+PEERS = (flashinfer_sampling, flashinfer_sampling_kernels, vllm_gumbel)

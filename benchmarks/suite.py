@@ -1,22 +1,8 @@
 """What a benchmark of an op is: points of a sweep, and the ways to do each, compared before they are timed.
 
-A *peer* is whatever a user could call instead of the op; the op itself is the first in the list. It has
-
-    name
-    absent()        None, or why this machine cannot run it
-    peer(problem)   does what an engine does once; gives an object with
-
-        run(copy)   the call that is timed, on one of the problem's copies of the data
-        plan()      optional: what an engine does once per step for all layers; timed apart, and included in the ratio
-
-and, optionally,
-
-    only_headline = True    too slow for sweeps, which leave it out unless it is named
-    compiles = True         compiled for each shape: on a GPU, and in the headline table, measured only if it is named
-    synchronises = True     waits for the device: no CUDA graph can hold it, and on a GPU it is timed with its launches
-    plans_on_device = True  `plan` does all of its work there: on a GPU it is timed as `run` is
-
-A *problem* has `bytes` and `flops` (what no way to do it can avoid), `copies` and `device`.
+A *peer* is whatever a user could call instead of the op; the op itself is the first in the list. `@peer(NAME)` makes
+one of a function of a problem, which does what an engine does once and returns the `Way`. A *problem* has `bytes` and
+`flops` (what no way to do it can avoid), `copies` and `device`.
 """
 
 from __future__ import annotations
@@ -48,15 +34,15 @@ COMPILES = "compiled for each shape: only where it is named"
 
 
 def always() -> str | None:
-    """`absent` of a peer that runs wherever pagedtree does."""
+    """For a peer that runs wherever pagedtree does."""
     return None
 
 
-def package(name: str, device: str) -> Callable[[], str | None]:
-    """`absent` of a peer that a package has, if installed, for machines with a GPU ("cuda") or without one ("cpu")."""
+def package(name: str, device: str = "") -> Callable[[], str | None]:
+    """For a peer of a package, if installed, on machines with a GPU ("cuda"), without one ("cpu") or any ("")."""
 
     def absent() -> str | None:
-        if torch.cuda.is_available() != (device == "cuda"):
+        if device and torch.cuda.is_available() != (device == "cuda"):
             return f"measured on machines {'with' if device == 'cuda' else 'without'} a GPU"
         return None if importlib.util.find_spec(name) else f"{name} is not installed"
 
@@ -67,24 +53,84 @@ class Mismatch(Exception):
     """A peer's result is not that of the op."""
 
 
-class Ours:
+@dataclass
+class Way:
+    """How a problem is done: `run` is timed, on one of the problem's copies of the data.
+
+    plan: what an engine does once per step for all layers; timed apart, and included in the ratio.
+    check: raises Mismatch where the result is not the op's; None: the op's own check does.
+    """
+
+    run: Callable[[int], Any]
+    plan: Callable[[], Any] | None = None
+    check: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Peer:
+    """A way to do any problem of an op.
+
+    when: None, or why this machine cannot run it.
+    like: the peer whose result this one's equals, where that is not the op's.
+    is_other_problem: the op itself, on a problem with another result.
+    only_headline: too slow for sweeps, which leave it out unless it is named.
+    compiles: compiled for each shape: on a GPU, and in the headline table, measured only if it is named.
+    synchronises: waits for the device: no CUDA graph can hold it, and on a GPU it is timed with its launches.
+    plans_on_device: `plan` does all of its work there: on a GPU it is timed as `run` is.
+    """
+
+    name: str
+    make: Callable[[Any], Way]
+    when: Callable[[], str | None] = always
+    like: Peer | None = None
+    is_other_problem: bool = False
+    only_headline: bool = False
+    compiles: bool = False
+    synchronises: bool = False
+    plans_on_device: bool = False
+
+
+def peer(name: str, **properties: Any) -> Callable[[Callable[[Any], Way]], Peer]:
+    """Makes a peer of the function that it decorates; properties: fields of Peer."""
+    return lambda make: Peer(name, make, **properties)
+
+
+@peer("pagedtree")
+def ours(problem: Any) -> Way:
     """The op itself, for problems that have it as `op(copy)`."""
-
-    name = "pagedtree"
-    absent = staticmethod(always)
-
-    def __init__(self, problem: Any) -> None:
-        self.run: Callable[[int], Any] = problem.op
+    return Way(problem.op)
 
 
-class TorchOps:
+@peer("torch ops")
+def torch_ops(problem: Any) -> Way:
     """What a few lines of eager torch do, for problems that have them as `torch_ops(copy)`."""
+    return Way(problem.torch_ops)
 
-    name = "torch ops"
-    absent = staticmethod(always)
 
-    def __init__(self, problem: Any) -> None:
-        self.run: Callable[[int], Any] = problem.torch_ops
+def check_equal(problem: Any, expected: Way, theirs: Way) -> None:
+    """The same integers, in one tensor or several."""
+    pairs = (result if isinstance(result, tuple) else (result,) for result in (expected.run(0), theirs.run(0)))
+    for name, a, b in zip(("first", "second"), *pairs, strict=False):
+        if a.shape != b.shape or not torch.equal(a.long(), b.long()):
+            raise Mismatch(f"the {name} result differs")
+
+
+class Problem:
+    """The inputs of a shape."""
+
+    bytes: int
+    copies, flops = 1, 0
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        self.shape, self.device = shape, device
+        self.make()
+
+    def make(self) -> None:
+        """Draws the inputs, and sets `bytes`."""
+        raise NotImplementedError
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
 
 
 @dataclass(frozen=True)
@@ -97,7 +143,7 @@ class Op:
         peers. quick: a smaller point for a first look.
     problem: makes the inputs of a shape; equal shapes of neighbouring points may get the same ones.
     memory: bytes that a point takes, its peers included.
-    check: raises Mismatch where a peer's result is not the op's; takes the problem, the op's and the peer's object.
+    check: raises Mismatch where a peer's result is not the op's; takes the problem, the op's way and the peer's.
     unsupported: why the op itself has no such shape on this device, or None.
     """
 
@@ -106,9 +152,9 @@ class Op:
     axes: dict[str, Sequence[Any]]
     quick: Shape
     problem: Callable[[Shape, torch.device], Any]
-    peers: Sequence[Any]
     memory: Callable[[Shape], int]
-    check: Callable[[Any, Any, Any], None]
+    peers: Sequence[Peer] = (ours, torch_ops)
+    check: Callable[[Any, Way, Way], None] = check_equal
     headline: Sequence[Shape] = ()
     unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None
 
@@ -166,14 +212,14 @@ class Settings:
     without_compiled: bool = False
     cpu_time: bool = False
 
-    def wants(self, peer: Any, point: Point) -> str | None:
+    def wants(self, peer: Peer, point: Point) -> str | None:
         """Why the peer is not asked at this point, or None."""
         if self.peers is not None:
             wanted = any(name.lower() in peer.name.lower() for name in self.peers)
             return None if wanted else "not asked for"
-        if self.without_compiled and getattr(peer, "compiles", False):
+        if self.without_compiled and peer.compiles:
             return COMPILES
-        return LEFT_OUT if getattr(peer, "only_headline", False) and not point.is_headline else None
+        return LEFT_OUT if peer.only_headline and not point.is_headline else None
 
 
 def measured(point: Point, settings: Settings) -> dict[str, Any]:
@@ -190,14 +236,14 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
         ready, absent, wrong = prepared(point, problem, settings)
         eager = {}
         if device.type == "cuda":
-            eager = {name: reason for name, peer in ready.items() if (reason := why_eager(peer))}
+            eager = {peer.name: reason for peer, way in ready.items() if (reason := why_eager(peer, way))}
         timings, plans = timed(problem, ready, settings, eager)
         peaks = {}
         if point.is_headline:
-            peaks = {name: peak_bytes(lambda peer=peer: peer.run(0), device) for name, peer in ready.items()}
+            peaks = {peer.name: peak_bytes(lambda way=way: way.run(0), device) for peer, way in ready.items()}
         if device.type == "cuda":
-            ours = ready[op.peers[0].name]
-            row |= {"warm_ms": warm_seconds(lambda: ours.run(0)) * 1e3, "kernels": kernel_times(lambda: ours.run(0))}
+            run = ready[op.peers[0]].run
+            row |= {"warm_ms": warm_seconds(lambda: run(0)) * 1e3, "kernels": kernel_times(lambda: run(0))}
     finally:
         torch.set_num_threads(default_threads)
     row |= figures(problem, timings, plans, settings)
@@ -213,18 +259,20 @@ def lacking_memory(needed: int, device: torch.device) -> str | None:
     return f"takes {needed / 1e9:.1f} GB with all peers, {free / 1e9:.1f} GB are free"
 
 
-def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[str, Any], dict[str, str], dict[str, str]]:
+def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[Peer, Way], dict[str, str], dict[str, str]]:
     """Peers that can run, whose results are the op's; why the others are absent; and those whose results differ."""
     first, *others = point.op.peers
-    ours = first(problem)
-    ready, absent, wrong = {first.name: ours}, {}, {}
+    ready, absent, wrong = {first: first.make(problem)}, {}, {}
     for peer in others:
-        reason = settings.wants(peer, point) or peer.absent()
+        reason = settings.wants(peer, point) or peer.when()
         if reason is None:
             try:
-                theirs = peer(problem)
-                point.op.check(problem, ours, theirs)
-                ready[peer.name] = theirs
+                theirs = peer.make(problem)
+                if theirs.check is not None:
+                    theirs.check()
+                elif not peer.is_other_problem:
+                    point.op.check(problem, peer.like.make(problem) if peer.like else ready[first], theirs)
+                ready[peer] = theirs
             except Mismatch as mismatch:
                 wrong[peer.name] = str(mismatch)
             except Exception as error:  # one that cannot do this shape is named, not hidden
@@ -234,35 +282,36 @@ def prepared(point: Point, problem: Any, settings: Settings) -> tuple[dict[str, 
     return ready, absent, wrong
 
 
-def why_eager(peer: Any) -> str | None:
+def why_eager(peer: Peer, way: Way) -> str | None:
     """Why a peer is called on a GPU instead of replayed from a graph, or None."""
-    if getattr(peer, "synchronises", False):
+    if peer.synchronises:
         return "it waits for the device"
-    peer.run(0)  # what it does once may wait
-    return "torch saw it wait for the device" if waits_for_device(lambda: peer.run(0)) else None
+    way.run(0)  # what it does once may wait
+    return "torch saw it wait for the device" if waits_for_device(lambda: way.run(0)) else None
 
 
 def timed(
-    problem: Any, ready: dict[str, Any], settings: Settings, eager: dict[str, str]
+    problem: Any, ready: dict[Peer, Way], settings: Settings, eager: dict[str, str]
 ) -> tuple[dict[str, Timing], dict[str, Timing]]:
     """Times of the calls, and of the plans of those that have one."""
-    runs = {name: lambda i, run=peer.run: run(i % problem.copies) for name, peer in ready.items()}
-    plans = {name: lambda i, plan=peer.plan: plan() for name, peer in ready.items() if hasattr(peer, "plan")}
+    runs = {peer.name: lambda i, run=way.run: run(i % problem.copies) for peer, way in ready.items()}
+    plans = {peer: lambda i, plan=way.plan: plan() for peer, way in ready.items() if way.plan}
     options = {"budget": settings.seconds, "min_repeats": settings.min_repeats}
     planning = {"budget": settings.seconds / 4, "min_repeats": 3}
     if settings.device.type != "cuda":
         clock = time.process_time if settings.cpu_time else time.perf_counter
-        return interleaved(runs, clock=clock, **options), interleaved(plans, **planning) if plans else {}
+        planned = {peer.name: plan for peer, plan in plans.items()}
+        return interleaved(runs, clock=clock, **options), interleaved(planned, **planning) if plans else {}
     timings = interleaved_on_gpu(runs, copies=problem.copies, eager=eager, **options)
-    on_device = {name: plan for name, plan in plans.items() if getattr(ready[name], "plans_on_device", False)}
+    on_device = {peer.name: plan for peer, plan in plans.items() if peer.plans_on_device}
     # What others plan is work of the host, too: by the clock, until the device is done.
     on_host = {
-        name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize())
-        for name, plan in plans.items()
-        if name not in on_device
+        peer.name: lambda i, plan=plan: (plan(i), torch.cuda.synchronize())
+        for peer, plan in plans.items()
+        if not peer.plans_on_device
     }
-    planned = interleaved_on_gpu(on_device, copies=1, **planning) if on_device else {}
-    return timings, planned | (interleaved(on_host, **planning) if on_host else {})
+    times = interleaved_on_gpu(on_device, copies=1, **planning) if on_device else {}
+    return timings, times | (interleaved(on_host, **planning) if on_host else {})
 
 
 def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], settings: Settings) -> dict[str, Any]:
@@ -326,8 +375,9 @@ class Progress:
 
     def show(self, label: str) -> None:
         text = self.text(label, time.perf_counter())
-        print(f"\r{text[:118]:118}" if sys.stderr.isatty() else text, end="" if sys.stderr.isatty() else "\n",
-              file=sys.stderr, flush=True)  # fmt: skip
+        if sys.stderr.isatty():
+            text = f"\r{text[:118]:118}"
+        print(text, end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if sys.stderr.isatty():

@@ -10,9 +10,9 @@ and for drafts that were drawn their distributions there; the logits of all node
 
 from __future__ import annotations
 
-import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import sampling_peers
 import torch
 from named_trees import nodes_of, tree_named
-from suite import Mismatch, Op, Ours, Shape, always
+from suite import Mismatch, Op, Peer, Shape, Way, ours, peer
 from torch import Tensor
 
 import pagedtree
@@ -86,54 +86,29 @@ def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
     }
 
 
-def flashinfer_distribution(logits: Tensor, params: dict[str, Any]) -> Tensor:
-    """As `torch_distribution`, by FlashInfer's kernels."""
-    sampling = importlib.import_module("flashinfer").sampling
-    probs = sampling.softmax(logits, temperature=params.get("temperature", 1.0))
-    if params.get("top_k", 0):
-        probs = sampling.top_k_renorm_probs(probs, params["top_k"])
-    return sampling.top_p_renorm_probs(probs, params["top_p"]) if params.get("top_p", 1.0) < 1 else probs
+@peer("torch chain", only_headline=True, synchronises=True)  # seconds per call; its walk is on the host
+def torch_chain(verification: Verification) -> Way:
+    rule, problem = verification.rule, verification.problem
+    return Way(lambda copy: rule.torch_ops(problem, copy), check=lambda: rule.check(problem))
 
 
-class TorchChain:
-    name = "torch chain"
-    only_headline = True  # seconds per call
-    synchronises = True  # its walk is on the host
-    absent = staticmethod(always)
-
-    def __init__(self, verification: Verification) -> None:
-        self.rule, self.problem = verification.rule, verification.problem
-
-    def run(self, copy: int) -> object:
-        return self.rule.torch_ops(self.problem, copy)
-
-    def check(self) -> None:
-        self.rule.check(self.problem)
-
-
-class TorchVisited(TorchChain):
+@peer("torch, visited rows", only_headline=True, synchronises=True)
+def torch_visited(verification: Verification) -> Way:
     """The chain, but only over the rows that the walk visits, which it can know one level at a time only."""
+    rule, problem = verification.rule, verification.problem
+    if not rule.visits:
+        raise ValueError(f"{rule.op} reads every row")
 
-    name = "torch, visited rows"
+    def run(copy: int) -> object:
+        return rule.torch_ops(problem, copy, visited_only=True)
 
-    def __init__(self, verification: Verification) -> None:
-        super().__init__(verification)
-        if not self.rule.visits:
-            raise ValueError(f"{self.rule.op} reads every row")
-
-    def run(self, copy: int) -> object:
-        return self.rule.torch_ops(self.problem, copy, visited_only=True)
-
-    def check(self) -> None:
+    def check() -> None:
         """The same outcome as the chain's, random only where it samples; there the distribution has one token."""
-        params = self.problem.params
-        if self.rule.op == "verify_sampled":
-            self.problem.params = {**(params or {}), "temperature": 1e-3}
-        try:
-            if self.run(0) != self.rule.torch_ops(self.problem, 0):
-                raise Mismatch(f"{self.name}: another outcome than the torch chain's")
-        finally:
-            self.problem.params = params
+        with problem.sure() if rule.op == "verify_sampled" else nullcontext():
+            if run(0) != rule.torch_ops(problem, 0):
+                raise Mismatch("another outcome than the torch chain's")
+
+    return Way(run, check=check)
 
 
 @dataclass
@@ -201,6 +176,15 @@ class Problem:
     def sampling(self) -> SamplingParams:
         return SamplingParams(**(self.params or {"temperature": 0.0}))
 
+    @contextmanager
+    def sure(self) -> Iterator[None]:
+        """Distributions of one token, which have one outcome, whatever the coins."""
+        params, self.params = self.params, {**(self.params or {}), "temperature": 1e-3}
+        try:
+            yield
+        finally:
+            self.params = params
+
 
 def agreeing_children(trees: list[DraftTree]) -> Tensor:
     """bool [N]: at most one child of a node, with probability ACCEPTED; of two children the former twice as often."""
@@ -223,10 +207,8 @@ def greedy(problem: Problem, i: int) -> Verdict:
 
 
 def sampled(problem: Problem, i: int) -> Verdict:
-    return pagedtree.verify_sampled(
-        problem.logits[i], problem.drafts[i], problem.trees, problem.sampling,
-        seeds=problem.seeds, positions=problem.positions,
-    )  # fmt: skip
+    streams = {"seeds": problem.seeds, "positions": problem.positions}
+    return pagedtree.verify_sampled(problem.logits[i], problem.drafts[i], problem.trees, problem.sampling, **streams)
 
 
 def sample_rows(problem: Problem, i: int) -> Tensor:
@@ -243,10 +225,8 @@ def seeded_tokens(problem: Problem, i: int) -> Tensor:
     """Returns the token that `verify_sampled` takes at each node."""
     nodes = problem.tree.num_nodes
     depths = torch.from_numpy(problem.tree.depths).to(problem.device).long().repeat(problem.batch)
-    return pagedtree.sample(
-        problem.logits[i], problem.sampling,
-        seeds=problem.seeds.repeat_interleave(nodes), positions=problem.positions.repeat_interleave(nodes) + depths,
-    )  # fmt: skip
+    seeds, starts = (each.repeat_interleave(nodes) for each in (problem.seeds, problem.positions))
+    return pagedtree.sample(problem.logits[i], problem.sampling, seeds=seeds, positions=starts + depths)
 
 
 # The chain of torch ops -----------------------------------------------------------------------------------------------
@@ -277,6 +257,8 @@ def children_of(tree: DraftTree) -> list[list[int]]:
 
 
 Outcome = tuple[list[list[int]], list[list[int]]]  # for each tree: the path, its tokens
+# (a node's value, the tree, the node, its children, the drafts) -> the accepted child, or None and the last token
+Judge = Callable[[Any, int, int, list[int], list[int]], tuple[int | None, int]]
 
 
 def values_at(
@@ -289,33 +271,44 @@ def values_at(
     return lambda rows: value(problem.logits[i][rows])
 
 
-def torch_walk(problem: Problem, i: int, predict: Callable[[Tensor], Tensor], visited_only: bool) -> Outcome:
+def torch_walk(problem: Problem, i: int, values: Callable[[list[int]], Iterable[Any]], judge: Judge) -> Outcome:
     """The accepted path and its tokens, on the host; goes through one level of all trees at a time."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
-    drafts, targets = problem.drafts[i].view(-1, n).tolist(), values_at(problem, i, predict, visited_only)
+    drafts = problem.drafts[i].view(-1, n).tolist()
     paths: list[list[int]] = [[0] for _ in range(problem.batch)]
-    tokens: list[list[int]] = [[] for _ in range(problem.batch)]
+    last = [0] * problem.batch
     walking = list(range(problem.batch))
     while walking:
-        found = targets([b * n + paths[b][-1] for b in walking]).tolist()
+        found = values([b * n + paths[b][-1] for b in walking])
         going, walking = walking, []
-        for b, token in zip(going, found, strict=True):
-            tokens[b].append(token)
-            child = next((child for child in children[paths[b][-1]] if drafts[b][child] == token), None)
+        for b, value in zip(going, found, strict=True):
+            child, token = judge(value, b, paths[b][-1], children[paths[b][-1]], drafts[b])
             if child is not None:
                 paths[b].append(child)
                 walking.append(b)
-    return paths, tokens
+            else:
+                last[b] = token
+    return paths, [[*(drafts[b][node] for node in path[1:]), last[b]] for b, path in enumerate(paths)]
+
+
+def torch_predicted(problem: Problem, i: int, predict: Callable[[Tensor], Tensor], visited_only: bool) -> Outcome:
+    """Follows the child that drafted the predicted token."""
+
+    def judge(token: int, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
+        return next((child for child in children if drafts[child] == token), None), token
+
+    tokens = values_at(problem, i, predict, visited_only)
+    return torch_walk(problem, i, lambda rows: tokens(rows).tolist(), judge)
 
 
 def torch_greedy(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
-    return torch_walk(problem, i, lambda logits: logits.argmax(1), visited_only)
+    return torch_predicted(problem, i, lambda logits: logits.argmax(1), visited_only)
 
 
 def torch_sampled(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
     params = problem.params
     assert params is not None
-    return torch_walk(problem, i, lambda logits: drawn(logits, params), visited_only)
+    return torch_predicted(problem, i, lambda logits: drawn(logits, params), visited_only)
 
 
 def drawn(logits: Tensor, params: dict[str, Any]) -> Tensor:
@@ -426,10 +419,6 @@ def memory_of(shape: Shape) -> int:
     return 36 * shape["batch"] * nodes_of(shape["tree"]) * shape["vocab"]
 
 
-def check(problem: Verification, ours: Ours, theirs: Any) -> None:
-    theirs.check()
-
-
 def op_of(
     name: str,
     rules: list[Rule],
@@ -437,7 +426,7 @@ def op_of(
     tree: str = "binary 32",
     trees: tuple[str, ...] = ("binary 5", "EAGLE-2 60", "Medusa 64", "Sequoia 128", "binary 256"),
     headline: tuple[Shape, ...] = (),
-    peers: tuple[Any, ...] = (),
+    peers: tuple[Peer, ...] = (),
     unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None,
 ) -> Op:
     variants = [rule.variant for rule in rules if rule.op == name]
@@ -459,9 +448,8 @@ def op_of(
         ],
         quick={"batch": 2, "vocab": 32000},
         problem=problem_maker(name, rules, kind),
-        peers=[Ours, TorchChain, TorchVisited, *peers],
+        peers=[ours, torch_chain, torch_visited, *peers],
         memory=memory_of,
-        check=check,
         unsupported=unsupported,
     )
 
