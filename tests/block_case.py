@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from eagle_case import features_of
 from generate_case import TINY, VOCAB
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
@@ -42,18 +43,6 @@ def block_model(model, config=CONFIG, seed=4):
     for parameter in drafter.parameters():
         torch.nn.init.normal_(parameter, mean=float(parameter.ndim == 1), std=0.2)
     return drafter.to(model.lm_head.weight).eval()
-
-
-def features_of(model, text, layers):
-    """The outputs of these layers of the target at all tokens of a text, [T, F], by hooks of our own."""
-    found = {}
-    handles = [
-        model.model.layers[i].register_forward_hook(lambda _, args, out, i=i: found.update({i: out})) for i in layers
-    ]
-    model(torch.tensor([text]))
-    for handle in handles:
-        handle.remove()
-    return torch.cat([found[i][0] for i in layers], dim=-1)
 
 
 @torch.no_grad()

@@ -15,6 +15,8 @@ SIZES = {
     "head_dim": 64,
     "vocab_size": VOCAB,
 }
+LAYERS = (0, 2, 1)
+EVERY_SECOND = torch.arange(1, VOCAB, 2)
 SPECULATORS = {
     "speculators_config": {
         "algorithm": "eagle3",
@@ -35,6 +37,25 @@ def randomised(module, seed=5):
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return module.requires_grad_(False).eval()
+
+
+def eagle_head(model, target_ids=EVERY_SECOND, **entries):
+    """A head on three of four layers."""
+    config = {**SIZES, "rms_norm_eps": 1e-5, **entries}
+    return randomised(EagleHead(config, model.model.embed_tokens, model.lm_head, LAYERS, target_ids))
+
+
+def features_of(model, text, layers=LAYERS):
+    """The outputs of these layers of the target at all tokens of a text, [T, F], by hooks of our own."""
+    found = {}
+    handles = [
+        model.model.layers[i].register_forward_hook(lambda _, args, out, i=i: found.update({i: out})) for i in layers
+    ]
+    with torch.no_grad():
+        model(torch.tensor([text]))
+    for handle in handles:
+        handle.remove()
+    return torch.cat([found[i][0] for i in layers], dim=-1)
 
 
 def head_of_speculators(model, **more):

@@ -228,7 +228,7 @@ def test_eviction_and_restoration_leave_the_text_alone(subject, name):
 
 
 SHARED = {
-    "full": ["none", "ngram tree", "draft model", "block"],
+    "full": ["none", "ngram tree", "suffix", "EAGLE", "P-EAGLE", "draft model", "block", "combined"],
     "hybrid": ["none", "ngram tree", "oracle"],
     "latent": ["ngram tree", "oracle"],
 }

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
-from eagle_case import SIZES
-from generate_case import NEW_TOKENS, SAMPLING, VOCAB, greedy, lists, prompts_of, room_of, seeded, tiny
+from eagle_case import SIZES, eagle_head, features_of
+from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
 from safetensors.torch import load_file, save_file
 
 from pagedtree.generation import drafters
@@ -24,8 +24,6 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generat
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
-CONFIG = {**SIZES, "rms_norm_eps": 1e-5}
-LAYERS = (0, 2, 1)
 RUNS = [
     {},
     {"max_batch_tokens": 6, "page_size": 3},
@@ -40,69 +38,13 @@ def model():
     return tiny(0, num_hidden_layers=4)
 
 
-def head_of(model, target_ids=None, **config):
-    torch.manual_seed(5)
-    head = EagleHead({**CONFIG, **config}, model.model.embed_tokens, model.lm_head, LAYERS, target_ids)
-    for parameter in head.parameters():
-        if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.1)
-        else:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    return head.requires_grad_(False).eval()
-
-
 @pytest.fixture(scope="module")
 def head(model):
-    return head_of(model, torch.arange(1, VOCAB, 2))
+    return eagle_head(model)
 
 
 def prompts():
     return prompts_of(LENGTHS, seed=3)
-
-
-@pytest.mark.parametrize("entries", [{}, {"norm_before_residual": True}, {"rope_theta": 5e5, "head_dim": 32}])
-def test_the_head_is_built_of_the_layers_of_llama(model, entries):
-    """Two normed inputs side by side, one attention, one MLP; what stays of the state is it before the norm."""
-    from transformers import LlamaConfig
-    from transformers.models.llama import modeling_llama as llama
-
-    entries = {**CONFIG, **entries}
-    head = head_of(model, **entries)
-    config = LlamaConfig(**entries)
-    tensors = head.midlayer.state_dict()
-    mlp, rotary = llama.LlamaMLP(config), llama.LlamaRotaryEmbedding(config)
-    mlp.load_state_dict({name.removeprefix("mlp."): t for name, t in tensors.items() if name.startswith("mlp.")})
-
-    def norm(name, states):
-        layer = llama.LlamaRMSNorm(128, eps=1e-5)
-        layer.weight.data = tensors[f"{name}.weight"]
-        return layer(states)
-
-    tokens, features, positions = torch.randint(VOCAB, (9,)), torch.randn(9, 3 * 128), torch.arange(4, 13)
-    with torch.no_grad():
-        states = features @ head.fc.weight.T
-        normed = norm("hidden_norm", states)
-        inputs = torch.cat([norm("input_layernorm", model.model.embed_tokens(tokens)), normed], dim=1)
-        q, k, v = (
-            (inputs @ tensors[f"self_attn.{name}_proj.weight"].T).view(1, 9, -1, config.head_dim).transpose(1, 2)
-            for name in "qkv"
-        )
-        q, k = llama.apply_rotary_pos_emb(q, k, *rotary(v, positions[None]))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).reshape(9, -1)
-        residual = normed if entries.get("norm_before_residual") else states
-        residual = residual + out @ tensors["self_attn.o_proj.weight"].T
-        expected = residual + mlp(norm("post_attention_layernorm", residual))
-        got = head(tokens, head.fuse(features), positions, causal)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-        final = llama.LlamaRMSNorm(128, eps=1e-5)
-        final.weight.data = head.norm.weight
-        torch.testing.assert_close(head.logits(got), model.lm_head(final(expected)), rtol=1e-4, atol=1e-4)
-
-
-def features_of(model, text):
-    with torch.no_grad():
-        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer + 1][0] for layer in LAYERS], dim=1)
 
 
 def causal(q, k, v):
@@ -176,33 +118,6 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
     assert compared > 12
 
 
-@pytest.mark.parametrize("options", RUNS)
-def test_greedy_text_is_that_of_plain_decoding(model, head, options):
-    texts = [greedy(model, prompt) for prompt in prompts()]
-    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
-    sequences, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
-    n = options.get("n", 1)
-    assert lists(sequences) == [text for text in texts for _ in range(n)]
-    if "num_pages" in options:
-        assert stats.evictions > 0
-
-
-def test_seeded_text_is_that_of_plain_decoding(model, head):
-    texts = [seeded(model, prompt, seed) for seed, prompt in enumerate(prompts())]
-    for tree in (None, "auto"):
-        sequences, _ = generate(
-            model, prompts(), drafter=EagleDrafter(head, num_nodes=10, depth=3, width=3), max_new_tokens=NEW_TOKENS,
-            params=SAMPLING, seeds=range(4), tree=tree,
-        )  # fmt: skip
-        assert lists(sequences) == texts
-
-
-def test_rule_rejection_takes_its_drafts(model, head):
-    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
-    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=30, params=SAMPLING, rule="rejection")
-    assert all(sequence.num_tokens == 30 for sequence in stats.sequences)
-
-
 def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypatch):
     """Without drafts, as while a tuner decodes plainly; the tree that follows is the same."""
     runs, row_bytes = [], 3 * model.config.hidden_size * 4
@@ -274,7 +189,7 @@ def test_the_output_layer_may_stay_with_the_target(model, head, tmp_path):
 
 
 def test_own_embeddings_and_the_whole_vocabulary(model, tmp_path):
-    head = head_of(model)
+    head = eagle_head(model, None)
     head.save_pretrained(tmp_path, dtype=torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["d2t"], tensors["t2d"]
@@ -304,7 +219,7 @@ def same_guesses(one, other):
     ],
 )
 def test_layers_that_a_config_names(entries, layers):
-    assert EagleConfig.read(ConfigEntries({**CONFIG, **entries})).feature_layers(12) == layers
+    assert EagleConfig.read(ConfigEntries({**SIZES, **entries})).feature_layers(12) == layers
 
 
 @pytest.mark.parametrize("kind", ["default", "linear", "llama3"])
@@ -329,14 +244,3 @@ def test_rotations_are_those_of_transformers(kind, version):
     if version == 4:
         entries = {"rope_theta": 5e5, "rope_scaling": rotary if kind != "default" else None}
     torch.testing.assert_close(Rotary.of(ConfigEntries(entries)).frequencies(64), expected)
-
-
-def test_tokens_that_the_target_lacks_are_refused(model, head, tmp_path):
-    head.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["d2t"][-1] = 70
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="d2t: expected tokens of the target's 128"):
-        EagleHead.from_pretrained(tmp_path, model)
-    with pytest.raises(ValueError, match="expected a head of the target's 100 tokens"):
-        generate(tiny(1, vocab_size=100), [torch.tensor([1, 2, 3])], drafter=EagleDrafter(head), max_new_tokens=2)

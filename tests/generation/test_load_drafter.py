@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("transformers")
 
 
-from block_case import DFLASH2, block_model, features_of
+from block_case import DFLASH2, block_model
 from device_case import default_dtype
-from eagle_case import SPECULATORS, head_of_speculators, parallel_head
+from eagle_case import SPECULATORS, features_of, head_of_speculators, parallel_head
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
 
@@ -108,7 +108,7 @@ def test_what_a_parallel_head_guesses(model, texts):
         tree=None,
         on_step=lambda result: seen.append((result, drafter.confidence())),
     )
-    features, checked = features_of(model, texts[1], (0, 1)).detach(), 0
+    features, checked = features_of(model, texts[1], (0, 1)), 0
 
     def attend(q, k, v, layer=0):
         k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
+from eagle_case import LAYERS, eagle_head, features_of
 from eagle_case import SIZES as OF_A_HEAD
-from eagle_case import randomised
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
 
@@ -19,10 +19,9 @@ from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generat
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SIZES = {**OF_A_HEAD, "rms_norm_eps": 1e-5}
-LAYERS = (0, 2, 1)
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORMS = [
-    {},
+    {"rope_theta": 5e5},
     {"norm_before_fc": True},
     {"fc_norm": True},
     {"norm_output": True},
@@ -36,11 +35,6 @@ def model():
     return tiny(0, num_hidden_layers=4)
 
 
-def head_of(model, **entries):
-    ids = torch.arange(1, VOCAB, 2)
-    return randomised(EagleHead({**SIZES, **entries}, model.model.embed_tokens, model.lm_head, LAYERS, ids))
-
-
 # ---- a head by its tensors and entries alone, for one sequence
 
 
@@ -48,9 +42,9 @@ def rms(x, weight):
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def rotated(x, positions):
+def rotated(x, positions, theta):
     """[T, heads, 64], whose channels i and i + 32 are the parts of a complex number."""
-    angles = positions[:, None, None] * 10000.0 ** (-torch.arange(32) / 32)
+    angles = positions[:, None, None] * theta ** (-torch.arange(32) / 32)
     turned = torch.complex(x[..., :32], x[..., 32:]) * torch.polar(torch.ones_like(angles), angles)
     return torch.cat([turned.real, turned.imag], dim=-1)
 
@@ -62,7 +56,7 @@ def plain_layer(w, entries, embeds, states):
     inputs = torch.cat([rms(embeds, w["midlayer.input_layernorm.weight"]), normed], dim=1)
     q, k, v = (inputs @ w[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
     q, k, v = q.view(count, 4, 64), k.view(count, 2, 64), v.view(count, 2, 64)
-    q, k = rotated(q, torch.arange(count)), rotated(k, torch.arange(count))
+    q, k = (rotated(x, torch.arange(count), entries.get("rope_theta", 10000.0)) for x in (q, k))
     heads = []
     for head in range(4):
         scores = q[:, head] @ k[:, head // 2].T / 8
@@ -93,12 +87,6 @@ def plain_logits(model, w, entries, features, text, path):
     return torch.stack(found)
 
 
-def features_of(model, text):
-    with torch.no_grad():
-        states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    return torch.cat([states[layer + 1][0] for layer in LAYERS], dim=1)
-
-
 class Recorder(EagleDrafter):
     """Keeps texts and chains that it proposed, and the logits that they come from."""
 
@@ -119,7 +107,7 @@ class Recorder(EagleDrafter):
 @pytest.mark.parametrize("entries", NORMS, ids=lambda entries: ", ".join(entries) or "plain")
 def test_what_a_head_computes(model, tmp_path, entries):
     """Text and drafted tokens, as the drafter has them in `generate`, after a head was saved and loaded."""
-    head_of(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
+    eagle_head(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     assert {name: config[name] for name in flags} == {name: entries.get(name, False) for name in flags}
@@ -133,14 +121,9 @@ def test_what_a_head_computes(model, tmp_path, entries):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_both_norms_before_fusing_are_refused(model):
-    with pytest.raises(ValueError, match="fc_norm: expected false beside norm_before_fc"):
-        head_of(model, norm_before_fc=True, fc_norm=True)
-
-
 def test_flags_in_eagle_config(model, tmp_path):
     """NVIDIA's heads have them there, and ModelOpt tells of its other heads what they do."""
-    head = head_of(model, norm_before_fc=True, norm_output=True)
+    head = eagle_head(model, norm_before_fc=True, norm_output=True)
     head.save_pretrained(tmp_path, dtype=torch.float32)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
@@ -235,7 +218,7 @@ def test_published_forms_are_read(model, tmp_path, name):
     computed = ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual", "rope_scaling", "rope_theta")
     layer = config.get("transformer_layer_config", {})
     entries = {key: value for key, value in {**config, **layer}.items() if key in (*computed, "rope_parameters")}
-    head = head_of(model, **entries)
+    head = eagle_head(model, **entries)
     head.save_pretrained(tmp_path, dtype=torch.float32)
     tensors = load_file(tmp_path / "model.safetensors")
     if name in ("vLLM", "speculators"):
@@ -269,7 +252,7 @@ def test_published_forms_are_read(model, tmp_path, name):
     ],
 )
 def test_layers_of_speculators_that_are_not_computed(model, tmp_path, entries, key):
-    head_of(model).save_pretrained(tmp_path)
+    eagle_head(model).save_pretrained(tmp_path)
     layer = {**SPECULATORS["transformer_layer_config"], **entries}
     (tmp_path / "config.json").write_text(json.dumps({**SPECULATORS, "transformer_layer_config": layer}))
     with pytest.raises(ValueError, match=f"transformer_layer_config: .*{key}"):
