@@ -7,6 +7,8 @@ import math
 import os
 import pickle
 import shutil
+from dataclasses import MISSING
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +21,11 @@ from block_case import block_model
 from generate_case import tiny, tiny_eagle
 from safetensors.torch import load_file, save_file
 
-from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
+from pagedtree.generation.drafters import block_config, eagle_config
+from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
+from pagedtree.generation.drafters.formats import rows_of
+from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
 
-LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 KINDS = {"eagle": EagleHead, "block": BlockDraftModel, "medusa": MedusaHeads}
 WEIGHTS = {"eagle": "model.safetensors", "block": "model.safetensors", "medusa": "medusa.safetensors"}
 
@@ -44,88 +48,88 @@ DFLASH2 = {
     "selector_top_k": 4,
 }
 
-# For each kind of checkpoint and each entry that is read: values that it may not have. A dot leads into an object.
+# By the kind of a row.
+VALUES = {"integer": SIZE, "number": NUMBER, "flag": FLAG, "integers": IDS}
+
+
+def of_rows(config):
+    """Values that the entries of a config may not have; lists of words are below."""
+    return {row.key: VALUES[row.kind] for row in rows_of(config).values() if row.kind in VALUES}
+
+
+def others_than(only):
+    """Values other than the only ones that are computed."""
+    values = ["other", "", 0.5, 2, True, False, [], [1], {}]
+    return {
+        key: [value for value in values if type(value) is not type(right) or value != right]
+        for key, right in only.items()
+    }
+
+
+MEDUSA = {"hidden_size": SIZE, "num_heads": SIZE}
+# For each kind of checkpoint and each entry: values that it may not have. A dot leads into an object.
 HOSTILE = {
     "eagle": {
-        **{name: SIZE for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
-        **{name: SIZE for name in ("head_dim", "vocab_size", "draft_vocab_size", "target_hidden_size")},
-        **{name: [*FLAG, True, 2, "2", 10**12] for name in ("attention_bias", "mlp_bias", "bias", "qkv_bias")},
-        **{name: FLAG for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")},
+        **of_rows(EagleConfig),
+        **others_than(eagle_config.ONLY),
+        **{f"eagle_config.{name}": values for name, values in others_than(eagle_config.OF_MODELOPT).items()},
+        **{name: FLAG for name in eagle_config.FLAGS},
         **{f"eagle_config.{name}": [*FLAG, True] for name in ("norm_before_fc", "fc_norm")},
         "architectures": ["x", 3, {}, [1], ["EagleLlamaForCausalLM"], ["PEagleDraftModel"], [None]],
+        "attention_bias": [*FLAG, True, 2, "2", 10**12],
         "eagle_config": OBJECT,
         "eagle_config.use_aux_hidden_state": [False, 0, "x", []],
-        "eagle_config.use_mtp_layernorm": [True, 1, "x"],
-        "eagle_config.use_last_layernorm": [False],
-        "eagle_config.parallel_draft_step": [2, 1.5, "1", True],
         f"eagle_config.{LAYER_IDS}": [*IDS, [2], [0, 2], [0], [0, 1, 1]],
         "eagle_config.unknown": [1, "x", True, [1], {}],
-        "hidden_act": ["gelu", *WORD],
-        "is_causal": [False, "x"],
+        LAYER_IDS: IDS[:-1],  # those of the outputs count
         "layer_types": ["x", 3, ["sliding_attention"], [1]],
-        "logit_scale": [0.5, "x"],
         "num_aux_hidden_states": [*SIZE, 3],
         "num_hidden_layers": [2, 0, -1, 10**12, True, "1", []],
         "parallel_drafting": [True, 1],
         "partial_rotary_factor": [0.25, "x", NAN],
         "quantization_config": [{"bits": 4}, 1],
-        "rms_norm_eps": NUMBER,
         "rope_scaling": OBJECT[:-1],
         "rope_scaling.factor": NUMBER,
         "rope_scaling.rope_type": ["yarn", *WORD],
         "rope_theta": NUMBER,
         "speculators_model_type": ["mtp", "dflash", 3],
-        "tie_word_embeddings": FLAG,
         "transformer_layer_config": OBJECT,
-        "use_sliding_window": [True, 1],
         "what_is_this": [True, 1, "x", [], {}, False],
     },
     "block": {
-        **{name: SIZE for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")},
-        **{name: SIZE for name in ("head_dim", "num_hidden_layers", "vocab_size")},
-        **{name: NUMBER for name in ("rms_norm_eps", "rope_theta", "input_embedding_scale", "output_multiplier")},
+        **of_rows(BlockDraftConfig),
+        **others_than(block_config.ONLY),
         "architectures": ["x", 3, {}, [1], ["DSparkDraftModel"]],
-        "attention_bias": FLAG,
-        "attention_sink_bias": [True, 1],
         "block_size": [*SIZE, 1, 2000],
         "dflash_config": OBJECT,
         "dflash_config.attention_sink_bias": [True],
-        "dflash_config.mask_token_id": [value for value in SIZE if value != 0] + [128],
         "dflash_config.projector_type": ["domino", 1],
-        "dflash_config.target_layer_ids": [*IDS, [], [2], [0], [0, 2]],
-        "draft_vocab_size": [64, "x"],
-        "final_logit_softcapping": NUMBER,
-        "hidden_act": ["gelu", *WORD],
+        "draft_vocab_size": [64, *SIZE],
         "is_causal": FLAG,
         "layer_types": ["x", 3, ["linear_attention"] * 2, ["full_attention"], [1, 2], {}],
-        "mlp_bias": [True, 1],
+        "mask_token_id": [value for value in SIZE if value != 0] + [128],
         "rope_parameters": OBJECT[:-1],
         "rope_parameters.rope_type": ["yarn", *WORD],
         "rope_scaling": OBJECT[:-1],
+        "rope_theta": NUMBER,
         "sliding_window": [value for value in SIZE if value != LARGE],
         "target_hidden_size": [64, "x", 10**12],
-        "sample_from_anchor": FLAG,
+        "target_layer_ids": [*IDS, [], [2], [0], [0, 2]],
         "use_sliding_window": [True, 1],
         "what_is_this": [True, 1, "x", [], {}, False],
-        "window_from_anchor": FLAG,
     },
     "medusa": {
-        "hidden_size": SIZE,
+        **MEDUSA,
         "medusa_fc_bias": [True],
         "model_type": ["llama", 3, []],
-        "num_heads": SIZE,
         "num_hidden_layers": [2],
         "what_is_this": [True, 1, "x", [], {}, False],
     },
 }
-NEEDED = {
-    "eagle": ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"),
-    "block": (
-        "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers",
-        "block_size", "dflash_config.mask_token_id", "dflash_config.target_layer_ids",
-    ),
-    "medusa": ("hidden_size", "num_heads"),
-}  # fmt: skip
+CONFIGS = {"eagle": EagleConfig, "block": BlockDraftConfig}
+NEEDED = {kind: [row.key for row in rows_of(CONFIGS[kind]).values() if row.default is MISSING] for kind in CONFIGS}
+NEEDED["eagle"] = [key for key in NEEDED["eagle"] if key != LAYER_IDS]
+NEEDED["medusa"] = [*MEDUSA]
 
 
 @pytest.fixture(scope="module")
@@ -143,11 +147,10 @@ def case(request, model, tmp_path):
     }[request.param]()
     heads.save_pretrained(tmp_path, dtype=torch.float32)
     path = tmp_path / "config.json"
-    return SimpleNamespace(
-        kind=request.param, folder=tmp_path, path=path, config=json.loads(path.read_text()), heads=heads,
-        weights=tmp_path / WEIGHTS[request.param],
-        load=lambda: KINDS[request.param].from_pretrained(tmp_path, model),
-    )  # fmt: skip
+    files = {"folder": tmp_path, "path": path, "weights": tmp_path / WEIGHTS[request.param]}
+    config = json.loads(path.read_text())
+    load = partial(KINDS[request.param].from_pretrained, tmp_path, model)
+    return SimpleNamespace(kind=request.param, config=config, heads=heads, load=load, **files)
 
 
 @pytest.fixture
@@ -161,7 +164,10 @@ def nothing_is_made(case, monkeypatch):
 
 
 def changed(config, key, value):
+    """The config with another value, in the object where this stands."""
     outer, _, inner = key.rpartition(".")
+    if key in config.get("dflash_config", {}):
+        outer, inner = "dflash_config", key
     if not outer:
         return {**config, key: value}
     return {**config, outer: {**(config.get(outer) or {}), inner: value}}
@@ -178,6 +184,8 @@ def test_hostile_values_are_refused_by_name(case, nothing_is_made):
             assert len(message) < 500, (key, value)
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4}
+LLAMA3["original_max_position_embeddings"] = 64
 CONTRADICTIONS = {
     "eagle": [
         ({"head_dim": 7}, "head_dim: expected an even number"),
@@ -190,11 +198,7 @@ CONTRADICTIONS = {
             "mask_token_id: expected an integer from 0 .* got nothing",
         ),
         ({"rope_scaling": {"type": "default"}, "rope_parameters": {"rope_theta": 1.0}}, "rope_scaling: expected null"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 4,
-                "original_max_position_embeddings": 64}},
-            "high_freq_factor: expected a number above low_freq_factor",
-        ),
+        ({"rope_scaling": LLAMA3}, "high_freq_factor: expected a number above low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor: expected a number above 0, got nothing"),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: factor: expected no such entry"),
     ],
@@ -212,7 +216,7 @@ CONTRADICTIONS = {
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling: rope_type: expected one of default"),
     ],
     "medusa": [],
-}  # fmt: skip
+}
 
 
 def test_entries_that_contradict_each_other(case, nothing_is_made):
@@ -230,28 +234,19 @@ def test_entries_that_are_needed(case, nothing_is_made):
 
 
 def test_null_is_as_good_as_nothing(case):
-    spared = {name.partition(".")[0] for name in NEEDED[case.kind]} | {"head_dim", "num_key_value_heads"}
-    for key in [
-        *case.config,
-        "something_new",
-        "eagle_config",
-        "rope_scaling",
-        "rope_parameters",
-        "quantization_config",
-    ]:
+    spared = {*NEEDED[case.kind], "dflash_config", "head_dim", "num_key_value_heads"}
+    others = ("something_new", "eagle_config", "rope_scaling", "rope_parameters", "quantization_config")
+    for key in (*case.config, *others):
         if key not in spared:
             case.path.write_text(json.dumps({**case.config, key: None}))
             case.load()
 
 
-@pytest.mark.parametrize(
-    "contents",
-    [
-        b"", b"{", b"[]", b"3", b"null", b'"x"', b"NaN", b"\xff\xfe{}", b'{"a": "\xff"}', b"[" * 100_000,
-        b'{"a": ' + b"1" * 5000 + b"}", b" " * (1 << 24) + b"{}",
-    ],
-    ids=lambda contents: repr(contents[:12]),
-)  # fmt: skip
+BROKEN = [b"", b"{", b"[]", b"3", b"null", b'"x"', b"NaN", b"\xff\xfe{}", b'{"a": "\xff"}']
+BROKEN += [b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b" " * (1 << 24) + b"{}"]
+
+
+@pytest.mark.parametrize("contents", BROKEN, ids=lambda contents: repr(contents[:12]))
 def test_files_that_hold_no_object_are_refused(case, nothing_is_made, contents):
     case.path.write_bytes(contents)
     with pytest.raises(ValueError, match=r"config\.json"):
