@@ -12,9 +12,9 @@ import torch
 from vllm_case import (
     DRAFT,
     EAGLE,
-    LLM,
     MEDUSA,
-    METHOD,
+    PREEMPTED,
+    RANKS,
     RUNNER,
     TARGET,
     V1_ONLY,
@@ -22,8 +22,10 @@ from vllm_case import (
     TreeRunner,
     accepted,
     engine,
+    expect_preemptions,
     generate,
     metrics_of,
+    oracle_options,
     runner_of,
     token_prompts,
     tree_options,
@@ -37,45 +39,12 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.append(str(EXAMPLES))
 PROMPTS = token_prompts()
 NO_PREFIXES = {"enable_prefix_caching": False}
-RANKS = {
-    "tensor_parallel_size": 2,
-    "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
-}
-SCHEDULES = {
-    "plain": {},
-    "chunked": dict(max_num_batched_tokens=40),
-    "preempted": dict(block_size=16, num_gpu_blocks_override=14, max_model_len=160),
-}
-
-
-@pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    """Greedy output of vLLM without us."""
-    with engine() as llm:
-        return generate(llm, PROMPTS)
-
-
-def expect_preemptions(llm: LLM, schedule: str) -> None:
-    """Asserts that some were preempted if the cache is too small for all, and that in the end all blocks are free."""
-    if schedule == "preempted":
-        assert metrics_of(llm)["vllm:num_preemptions"] > 0
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+SCHEDULES = {"plain": {}, "chunked": dict(max_num_batched_tokens=40), "preempted": PREEMPTED}
 
 
 def reading(outputs: list[list[int]], **options: Any) -> dict[str, Any]:
     """Options of an engine whose drafter knows the outputs and looks at what it is told of the target."""
-    return {
-        "worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
-        "speculative_config": {
-            "method": METHOD,
-            "model": "oracle_drafter.ReadingDrafter",
-            "num_speculative_tokens": 15,
-        },
-        "additional_config": {
-            "pagedtree": {"tree": "whole", "texts": [p + o for p, o in zip(PROMPTS, outputs, strict=True)]} | options
-        },
-    }
+    return oracle_options(PROMPTS, outputs, "ReadingDrafter", **options)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -85,7 +54,8 @@ def test_hidden_states_are_those_that_gave_the_newest_token(stock, schedule):
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > 12 * len(PROMPTS)
         assert runner_of(llm).drafter.num_checked > len(PROMPTS)
-        expect_preemptions(llm, schedule)
+        if schedule == "preempted":
+            expect_preemptions(llm)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -100,7 +70,8 @@ def test_features_are_those_of_the_layers(stock, schedule):
         texts = [
             (drafter.texts[request_id].tolist(), torch.cat(parts)) for request_id, parts in drafter.features.items()
         ]
-        expect_preemptions(llm, schedule)
+        if schedule == "preempted":
+            expect_preemptions(llm)
     assert len(texts) == len(PROMPTS)
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()
     for tokens, features in texts:
@@ -127,7 +98,8 @@ def test_heads_draft(stock, drafter, schedule):
     with engine(**tree_options(drafter), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
-        expect_preemptions(llm, schedule)
+        if schedule == "preempted":
+            expect_preemptions(llm)
 
 
 @pytest.mark.parametrize(

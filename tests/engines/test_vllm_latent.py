@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from vllm_case import (
-    METHOD,
     NGRAM,
-    NO_TREES,
+    RANKS,
     TARGET,
     V1_ONLY,
-    SamplingParams,
-    TreeRunner,
     accepted,
     engine,
     generate,
     metrics_of,
     of_runner,
+    oracle_options,
     prompt_logprobs,
     runner_of,
     token_prompts,
@@ -101,16 +99,7 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[list[i
 
 def oracle(outputs: list[list[int]]) -> dict[str, Any]:
     """Options of an engine whose drafter knows the outputs."""
-    texts = [prompt + output for prompt, output in zip(PROMPTS, outputs, strict=True)]
-    return {
-        **NO_TREES,
-        "speculative_config": {
-            "method": METHOD,
-            "model": "oracle_drafter.OracleDrafter",
-            "num_speculative_tokens": 15,
-        },
-        "additional_config": {"pagedtree": {"tree": "whole", "texts": texts}},
-    }
+    return oracle_options(PROMPTS, outputs)
 
 
 @pytest.mark.parametrize("heads", [{}, HEADS], ids=["latent", "heads"])
@@ -157,45 +146,12 @@ def test_vllms_rotary_op_depends_on_the_batch(deepseek):
         assert generate(llm, PROMPTS) != expected
 
 
-@V1_ONLY
-@pytest.mark.parametrize("left_out", ["_set_positions", "_set_masks", "_compact"])
-def test_each_part_is_needed(deepseek, monkeypatch, left_out):
-    """Negative controls, as for ordinary heads."""
-    path, expected = deepseek
-    monkeypatch.setattr(TreeRunner, left_out, lambda *args: None)
-    with engine(model=path, **oracle(expected)) as llm:
-        got = generate(llm, PROMPTS)
-    assert sum(a != b for a, b in zip(got, expected, strict=True)) >= len(PROMPTS) // 2
-
-
-@V1_ONLY
-def test_seeded_output_does_not_depend_on_trees(deepseek):
-    path, _ = deepseek
-    params = [SamplingParams(temperature=0.8, seed=100 + n, max_tokens=24, ignore_eos=True) for n in range(6)]
-    with engine(model=path, **NO_TREES) as llm:
-        expected = generate(llm, PROMPTS, params)
-    with engine(model=path, **oracle(expected)) as llm:
-        assert generate(llm, PROMPTS, params) == expected
-        assert accepted(llm) > 12 * len(PROMPTS)
-
-
 def test_two_tensor_parallel_ranks(deepseek):
     """Each rank has half of the heads and all latents."""
     path, expected = deepseek
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with engine(model=path, **oracle(expected), tensor_parallel_size=2, env=env) as llm:
+    with engine(model=path, **oracle(expected), **RANKS) as llm:
         assert generate(llm, PROMPTS) == expected
         assert accepted(llm) > 12 * len(PROMPTS)
-
-
-@V1_ONLY
-def test_preempted_requests_and_freed_blocks(deepseek):
-    path, expected = deepseek
-    with engine(model=path, **oracle(expected), num_gpu_blocks_override=14, max_model_len=160) as llm:
-        assert generate(llm, PROMPTS) == expected
-        assert metrics_of(llm)["vllm:num_preemptions"] > 0
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
 
 
 def test_chunked_prefill_prefix_cache_and_block_size(deepseek, monkeypatch):

@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_case import TARGET, accepted, engine, generate, of_runner, runner_of, token_prompts, tree_options
+from vllm_case import (
+    RANKS,
+    TARGET,
+    accepted,
+    engine,
+    generate,
+    of_runner,
+    runner_of,
+    token_prompts,
+    tree_options,
+)
 
 PROMPTS = token_prompts()
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}
@@ -67,9 +77,8 @@ def test_two_tensor_parallel_ranks(drafter, draft_ranks):
     """Each rank has its heads and its cache; the first one drafts for both, or both share the draft model, too."""
     with engine() as llm:
         expected = generate(llm, PROMPTS)
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     options = tree_options(drafter)
     options["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
-    with engine(**options, tensor_parallel_size=2, env=env) as llm:
+    with engine(**options, **RANKS) as llm:
         assert generate(llm, PROMPTS) == expected
         assert accepted(llm) > len(PROMPTS)

@@ -14,6 +14,7 @@ from vllm_case import (
     LLM,
     NGRAM,
     NO_TREES,
+    PREEMPTED,
     RUNNER,
     V1_ONLY,
     BeamSearchParams,
@@ -312,8 +313,7 @@ def test_preempted_requests_keep_their_options():
     params = subsets(6)
     with engine() as llm:
         expected = tokens_of(outputs_of(llm, PROMPTS, params))
-    with engine(**tree_options("model"), block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False,
-                max_model_len=160) as llm:  # fmt: skip
+    with engine(**tree_options("model"), **PREEMPTED, enable_prefix_caching=False) as llm:
         assert tokens_of(outputs_of(llm, PROMPTS, params)) == expected
 
 

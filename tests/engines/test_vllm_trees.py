@@ -11,12 +11,14 @@ from vllm_case import (
     DRAFT,
     LAYOUTS,
     NO_TREES,
+    PREEMPTED,
     RUNNER,
     V1_ONLY,
     SamplingParams,
     TreeRunner,
     accepted,
     engine,
+    expect_preemptions,
     generate,
     metrics_of,
     of_runner,
@@ -28,13 +30,6 @@ from vllm_case import (
 from pagedtree.integrations.vllm.proposals import present_nodes
 
 PROMPTS = token_prompts()
-
-
-@pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    """Greedy output of vLLM without us."""
-    with engine() as llm:
-        return generate(llm, PROMPTS)
 
 
 @pytest.fixture
@@ -138,13 +133,9 @@ def test_many_requests_at_once(drafter):
 
 
 def test_preempted_requests_and_freed_blocks(stock):
-    """A cache too small for all requests: vLLM takes blocks away and reads again; in the end all are free."""
-    with engine(**tree_options("model"), block_size=16, num_gpu_blocks_override=14, enable_prefix_caching=False,
-                max_model_len=160) as llm:  # fmt: skip
+    with engine(**tree_options("model"), **PREEMPTED, enable_prefix_caching=False) as llm:
         assert generate(llm, PROMPTS) == stock
-        assert metrics_of(llm)["vllm:num_preemptions"] > 0
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+        expect_preemptions(llm)
 
 
 def test_longest_sequences_and_stop_tokens(stock):

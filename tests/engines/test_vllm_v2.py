@@ -55,13 +55,6 @@ def test_a_short_look():
             assert accepted(llm) > 3
 
 
-@pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    """Greedy output of vLLM without us."""
-    with engine() as llm:
-        return generate(llm, PROMPTS)
-
-
 @pytest.fixture
 def waits(monkeypatch) -> list[str]:
     """The file and the method of each time that code of ours, or what it calls, waits for a tensor."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from vllm_case import (
     NO_TREES,
+    PREEMPTED,
     RUNNER,
     accepted,
     block_options,
@@ -23,13 +24,6 @@ if RUNNER == "V1":
 from pagedtree.integrations.vllm.dflash import DFlashTreeSpeculator
 
 PROMPTS = token_prompts(4)
-
-
-@pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    """Greedy output of vLLM without us."""
-    with engine() as llm:
-        return generate(llm, PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +51,7 @@ def test_trees_get_more_accepted_than_chains(stock, block, monkeypatch):
     "schedule",
     [
         dict(max_num_batched_tokens=40, block_size=16, enable_prefix_caching=True),
-        dict(block_size=16, num_gpu_blocks_override=14, max_model_len=160, enable_prefix_caching=False),
+        dict(PREEMPTED, enable_prefix_caching=False),
     ],
 )
 def test_schedules(stock, block, schedule):

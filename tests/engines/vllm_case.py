@@ -26,47 +26,17 @@ import torch
 from safetensors.torch import save_file
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import VLLMValidationError  # noqa: F401 - for the tests, which import vLLM by way of this file
 from vllm.platforms import current_platform
-from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams  # noqa: F401
 from vllm.triton_utils import HAS_TRITON
 
 from pagedtree.integrations.vllm.limits import METHODS
 
-__all__ = [
-    "DRAFT",
-    "EAGLE",
-    "LAYOUTS",
-    "LLM",
-    "MEDUSA",
-    "METHOD",
-    "NGRAM",
-    "NO_TREES",
-    "RUNNER",
-    "TARGET",
-    "V1_ONLY",
-    "BeamSearchParams",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TreeRunner",
-    "VLLMValidationError",
-    "accepted",
-    "block_options",
-    "engine",
-    "generate",
-    "metrics_of",
-    "of_runner",
-    "prompt_logprobs",
-    "runner_of",
-    "token_prompts",
-    "tree_options",
-    "write_eagle_head",
-]  # fmt: skip
-
 if HAS_TRITON:
     from pagedtree.integrations.vllm.runner_v2 import TreeRunnerV2 as TreeRunner
 else:
-    from pagedtree.integrations.vllm.runner import TreeRunner
+    from pagedtree.integrations.vllm.runner import TreeRunner  # noqa: F401
 
 RUNNER = "V2" if HAS_TRITON else "V1"
 METHOD = METHODS[RUNNER]  # of a drafter of ours
@@ -82,6 +52,12 @@ CHECKPOINTS = Path(__file__).resolve().parents[2] / "examples" / "checkpoints"
 TARGET, DRAFT, MEDUSA, EAGLE = (str(CHECKPOINTS / name) for name in ("target", "draft", "medusa", "eagle"))
 BLOCK = str(CHECKPOINTS / "block")
 NO_TREES = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
+# Caches too small for all requests: vLLM takes blocks away and reads again.
+PREEMPTED = {"block_size": 16, "num_gpu_blocks_override": 14, "max_model_len": 160}
+RANKS = {
+    "tensor_parallel_size": 2,
+    "env": {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+}
 LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
@@ -154,6 +130,29 @@ def runner_of(llm: LLM) -> Any:
 def metrics_of(llm: LLM) -> dict[str, float]:
     """vLLM's counters, by name."""
     return {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+
+
+def expect_preemptions(llm: LLM) -> None:
+    """Asserts that some requests of a cache of 14 blocks were preempted, and that in the end all blocks are free."""
+    assert metrics_of(llm)["vllm:num_preemptions"] > 0
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 13  # one is vLLM's null block
+
+
+def oracle_options(
+    prompts: Sequence[list[int]], outputs: Sequence[list[int]], drafter: str = "OracleDrafter", **options: Any
+) -> dict[str, Any]:
+    """Options of an engine whose drafter, one of oracle_drafter.py, knows the outputs."""
+    texts = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    return {
+        **NO_TREES,
+        "speculative_config": {
+            "method": METHOD,
+            "model": f"oracle_drafter.{drafter}",
+            "num_speculative_tokens": 15,
+        },
+        "additional_config": {"pagedtree": {"tree": "whole", "texts": texts, **options}},
+    }
 
 
 def write_eagle_head(folder: Path) -> str:
