@@ -8,7 +8,8 @@ import pytest
 @pytest.fixture(scope="module")
 def stock(request: pytest.FixtureRequest) -> list[list[int]]:
     """Greedy output of vLLM without us for the PROMPTS of the test's module."""
-    from vllm_case import engine, generate
+    from vllm_case import engine, generate, runner_of
 
     with engine() as llm:
+        assert "pagedtree" not in runner_of(llm).attn_groups[0][0].backend.__module__
         return generate(llm, request.module.PROMPTS)

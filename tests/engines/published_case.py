@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import torch
 from eagle_case import SIZES as OF_A_HEAD
+from generate_case import greedy, lists, prompts_of
+from torch import Tensor
+
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.integrations.transformers import BlockDrafter, generate
 
 # Imported by speculators for training and for servers; nothing of it runs here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")
@@ -31,3 +39,32 @@ def dense(q, k, v, mask):
     )
     scores = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill(~mask, -torch.inf)
     return (scores.softmax(-1) @ v).transpose(0, 1)
+
+
+def speculators_config(kind: str, steps: int, architecture: str = "LlamaForCausalLM") -> Any:
+    """What a model that speculators saves says of itself and its target."""
+    from speculators import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    return SpeculatorsConfig(
+        algorithm=kind,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=steps)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig(name_or_path=None, architectures=[architecture]),
+    )
+
+
+def append_texts(drafter: BlockDrafter, texts: Sequence[Tensor], features: Sequence[Tensor]) -> None:
+    """Lets a block drafter read texts, of which the last token alone has no features."""
+    drafter.begin(page_size=4, sampling=SimpleNamespace(vocab_size=None))
+    sequences = [GeneratedSequence(i, group=i, tokens=text.tolist(), max_length=99) for i, text in enumerate(texts)]
+    drafter._append([(sequence, 0, rows) for sequence, rows in zip(sequences, features, strict=True)])
+    drafter.select(sequences)
+
+
+def check_texts(model: Any, drafter: Any) -> None:
+    """With these drafts the texts are the model's own."""
+    texts = [greedy(model, prompt, 20) for prompt in prompts_of((5, 12))]
+    for options in ({}, {"tree": None}):
+        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
+        assert lists(sequences) == texts

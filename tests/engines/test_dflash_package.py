@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from eagle_case import randomised
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES
+from generate_case import VOCAB, tiny
+from published_case import SIZES, append_texts, check_texts
 
-from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel, generate
+from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel
 
 pytest.importorskip("dflash", reason="make test-engines ENGINE=speculators")
 
@@ -56,10 +53,7 @@ def saved(folder, name, layers=None):
 def drafted(ours, model, features, tokens, width):
     """What `BlockDrafter` makes of a text whose last token alone has no features: states, and the draft."""
     drafter = BlockDrafter(ours, num_nodes=BLOCK, width=width)
-    drafter.begin(page_size=4, sampling=SimpleNamespace(vocab_size=None))
-    sequence = GeneratedSequence(0, group=0, tokens=tokens[0].tolist(), max_length=99)
-    drafter._append([(sequence, 0, features[0])])
-    drafter.select([sequence])
+    append_texts(drafter, tokens, features)
     root = torch.tensor([tokens.shape[1] - 1])
     states = drafter._guess(tokens[0, -1:], root, BLOCK - 1)
     return states, drafter.propose(tokens, root.int() + 1)
@@ -96,10 +90,7 @@ def test_what_is_drafted(model, tmp_path, name):
     ours = BlockDraftModel.from_pretrained(tmp_path, model)
     assert ours.config.target_layer_ids == (0, 5)
     drafter = BlockDrafter(ours, num_nodes=10, width=3)
-    texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
-    for options in ({}, {"tree": None}):
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts
+    check_texts(model, drafter)
     ours.save_pretrained(tmp_path / "again", dtype=torch.float32)
     again = BlockDraftModel.from_pretrained(tmp_path / "again", model)
     assert again.config == ours.config

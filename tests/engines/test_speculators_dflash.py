@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from eagle_case import randomised
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES
+from generate_case import VOCAB, tiny
+from published_case import SIZES, append_texts, check_texts, speculators_config
 
-from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel, generate
+from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 
-from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.dflash.config import DFlashSpeculatorConfig
 from speculators.models.dflash.core import DFlashDraftModel
 from speculators.models.dflash2.config import DFlash2SpeculatorConfig
 from speculators.models.dflash2.core import DFlash2DraftModel
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import Qwen3Config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,12 +54,7 @@ def saved(model, folder, kind, layer, **entries):
             block_size=BLOCK,
             aux_hidden_state_layer_ids=[1, 4],
             mask_token_id=3,
-            speculators_config=SpeculatorsConfig(
-                algorithm=kind,
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-            ),
+            speculators_config=speculators_config(kind, BLOCK - 1),
             **{"draft_vocab_size": VOCAB, **entries},
         )
     )
@@ -106,12 +96,7 @@ def test_guesses(model, tmp_path, name):
     first = 0 if entries.get("sample_from_anchor") else 1
     states, logits = (x.view(len(anchors), BLOCK, -1)[:, first:] for x in (states, logits))
     drafter = BlockDrafter(ours, num_nodes=4)
-    drafter.begin(page_size=4, sampling=SimpleNamespace(vocab_size=None))
-    sequences = []
-    for index, anchor in enumerate(anchors):
-        sequences.append(GeneratedSequence(index, group=index, tokens=tokens[0, : anchor + 1].tolist(), max_length=99))
-        drafter._append([(sequences[-1], 0, features[0, :anchor])])
-    drafter.select(sequences)
+    append_texts(drafter, [tokens[0, : n + 1] for n in anchors], [features[0, :n] for n in anchors])
     found = drafter._guess(tokens[0, anchors], torch.tensor(anchors), BLOCK - first)
     torch.testing.assert_close(found, states, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours.logits(found), logits, rtol=1e-5, atol=1e-5)
@@ -130,7 +115,4 @@ def test_what_is_drafted(model, tmp_path, name):
     kind, layer, entries = CASES[name]
     saved(model, tmp_path, kind, layer, **entries)
     drafter = BlockDrafter(BlockDraftModel.from_pretrained(tmp_path, model), num_nodes=10, width=3)
-    texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
-    for options in ({}, {"tree": None}):
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts
+    check_texts(model, drafter)

@@ -10,21 +10,19 @@ import torch
 pytest.importorskip("transformers")
 
 from eagle_case import randomised
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
-from published_case import SIZES, dense
+from generate_case import VOCAB, tiny
+from published_case import SIZES, check_texts, dense, speculators_config
 
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, ParallelEagleDrafter, generate
+from pagedtree.integrations.transformers import EagleDrafter, EagleHead, ParallelEagleDrafter
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 
-from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.losses import resolve_loss_config
 from speculators.models.eagle3.config import Eagle3SpeculatorConfig
 from speculators.models.eagle3.core import Eagle3DraftModel
 from speculators.models.peagle.config import PEagleSpeculatorConfig
 from speculators.models.peagle.core import PEagleDraftModel
 from speculators.models.peagle.data import generate_cod_sample_indices
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, Qwen3Config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,12 +55,7 @@ def saved(model, folder, kind, layer, draft_vocab, **entries):
             transformer_layer_config=sizes,
             draft_vocab_size=draft_vocab,
             eagle_aux_hidden_state_layer_ids=LAYER_IDS,
-            speculators_config=SpeculatorsConfig(
-                algorithm=kind,
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
-                default_proposal_method="greedy",
-                verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
-            ),
+            speculators_config=speculators_config(kind, STEPS),
             **entries,
         )
     )
@@ -146,7 +139,4 @@ def test_what_is_drafted(model, tmp_path, kind, entries):
     saved(model, tmp_path, kind, list(LAYERS)[2], 64, **entries)
     head = EagleHead.from_pretrained(tmp_path, model)
     drafter = (EagleDrafter if kind == "eagle3" else ParallelEagleDrafter)(head, num_nodes=10, depth=3, width=3)
-    texts = [greedy(model, prompt) for prompt in prompts_of((5, 12))]
-    for options in ({}, {"tree": None}):
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts
+    check_texts(model, drafter)

@@ -7,20 +7,18 @@ import torch
 
 pytest.importorskip("transformers")
 
-import published_case  # noqa: F401
 from eagle_case import randomised
-from generate_case import VOCAB, greedy, lists, prompts_of
+from generate_case import VOCAB
 from hybrid_case import tiny_hybrid
 from mtp_case import tiny_qwen
+from published_case import check_texts, speculators_config
 
-from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
+from pagedtree.integrations.transformers import MtpDrafter, MtpHead, load_drafter
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 
-from speculators import SpeculatorsConfig, VerifierConfig
 from speculators.models.mtp.config import MTPSpeculatorConfig
 from speculators.models.mtp.core import MTPDraftModel
-from speculators.proposals.greedy import GreedyTokenProposalConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,12 +32,7 @@ def case(request, tmp_path_factory):
     model, folder = TARGETS[request.param](), tmp_path_factory.mktemp(request.param)
     config = MTPSpeculatorConfig(
         transformer_layer_config=model.config,
-        speculators_config=SpeculatorsConfig(
-            algorithm="mtp",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=STEPS)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig(name_or_path=None, architectures=[type(model).__name__]),
-        ),
+        speculators_config=speculators_config("mtp", STEPS, type(model).__name__),
     )
     theirs = randomised(MTPDraftModel(config))
     theirs.embed_tokens.weight.copy_(model.get_input_embeddings().weight)
@@ -69,7 +62,4 @@ def test_what_is_drafted(case):
     model, _, folder = case
     drafter = load_drafter(folder, model, num_nodes=9)
     assert type(drafter) is MtpDrafter
-    texts = [greedy(model, prompt, 20) for prompt in prompts_of((5, 12))]
-    for options in ({}, {"tree": None}):
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts
+    check_texts(model, drafter)

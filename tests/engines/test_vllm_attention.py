@@ -10,6 +10,7 @@ from vllm_case import (
     DRAFT,
     LAYOUTS,
     NGRAM,
+    accepted,
     engine,
     generate,
     metrics_of,
@@ -23,14 +24,6 @@ from vllm_case import (
 from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeImpl, kv_views
 
 PROMPTS = token_prompts()
-
-
-@pytest.fixture(scope="module")
-def stock() -> list[list[int]]:
-    """Greedy output of vLLM's own backend."""
-    with engine() as llm:
-        assert runner_of(llm).attn_groups[0][0].backend is not PagedTreeBackend
-        return generate(llm, PROMPTS)
 
 
 @pytest.mark.parametrize("block_size", of_runner([8, 16, 48, 128], [8, 48]))
@@ -52,11 +45,6 @@ def test_layouts_are_used_in_place(stock, layout):
         assert generate(llm, PROMPTS) == stock
 
 
-def test_chunked_prefill(stock):
-    with engine(attention_backend="CUSTOM", max_num_batched_tokens=16, max_num_seqs=3) as llm:
-        assert generate(llm, PROMPTS) == stock
-
-
 def test_prefix_cache_hits(stock):
     with engine(attention_backend="CUSTOM", block_size=16, enable_prefix_caching=True) as llm:
         assert generate(llm, PROMPTS) == stock
@@ -64,17 +52,11 @@ def test_prefix_cache_hits(stock):
         assert metrics_of(llm)["vllm:prefix_cache_hits"] > 0
 
 
-def test_ngram_chains(stock):
-    with engine(attention_backend="CUSTOM", speculative_config=NGRAM) as llm:
+@pytest.mark.parametrize("chains", [NGRAM, {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}])
+def test_chains_of_vllm(stock, chains):
+    with engine(attention_backend="CUSTOM", speculative_config=chains) as llm:
         assert generate(llm, PROMPTS) == stock
-        assert metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"] > 0
-
-
-def test_draft_model_chains(stock):
-    speculation = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}
-    with engine(attention_backend="CUSTOM", speculative_config=speculation) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert metrics_of(llm)["vllm:spec_decode_num_accepted_tokens"] > 0
+        assert accepted(llm) > 0
 
 
 def test_eagle_chains(stock, tmp_path):
@@ -84,8 +66,15 @@ def test_eagle_chains(stock, tmp_path):
         assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
 
 
-def test_separate_processes(stock):
-    with engine(attention_backend="CUSTOM", env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_num_batched_tokens=16, max_num_seqs=3),  # prompts are read in chunks
+        dict(env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}),
+    ],
+)
+def test_output_is_stock(stock, options):
+    with engine(attention_backend="CUSTOM", **options) as llm:
         assert generate(llm, PROMPTS) == stock
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from vllm_case import (
     VLLMValidationError,
     engine,
     generate,
+    of_runner,
     token_prompts,
     tree_options,
 )
@@ -59,91 +62,81 @@ def start(**options) -> LLM:
         return llm
 
 
-CONFIGURATIONS = {
-    "pipeline_parallel_size": dict(pipeline_parallel_size=2),
-    "enable_lora": dict(enable_lora=True),
-    "attention_backend": dict(attention_backend="CPU_ATTN"),
-    "logprobs_mode": dict(logprobs_mode="processed_logits"),
-    "max_logprobs": dict(logprobs_mode="processed_logprobs", max_logprobs=-1),
-    "scheduler_cls": dict(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
-    "head_size": dict(hf_overrides={"head_dim": 32}),
-}
-if RUNNER == "V2":  # which gives log-probabilities in every mode, and must not be asked to choose nodes
-    del CONFIGURATIONS["logprobs_mode"], CONFIGURATIONS["max_logprobs"]
-    CONFIGURATIONS["expected tree = \"whole\", got 'auto'"] = dict(additional_config={"pagedtree": {"tree": "auto"}})
-    CONFIGURATIONS["enable_batch_sharded_sampling"] = dict(enable_batch_sharded_sampling=True, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_unsupported_configurations_are_refused(name):
-    with pytest.raises(Exception, match=name):
-        start(**{**tree_options("ngram"), **CONFIGURATIONS[name]})
-
-
-@pytest.mark.parametrize(
-    ("name", "drafter", "speculation"),
-    [
-        ("draft_tensor_parallel_size", "ngram", {"draft_tensor_parallel_size": 1}),
-        ("draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = 1, got 2", "model",
-         {"draft_tensor_parallel_size": 2}),
-        ("draft_tensor_parallel_size: MedusaTreeDrafter has no", "medusa", {"draft_tensor_parallel_size": 1}),
-        ("num_speculative_tokens", "ngram", {"num_speculative_tokens": 1024}),
-    ],
-)  # fmt: skip
-def test_unsupported_speculation_is_refused(name, drafter, speculation):
+def speculating(drafter: str = "ngram", **changes) -> dict[str, Any]:
+    """Options of an engine with trees whose speculative configuration is changed."""
     options = tree_options(drafter)
-    options["speculative_config"].update(speculation)
-    with pytest.raises(Exception, match=name):
-        start(**options)
+    options["speculative_config"].update(changes)
+    return options
 
 
-@pytest.mark.parametrize("size", [3, 4])
-def test_draft_ranks_that_do_not_divide_the_targets_are_refused(size):
-    options = tree_options("model")
-    options["speculative_config"]["draft_tensor_parallel_size"] = size
-    message = f"draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = 2, got {size}"
+NGRAMS = tree_options("ngram")
+WORKER = {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker"}
+DRAFT_MODEL = {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}
+PROCESSOR = "vllm.v1.sample.logits_processor:MinPLogitsProcessor"
+USES_V2 = "VLLM_USE_V2_MODEL_RUNNER"
+DRAFTERS = "pagedtree.integrations.vllm.drafters."
+DIVISOR = "draft_tensor_parallel_size: expected a divisor of tensor_parallel_size = "
+METHOD_OF = "speculative_config.method on model runner "
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("pipeline_parallel_size", {**NGRAMS, "pipeline_parallel_size": 2}),
+    ("enable_lora", {**NGRAMS, "enable_lora": True}),
+    ("attention_backend", {**NGRAMS, "attention_backend": "CPU_ATTN"}),
+    ("scheduler_cls", {**NGRAMS, "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
+    ("head_size", {**NGRAMS, "hf_overrides": {"head_dim": 32}}),
+    ("worker_cls", {**NGRAMS, "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
+    ("logits_processors", {**WORKER, "logits_processors": [PROCESSOR]}),
+    ("method", {**WORKER, "speculative_config": DRAFT_MODEL}),
+    ("max_branchs", tree_options("ngram", max_branchs=2)),
+    ("expected tree = ", tree_options("ngram", tree="some")),
+    ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
+    ("num_speculative_tokens", speculating(num_speculative_tokens=1024)),
+    ("draft_tensor_parallel_size: NgramTreeDrafter has no", speculating(draft_tensor_parallel_size=1)),
+    ("draft_tensor_parallel_size: MedusaTreeDrafter has no", speculating("medusa", draft_tensor_parallel_size=1)),
+    (f"{DIVISOR}1, got 2", speculating("model", draft_tensor_parallel_size=2)),
+    *(
+        (f"{DIVISOR}2, got {n}", {**speculating("model", draft_tensor_parallel_size=n), "tensor_parallel_size": 2})
+        for n in (3, 4)
+    ),
+    # A drafter named by the method of one runner does not run on the other.
+    *(
+        (f"{METHOD_OF}{runner} = {right}, got {wrong}", {**speculating(method=wrong), "env": {USES_V2: value}})
+        for runner, value, right, wrong in (
+            ("V2", "1", "ngram_gpu", "custom_class"),
+            ("V1", "0", "custom_class", "ngram_gpu"),
+        )
+    ),
+    # Names that are mistyped, and one that is imported there and takes other arguments.
+    *(
+        (rf"speculative_config\.model.*{re.escape(name)}", speculating(model=name))
+        for name in (
+            f"{DRAFTERS}NgramTreeDraftr",
+            f"{DRAFTERS}NgramDrafter",
+            "pagedtree.integration.vllm.drafters.NgramTreeDrafter",
+        )
+    ),
+]
+REFUSED += of_runner(
+    [
+        ("logprobs_mode", {**NGRAMS, "logprobs_mode": "processed_logits"}),
+        ("max_logprobs", {**NGRAMS, "logprobs_mode": "processed_logprobs", "max_logprobs": -1}),
+    ],
+    # V2 gives log-probabilities in every mode, and must not be asked to choose nodes.
+    [
+        ("expected tree = \"whole\", got 'auto'", tree_options("ngram", tree="auto")),
+        ("enable_batch_sharded_sampling", {**NGRAMS, "enable_batch_sharded_sampling": True, "tensor_parallel_size": 2}),
+    ],
+)
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED)
+def test_unsupported_configurations_are_refused(message, options):
     with pytest.raises(Exception, match=message):
-        start(**options, tensor_parallel_size=2)
+        start(**options)
 
 
 def test_draft_tensor_parallel_size_of_one_is_honoured():
-    options = tree_options("model")
-    options["speculative_config"]["draft_tensor_parallel_size"] = 1
-    with engine(**options) as llm:
+    with engine(**speculating("model", draft_tensor_parallel_size=1)) as llm:
         assert all(generate(llm, token_prompts(1)))
-
-
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("max_branchs", {**tree_options("ngram"), "additional_config": {"pagedtree": {"max_branchs": 2}}}),
-        ("expected tree = ", tree_options("ngram", tree="some")),
-        ("expected the entry model", {**tree_options("model"), "additional_config": {}}),
-        ("worker_cls", {**tree_options("ngram"), "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
-        ("logits_processors", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
-                               "logits_processors": ["vllm.v1.sample.logits_processor:MinPLogitsProcessor"]}),
-        ("method", {"worker_cls": "pagedtree.integrations.vllm.worker.TreeCPUWorker",
-                    "speculative_config": {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 2}}),
-    ],
-)  # fmt: skip
-def test_wrong_options_are_refused(message, options):
-    with pytest.raises(Exception, match=message):
-        start(**options)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "pagedtree.integrations.vllm.drafters.NgramTreeDraftr",
-        "pagedtree.integrations.vllm.drafters.NgramDrafter",  # imported there, takes other arguments
-        "pagedtree.integration.vllm.drafters.NgramTreeDrafter",
-    ],
-)
-def test_a_mistyped_drafter_is_refused(name):
-    options = tree_options("ngram")
-    options["speculative_config"]["model"] = name
-    with pytest.raises(Exception, match=rf"speculative_config\.model.*{name.replace('.', '[.]')}"):
-        start(**options)
 
 
 def test_the_log_names_worker_backend_and_drafter(caplog):
@@ -179,18 +172,3 @@ def test_a_drafter_that_returns_something_else_is_named(message, monkeypatch):
     drafter.max_nodes = 16
     with pytest.raises(ValueError, match=f"NgramTreeDrafter.draft: .*{message}"):
         drafter._checked(drafter.draft([], []), 1)
-
-
-@pytest.mark.parametrize(
-    ("message", "runner", "options"),
-    [
-        ("speculative_config.method on model runner V2 = ngram_gpu, got custom_class", "1", {"method": "custom_class"}),
-        ("speculative_config.method on model runner V1 = custom_class, got ngram_gpu", "0", {"method": "ngram_gpu"}),
-    ],
-)
-def test_no_other_runner_serves_in_silence(message, runner, options):
-    """A drafter named by the method of one runner does not run on the other."""
-    settings = tree_options("ngram")
-    settings["speculative_config"].update(options)
-    with pytest.raises(Exception, match=message):
-        start(**settings, env={"VLLM_USE_V2_MODEL_RUNNER": runner})
