@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention
+from adapter_case import Pages, close, dense_attention
 from device_case import placed
 from torch import Tensor
 
@@ -27,10 +27,10 @@ def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
 
 
 def mask_of(n: int, s: int, is_causal: bool, left: int = -1, right: int = -1) -> Tensor:
-    """Bottom right aligned, by FlashAttention's definition."""
+    """Bottom right aligned, by FlashAttention's definition; if causal nothing to the right is seen."""
     query, key = torch.arange(n)[:, None] + s - n, torch.arange(s)
     seen = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
-    seen = seen & (key <= query + right) if right >= 0 else seen
+    seen = seen & (key <= query + right) if right >= 0 and not is_causal else seen
     return seen & (key >= query - left) if left >= 0 else seen
 
 
@@ -43,20 +43,36 @@ def expected(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[Tens
 # flash_attn_with_kvcache ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page_size", [1, 7, 256])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("n", [1, 5])
-def test_paged_cache(backend, dtype, page_size, is_causal, n) -> None:
-    lens = [37, 0, 8, 3]
+# causal, and how many keys to both sides
+SEES = [(True, (-1, -1)), (True, (0, -1)), (True, (6, 0)), (True, (3, 5)), (False, (-1, -1))]
+SEES += [(False, window) for window in ((3, 2), (0, 4), (5, -1), (-1, 3), (90, 90))]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(("is_causal", "window_size"), SEES)
+@pytest.mark.parametrize("page_size", [1, 7, 16, 256])
+@pytest.mark.parametrize(("n", "m"), [(1, 0), (1, 1), (4, 4), (2, 5), (5, 2), (12, 0)])
+def test_paged_cache(backend, dtype, is_causal, window_size, page_size, n, m) -> None:
+    """Of which the last m rows of each sequence are appended; some have fewer keys than queries."""
+    lens = [37, m, 7 + m, 67]
     paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(4, n, dtype=dtype)
-    out, lse = flash_attn_with_kvcache(
-        q, paged.k_cache, paged.v_cache, cache_seqlens=torch.tensor(lens, dtype=torch.int32),
-        block_table=paged.table(), causal=is_causal, return_softmax_lse=True,
-    )  # fmt: skip
-    outs, lses = expected(list(q), paged.k, paged.v, [mask_of(n, s, is_causal) for s in lens])
+    caches, table = [paged.k_cache.clone(), paged.v_cache.clone()], paged.table()
+    for b, s in enumerate(lens):  # the new rows are not there yet
+        for position in range(s - m, s):
+            for cache in caches:
+                cache[table[b, position // page_size], position % page_size] = torch.nan
+    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)] if m else []
+    options = dict(causal=is_causal, window_size=window_size, softmax_scale=0.2, softcap=2.5, num_splits=3)
+    before = torch.tensor(lens, dtype=torch.int32) - m
+    options |= dict(cache_seqlens=before, block_table=table, return_softmax_lse=True)
+    out, lse = flash_attn_with_kvcache(q, *caches, *new, **options)
+    masks = [mask_of(n, s, is_causal, *window_size) for s in lens]
+    outs, lses = expected(list(q), paged.k, paged.v, masks, scale=0.2, softcap=2.5)
     close(out, torch.stack(outs))
     assert lse.shape == (4, HEADS, n) and lse.dtype == torch.float32
     torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
+    for cache, whole in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
+        torch.testing.assert_close(cache, whole, equal_nan=True, rtol=0, atol=0)
 
 
 def test_values_of_another_width(backend, dtype) -> None:
@@ -79,31 +95,11 @@ def test_values_of_another_width(backend, dtype) -> None:
 def test_latent_cache() -> None:
     """One row is key and, its first 512 columns, value."""
     paged, q = Pages.random([37, 8], 16, 1, 576, torch.float32), queries(2, 3, dtype=torch.float32, dim=576)
-    out = flash_attn_with_kvcache(
-        q, paged.k_cache, paged.k_cache[..., :512], cache_seqlens=torch.tensor([37, 8], dtype=torch.int32),
-        block_table=paged.table(), causal=True, softmax_scale=0.1,
-    )  # fmt: skip
+    form = {"cache_seqlens": torch.tensor([37, 8], dtype=torch.int32), "block_table": paged.table()}
+    caches = paged.k_cache, paged.k_cache[..., :512]
+    out = flash_attn_with_kvcache(q, *caches, **form, causal=True, softmax_scale=0.1)
     values = [rows[..., :512] for rows in paged.k]
     close(out, torch.stack(expected(list(q), paged.k, values, [mask_of(3, s, True) for s in (37, 8)], scale=0.1)[0]))
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (4, 4), (2, 5), (5, 0)])
-def test_keys_are_appended(backend, dtype, page_size, n, m) -> None:
-    lens = [30, m, 7 + m]
-    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(3, n, dtype=dtype)
-    caches = [paged.k_cache.clone(), paged.v_cache.clone()]
-    table = paged.table()
-    for b, s in enumerate(lens):  # the new rows are not there yet
-        for position in range(s - m, s):
-            for cache in caches:
-                cache[table[b, position // page_size], position % page_size] = torch.nan
-    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
-    before = torch.tensor(lens, dtype=torch.int32) - m
-    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, block_table=table, causal=True)
-    close(out, torch.stack(expected(list(q), paged.k, paged.v, [mask_of(n, s, True) for s in lens])[0]))
-    for cache, whole in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
-        torch.testing.assert_close(cache, whole, equal_nan=True, rtol=0, atol=0)
 
 
 def test_cache_without_pages(backend, dtype) -> None:
@@ -126,40 +122,6 @@ def test_cache_without_pages(backend, dtype) -> None:
     out = flash_attn_with_kvcache(q, k_cache, v_cache, new, new, cache_seqlens=8, window_size=(2, 3))
     rows = [[cache[b] for b in range(3)] for cache in (k_cache, v_cache)]
     close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 9, False, 2, 3)] * 3)[0]))
-
-
-@pytest.mark.parametrize("window_size", [(0, -1), (6, 0), (3, 5)])
-def test_windows_caps_and_scale(backend, dtype, window_size) -> None:
-    lens = [37, 8]
-    paged, q = Pages.random(lens, 16, KV_HEADS, DIM, dtype), queries(2, 5, dtype=dtype)
-    options = dict(cache_seqlens=torch.tensor(lens, dtype=torch.int32), block_table=paged.table(), softmax_scale=0.2)
-    options |= dict(softcap=2.5, window_size=window_size, num_splits=3)
-    out = flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, causal=True, **options)
-    masks = [mask_of(5, s, True, window_size[0]) for s in lens]
-    close(out, torch.stack(expected(list(q), paged.k, paged.v, masks, scale=0.2, softcap=2.5)[0]))
-    assert torch.equal(masks[0], causal(5, 37, window=window_size[0] + 1))
-    if window_size[1] == 0:
-        assert torch.equal(out, flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, **options))
-
-
-WINDOWS = [(3, 2), (0, 4), (5, -1), (-1, 3), (90, 90)]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("window_size", WINDOWS)
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize(("n", "m"), [(1, 1), (5, 2), (12, 0)])
-def test_windows_that_look_ahead(backend, dtype, window_size, page_size, n, m) -> None:
-    lens = [37, 2, 8, 67]  # fewer keys than queries, too
-    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(4, n, dtype=dtype)
-    new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
-    out, lse = flash_attn_with_kvcache(
-        q, paged.k_cache, paged.v_cache, *new, cache_seqlens=torch.tensor(lens, dtype=torch.int32) - m,
-        block_table=paged.table(), window_size=window_size, return_softmax_lse=True,
-    )  # fmt: skip
-    outs, lses = expected(list(q), paged.k, paged.v, [mask_of(n, s, False, *window_size) for s in lens])
-    close(out, torch.stack(outs))
-    torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
 
 
 def test_no_sequence_and_no_query(backend, dtype) -> None:
@@ -195,10 +157,8 @@ def test_rotary(backend, dtype, interleaved, n, m, is_causal) -> None:
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     new = [torch.stack([rows[len(rows) - m :] for rows in side]) for side in (paged.k, paged.v)]
     before = torch.tensor(lens, dtype=torch.int32) - m
-    out = flash_attn_with_kvcache(
-        q, paged.k_cache, paged.v_cache, *new, cos, sin, before, block_table=paged.table(), causal=is_causal,
-        rotary_interleaved=interleaved,
-    )  # fmt: skip
+    options = {"block_table": paged.table(), "causal": is_causal, "rotary_interleaved": interleaved}
+    out = flash_attn_with_kvcache(q, paged.k_cache, paged.v_cache, *new, cos, sin, before, **options)
     turn = {"cos": cos, "sin": sin, "interleaved": interleaved}
     turned_q, turned_k = [], []
     for b, start in enumerate(before.tolist()):
@@ -225,10 +185,10 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
     torch.testing.assert_close(lse, torch.cat(lses).T, atol=2e-3, rtol=2e-3)
     angles = placed(torch.rand(64, 16, generator=torch.Generator().manual_seed(3), device="cpu") * 6)
     turn = {"rotary_cos": angles.cos().to(dtype), "rotary_sin": angles.sin().to(dtype)}
+    caches, turned = [paged.k_cache.clone(), paged.v_cache.clone()], {**turn, "rotary_seqlens": before + 3}
     ragged = flash_attn_with_kvcache(
-        q, paged.k_cache.clone(), paged.v_cache.clone(), *new, **turn, cache_seqlens=before,
-        rotary_seqlens=before + 3, cu_seqlens_k_new=offsets(news), **form,
-    )[0]  # fmt: skip
+        q, *caches, *new, **turned, cache_seqlens=before, cu_seqlens_k_new=offsets(news), **form
+    )[0]
     positions = torch.cat([int(b) + 3 + torch.arange(n) for b, n in zip(before, lens_q, strict=True)])
     q0 = rotated(q, positions, *turn.values(), True)[:4]
     k0 = torch.cat([paged.k[0][:26], rotated(new[0][:4], 29 + torch.arange(4), *turn.values(), True)])
@@ -253,35 +213,15 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    ("is_causal", "window_size"), [(False, (-1, -1)), (True, (-1, -1)), *((False, w) for w in WINDOWS)]
-)
+@pytest.mark.parametrize(("is_causal", "window_size"), SEES)
 @pytest.mark.parametrize("page_size", [None, 1, 16])
 @pytest.mark.parametrize("lens_k", [[5, 12, 40, 0], [3, 12, 40, 0]])  # fewer keys than queries, too
 def test_ragged_batches(backend, dtype, is_causal, window_size, page_size, lens_k) -> None:
     lens_q = [5, 0, 9, 1]
     paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
     rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
-    out = flash_attn_varlen_func(
-        q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, causal=is_causal, window_size=window_size,
-        block_table=None if page_size is None else paged.table(),
-    )  # fmt: skip
+    options = {"causal": is_causal, "window_size": window_size, "softmax_scale": 0.3, "softcap": 3.0}
+    options |= {} if page_size is None else {"block_table": paged.table()}
+    out = flash_attn_varlen_func(q, *rows, offsets(lens_q), offsets(lens_k), 9, 40, deterministic=True, **options)
     masks = [mask_of(n, s, is_causal, *window_size) for n, s in zip(lens_q, lens_k, strict=True)]
-    close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks)[0]))
-
-
-def test_ragged_window_and_cap(backend, dtype) -> None:
-    lens_q, lens_k = [5, 9], [7, 40]
-    paged, q = Pages.random(lens_k, 16, KV_HEADS, DIM, dtype), queries(14, dtype=dtype)
-    form = torch.cat(paged.k), torch.cat(paged.v), offsets(lens_q), offsets(lens_k), 9, 40
-    out = flash_attn_varlen_func(q, *form, 0.0, 0.3, True, (4, 0), 3.0, deterministic=True)
-    masks = [mask_of(n, s, True, 4) for n, s in zip(lens_q, lens_k, strict=True)]
     close(out, torch.cat(expected(list(q.split(lens_q)), paged.k, paged.v, masks, scale=0.3, softcap=3.0)[0]))
-
-
-def test_more_queries_than_keys(backend, dtype) -> None:
-    """FlashAttention's documented 5 x 2 example: three rows see nothing."""
-    paged, q = Pages.random([2], 16, KV_HEADS, DIM, dtype), queries(5, dtype=dtype)
-    out = flash_attn_varlen_func(q, paged.k[0], paged.v[0], offsets([5]), offsets([2]), 5, 2, causal=True)
-    assert not out[:3].any()
-    close(out[3:], dense_attention(q[3:], paged.k[0], paged.v[0], torch.tensor([[True, False], [True, True]]))[0])
