@@ -38,29 +38,6 @@ def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: 
     return storage, *views_of(storage, layout)
 
 
-LATENT_LAYOUTS = ("dense", "page_first", "slot_first", "padded", "columns")
-
-
-def latent_view(layout: str, pages: int, page_size: int, dim: int, dtype, device) -> tuple[Tensor, Tensor]:
-    """Storage full of payload, and a latent cache [pages, page_size, 1, dim] in it as engines lay it out."""
-    if layout == "dense":  # vLLM's; SGLang's pool of slots is the same memory
-        storage = payload((pages, page_size, dim), dtype, 0, device)
-        return storage, storage.unsqueeze(2)
-    if layout == "page_first":  # vLLM: all layers of a page lie together
-        storage = payload((pages, 3, page_size, dim), dtype, 1, device)
-        return storage, storage[:, 1].unsqueeze(2)
-    if layout == "slot_first":  # SGLang: all layers of a slot lie together
-        storage = payload((pages * page_size, 3, 1, dim), dtype, 2, device)
-        return storage, storage[:, 2].view(pages, page_size, 1, dim)
-    if layout == "padded":  # something else follows each row, which is aligned whatever dim is
-        storage = payload((pages, page_size, dim // 64 * 64 + 128), dtype, 3, device)
-        return storage, storage[..., :dim].unsqueeze(2)
-    if layout == "columns":  # in the middle of rows, with no alignment
-        storage = payload((pages, page_size, dim + 7), dtype, 4, device)
-        return storage, storage[..., 3 : 3 + dim].unsqueeze(2)
-    raise AssertionError(layout)
-
-
 def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     copies = [storage.clone() for storage in storages]
     owner = {storage.untyped_storage().data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cache_case import FP8, LATENT_LAYOUTS, PAGE_SIZES, clones, latent_view, payload, raw
+from cache_case import FP8, PAGE_SIZES, clones, payload, raw
 from hypothesis import given
 from hypothesis import strategies as st
 from step_case import int32
 from torch import Tensor
 
-from pagedtree import append_kv, compact_kv, slot_mapping
+from pagedtree import append_kv, slot_mapping
 from pagedtree.reference.kv_cache import slot_of
 
 # slot_mapping ---------------------------------------------------------------------------------------------------------
@@ -41,22 +41,6 @@ def test_slot_mapping(backend, device, lengths, page_size, padding, seed) -> Non
     assert slots.dtype == torch.int64
     assert slots.tolist() == expected + [-1] * padding
     assert slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size).tolist() == expected
-
-
-def test_slot_mapping_bad_values(backend, device) -> None:
-    table = int32([[3, -2], [5, 6]], device)
-
-    def slots(seq_lens: list[int], cu_seqlens_q: list[int], total_q: int) -> list[int]:
-        return slot_mapping(table, int32(seq_lens, device), int32(cu_seqlens_q, device), 2, total_q=total_q).tolist()
-
-    assert slots([4, 4], [0, 4, 6], 7) == [6, 7, -1, -1, 12, 13, -1]  # a negative page
-    assert slots([1, 4], [0, 3, 5], 5) == [-1, -1, 6, 12, 13]  # positions below 0
-    assert slots([6, 6], [0, 2, 4], 4) == [-1] * 4  # positions past the table, where the next row begins
-    assert slots([2, 2], [0, 2, 9], 3) == [6, 7, -1]  # rows past total_q; row 2 is position -5
-    assert slots([4, 4], [2, 3, 4], 4) == [-1, -1, -1, 13]  # rows before the first offset belong to nobody
-    for offsets in ([0, 5, 3], [7, -4, 2], [-(2**31), 2**31 - 1, 0], [3, 2, 1]):
-        for length in (2**31 - 1, -(2**31)):
-            assert all(-1 <= slot <= 13 for slot in slots([length, length], offsets, 6))
 
 
 # append_kv ------------------------------------------------------------------------------------------------------------
@@ -103,32 +87,6 @@ every_dtype = pytest.mark.parametrize(
         (torch.bfloat16, FP8),
     ],
 )
-
-
-def latent_rows(kind: str, tokens: int, dim: int, dtype, device) -> Tensor:
-    """[T, 1, dim]: dense, or columns of a wider projection, with and without alignment."""
-    first, width = {"dense": (0, dim), "aligned": (64, dim // 64 * 64 + 128), "odd": (5, dim + 5)}[kind]
-    rows = torch.randn((tokens, width), generator=torch.Generator().manual_seed(tokens)) * 30
-    return rows.to(device=device, dtype=dtype)[:, first : first + dim].unsqueeze(1)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@every_dtype
-def test_append_kv_latent(backend, device, dtype, cache_dtype, page_size) -> None:
-    """One tensor without a V."""
-    rng = np.random.default_rng(page_size)
-    pages, tokens = max(3, 40 // page_size), 29
-    kinds = [*((layout, 576) for layout in LATENT_LAYOUTS), ("dense", 577), ("page_first", 37), ("padded", 37)]
-    for i, (layout, dim) in enumerate(kinds):
-        storage, cache = latent_view(layout, pages, page_size, dim, cache_dtype, device)
-        scale = None
-        if dtype != cache_dtype:
-            scale = [None, torch.tensor(0.37, device=device), torch.tensor([2.5], device=device)][i % 3]
-        for rows in ("dense", "aligned", "odd"):
-            new = latent_rows(rows, tokens, dim, dtype, device)
-            slots = hostile_slots(rng, tokens, pages * page_size)
-            check_append([storage], new, None, cache, None, slots, scale)
 
 
 @pytest.mark.each_value
@@ -201,24 +159,6 @@ def test_append_nothing(backend, device) -> None:
 
 
 # 64-bit offsets -------------------------------------------------------------------------------------------------------
-
-
-def test_offsets_past_2_31(backend, device) -> None:
-    """Two pages more than 2^31 elements apart. Only what is touched takes memory."""
-    stride = 2**31 + 64
-    storage = torch.empty(stride + 64, dtype=torch.bfloat16, device=device)
-    cache = torch.as_strided(storage, (2, 2, 2, 4), (stride, 8, 4, 1))
-    cache.zero_()
-    v_cache = torch.zeros((2, 2, 2, 4), dtype=torch.bfloat16, device=device)
-    rows = torch.arange(24, dtype=torch.bfloat16, device=device).view(3, 2, 4)
-    append_kv(rows, rows, cache, v_cache, torch.tensor([1, 2, 3], device=device))
-    assert torch.equal(cache, v_cache)
-    assert torch.equal(cache[1, 1], rows[2])
-    table, path = int32([[0, 1]], device), int32([[0, 2, 3]], device)
-    seq_lens = compact_kv([cache, v_cache], table, int32([0], device), path, int32([2], device))
-    assert seq_lens.tolist() == [3]
-    assert torch.equal(cache, v_cache)
-    assert torch.equal(cache[0, 1], rows[1]) and torch.equal(cache[1, 0], rows[2])
 
 
 # torch ----------------------------------------------------------------------------------------------------------------

@@ -49,15 +49,6 @@ def test_mixed(target: Target, mixed: dict, max_seqlen_q: int | None) -> None:
     check(dict(mixed, max_seqlen_q=max_seqlen_q))
 
 
-@pytest.mark.parametrize(("head_dim", "stored"), [(128, None), (256, None), (96, torch.float8_e4m3fn)])
-def test_head_sizes_and_caches(target: Target, head_dim: int, stored: torch.dtype | None) -> None:
-    kinds = ["causal", DraftTree([-1]), TREE, DraftTree([-1])]
-    options = {"head_dim": head_dim, "cache_dtype": stored, "causal_queries": 70}
-    case = target.case([70, 400, 30, 5], kinds, heads=(4, 2), **options).build()
-    case["v_scale"] = None if stored is None else torch.tensor(1.5)
-    check(dict(case, max_seqlen_q=70, window=0 if stored is None else 80))
-
-
 def test_repeats_its_bits(target: Target, mixed: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a plan or without, in any order of threads and CTAs."""
     if target.backend == "cpu":

@@ -56,48 +56,6 @@ def expect(of: Layer, *path: Tensor) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_256_nodes(channels: bool) -> None:
-    for reach in (1, 40):
-        trees = trees_of([256, 3], 7, reach=reach)
-        of = layer(trees, heads=(1, 1), channels=channels)
-        of.g.mul_(0.05)
-        expect(of, *paths_to(trees, [255, 2], 256))
-
-
-@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_paths_equal_the_causal_op(channels: bool) -> None:
-    """Each path from the root to a leaf, as a sequence of its own."""
-    trees = trees_of([40], 11, reach=6)
-    of = layer(trees, channels=channels, slots=[1])
-    out, parents = of.run(), trees.parents.tolist()
-    leaves = sorted(set(range(40)) - set(parents))
-    assert len(leaves) > 5
-    for leaf in leaves:
-        accept, accepted = paths_to(trees, [leaf], 40)
-        path = accept[0, : int(accepted) + 1].long()
-        chain = Layer(
-            of.q[path], of.k[path], of.v[path], of.g[path], of.beta[path], of.state, of.state_index, None,  # type: ignore[index]
-            {"cu_seqlens": int32([0, len(path)])},
-        )  # fmt: skip
-        assert torch.equal(chain.run(), out[path])
-        assert torch.equal(chain.advance(), of.advance(pt.advance_state, accept, accepted))
-
-
-@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_decays_of_minus_infinity(channels: bool) -> None:
-    """What such a decay forgets has no weight below it, and none of the differences is NaN."""
-    trees = trees_of([24, 9], 2, reach=3)
-    of = layer(trees, channels=channels)
-    generator = seeded(4)
-    for value in (-math.inf, -1e30, 0.0):
-        of.g[torch.rand(of.g.shape, generator=generator) < 0.2] = value
-    expect(of, *paths_to(trees, [23, 8], 24))
-    causal = layer([90, 5], channels=channels)
-    causal.g[torch.rand(causal.g.shape, generator=generator) < 0.1] = -math.inf
-    expect(causal)
-
-
-@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_invariance(channels: bool) -> None:
     """A node's output has the same bits whatever else is in the batch or below it in the tree."""
     trees = trees_of([30, 17, 4], 6)
@@ -332,24 +290,3 @@ def test_empty() -> None:
         none = int32([[-1]] * len(sizes)).reshape(len(sizes), 1), int32([0] * len(sizes))
         assert torch.equal(of.advance(pt.advance_state, *none), of.state)
     assert layer([]).run().shape == (0, 4, 24)
-
-
-def test_garbage() -> None:
-    """Whatever links, offsets and slots say, nothing is touched outside."""
-    generator = seeded(9)
-    for round_ in range(40):
-        trees = trees_of([9, 14, 1, 8], 3)
-
-        def draw(low: int, high: int, *shape: int) -> Tensor:
-            return torch.randint(low, high, shape, generator=generator).to(torch.int32)
-
-        trees.parents[:] = draw(-4, 30, 32)
-        trees.depths[:] = draw(-2, 40, 32)
-        trees.cu_nodes[:] = draw(-9, 50, 5)
-        of = layer(trees, channels=round_ % 2 == 1)
-        of.state_index[:] = torch.tensor([0, 1, 2, 3])[torch.randperm(4, generator=generator)]
-        of.run()
-        of.advance(pt.advance_state, draw(-2, 20, 4, 5), draw(-2, 7, 4))
-        conv_state, x = torch.randn(4, 20, 3).to(case.PLAIN), torch.randn(32, 20).to(case.PLAIN)
-        pt.tree_conv1d(x, torch.randn(20, 4), None, conv_state, of.state_index, trees)
-        pt.advance_conv(conv_state, of.state_index, x, trees, draw(-2, 20, 4, 5), draw(-2, 7, 4))

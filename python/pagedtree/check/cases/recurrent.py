@@ -40,6 +40,7 @@ def cases() -> Iterator[Case]:
     yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
     yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
     yield from _delta_rule("decays of -inf", "bf16", "kda", TREES, forgetting=True)
+    yield from _delta_rule("decays of -inf in sequences", "bf16", "gdn", None, forgetting=True)
     yield from _delta_rule("no sequence", "bf16", "gdn", ())
     yield from _conv("no sequence", "bf16", 4, "silu", ())
 
