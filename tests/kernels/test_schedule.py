@@ -8,28 +8,12 @@ import torch
 from attention_case import HEAD_SIZES, Target, check, once_per_backend, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
+from pagedtree.check.cases.attention import plan_of
 
 KV_TILE, PIECE_COST = 64, 1
 FEW_ROWS = {"cpu": 8, "simt": 0, "cuda": 0}
 ALL, SMALL, LARGE = range(3)  # the lists of a plan
 SMALL_ROWS = 32
-
-
-def plan_of(case: dict, max_seqlen_q: int = 8, window: int = 0) -> torch.Tensor:
-    _, heads, head_dim = case["q"].shape
-    _, page_size, kv_heads, _ = case["k_cache"].shape
-    return attention_plan(
-        case["seq_lens"],
-        case["cu_seqlens_q"],
-        num_q_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        head_dim_v=case["v_cache"].shape[3],
-        page_size=page_size,
-        max_seqlen_q=max_seqlen_q,
-        tree_lens=case["tree_lens"],
-        window=window,
-    )
 
 
 def ranges_of(plan: torch.Tensor, which: int = ALL) -> list[tuple[int, int, int]]:
@@ -183,31 +167,10 @@ def test_row_tiles_are_shared_where_keys_are_many(
         check_balance(starts, queries, keys, 128 * sharers)
 
 
-def test_plan_value_checks(value_checks, device) -> None:
-    sizes = {"num_q_heads": 2, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "max_seqlen_q": 4}
-    lens = torch.tensor([9, 9], dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"attention_plan: `cu_seqlens_q` must be non-descending, got \[0, 3, 1\]"):
-        attention_plan(lens, torch.tensor([0, 3, 1], dtype=torch.int32, device=device), **sizes)
-
-
-@once_per_backend
-def test_plan_gives_the_same(short_case: dict) -> None:
-    plan = plan_of(short_case)
-    short_case["max_seqlen_q"] = 8  # as in the plan
-    expected = tree_attention(**short_case, return_lse=True)
-    for _ in range(2):
-        result = tree_attention(**short_case, plan=plan, return_lse=True)
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
-    check(dict(short_case, plan=plan))
-    for window in (1, 100, 2000):
-        check(dict(short_case, plan=plan, window=window))  # the plan is for no window
-        check(dict(short_case, plan=plan_of(short_case, window=window), window=window))
-
-
 @once_per_backend
 def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     """Stale, shuffled, negative, huge, random: only the balance suffers."""
-    plan = plan_of(short_case)
+    plan = plan_of(short_case, 8)
     other = target.case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
     generator = torch.Generator().manual_seed(0)
     shuffled, shifted = plan.clone(), plan.clone()
@@ -217,7 +180,7 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
         entries[1 : 1 + count] = entries[1 : 1 + count][order]
     shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     plans = [
-        plan_of(other),
+        plan_of(other, 8),
         shuffled,
         shifted,
         torch.zeros_like(plan),
@@ -234,6 +197,9 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     plans.append(dense.view(-1))
     for bad in plans:
         check(dict(short_case, plan=bad))
+    for window in (1, 100, 2000):
+        check(dict(short_case, plan=plan, window=window))  # the plan is for no window
+        check(dict(short_case, plan=plan_of(short_case, 8, window), window=window))
 
 
 def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:

@@ -239,6 +239,9 @@ SLOTS = [({"slots": with_value((1,), x)}, f"`slots[1]` in -1..23, got {x}") for 
 POSITIONS = [({"positions": with_value((1,), x)}, f"`positions[1]` in 0..8, got {x}") for x in (-1, 9, 2**62)]
 # The same for values in tensors, which are looked at under PAGEDTREE_CHECK=1.
 BAD_VALUES: Table = {
+    "attention_plan": [
+        ({"cu_seqlens_q": with_value((2,), 3)}, "`cu_seqlens_q` non-descending, got [0, 5, 3]"),
+    ],
     "slot_mapping": [
         ({"cu_seqlens_q": with_value((0,), 1)}, "`cu_seqlens_q[0]` 0, got 1"),
         ({"cu_seqlens_q": with_value((2,), 3)}, "`cu_seqlens_q` non-descending, got [0, 5, 3]"),
