@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagedtree.testing import use_backend
 
-__all__ = ["Call", "changed", "make", "mapped", "names", "parts_of", "tensors_of", "valid_call"]
+__all__ = ["Call", "changed", "make", "mapped", "names", "parts_of", "tensors_of", "valid_call", "valid_calls"]
 
 
 # ---- values made of parts
@@ -123,6 +123,11 @@ def valid_call(make: Callable[[], Call]) -> Callable[[], Call]:
     """Makes a function that returns a Call one of those that are known, by its name."""
     _CALLS[make.__name__] = make
     return make
+
+
+def valid_calls(**makes: Callable[[], Call]) -> None:
+    """Makes calls known by their names."""
+    _CALLS.update(makes)
 
 
 def names(*modules: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ from step_case import commit_arguments, int32, int64
 from torch import Tensor
 
 import pagedtree as pt
-from calls import Call, valid_call
+from calls import Call, valid_call, valid_calls
 from pagedtree import distributed, testing
 
 VOCAB = 40
@@ -140,11 +141,6 @@ def causal_attention() -> Call:
 
 
 @valid_call
-def tree_attention_without_lse() -> Call:
-    return Call(pt.tree_attention, _attention() | {"return_lse": False})
-
-
-@valid_call
 def tree_attention_fp8() -> Call:
     scales = {"k_scale": torch.tensor([0.5]), "v_scale": torch.tensor([2.0])}
     return Call(pt.tree_attention, _attention(torch.float8_e4m3fn) | scales)
@@ -199,31 +195,6 @@ def choose_tree() -> Call:
 
 
 @valid_call
-def expected_tokens() -> Call:
-    return Call(pt.expected_tokens, {"tree": pt.DraftTree([-1, 0, 0, 1]), "acceptance": [0.6, 0.2]}, is_for_host=True)
-
-
-@valid_call
-def tree_of_parents() -> Call:
-    return Call(pt.DraftTree.from_parents, {"parents": [-1, 0, 0, 1]}, is_for_host=True)
-
-
-@valid_call
-def tree_of_paths() -> Call:
-    return Call(pt.DraftTree.from_paths, {"paths": [[0], [1], [0, 2]]}, is_for_host=True)
-
-
-@valid_call
-def tree_of_a_chain() -> Call:
-    return Call(pt.DraftTree.chain, {"num_draft_tokens": 3}, is_for_host=True)
-
-
-@valid_call
-def full_tree() -> Call:
-    return Call(pt.DraftTree.full, {"branching": [3, 2, 1]}, is_for_host=True)
-
-
-@valid_call
 def batch_of_trees() -> Call:
     trees = [pt.DraftTree([-1, 0, 0]), pt.DraftTree([-1])]
     arguments = {"trees": trees, "max_nodes": 4, "max_depth": 2, "capacity": 8}
@@ -231,19 +202,9 @@ def batch_of_trees() -> Call:
 
 
 @valid_call
-def one_tree_of_a_batch() -> Call:
-    return Call(lambda trees, b: trees.tree(b), {"trees": draft_trees(), "b": 1}, receiver="trees", is_for_host=True)
-
-
-@valid_call
 def copy_of_a_batch() -> Call:
     batches = {"trees": draft_trees(), "other": draft_trees()}
     return Call(lambda trees, other: trees.copy_(other), batches, written=("trees",), receiver="trees")
-
-
-@valid_call
-def joined_batches() -> Call:
-    return Call(pt.TreeBatch.concatenate, {"batches": [draft_trees(), draft_trees()]}, is_for_host=True)
 
 
 @valid_call
@@ -256,11 +217,6 @@ def part_of_a_batch() -> Call:
 def build_trees() -> Call:
     parents = int32([-1, 0, 0, 1, -1, 0, -1])
     return Call(pt.build_trees, {"parents": parents, "cu_nodes": int32([0, 4, 6]), "max_nodes": 5, "max_depth": 3})
-
-
-@valid_call
-def slot_mapping() -> Call:
-    return Call(pt.slot_mapping, {**paged_cache(), "page_size": 4, "total_q": 8})
 
 
 @valid_call
@@ -339,11 +295,6 @@ def commit() -> Call:
 
 
 @valid_call
-def request_options_of_lists() -> Call:
-    return Call(pt.RequestOptions.from_lists, {"vocab": VOCAB, **_lists()}, is_for_host=True)
-
-
-@valid_call
 def token_logprobs() -> Call:
     arguments = {
         "logits": torch.randn(4, VOCAB), "tokens": int64([3, 39]), "rows": int32([0, 3]), "params": _penalised(),
@@ -353,24 +304,9 @@ def token_logprobs() -> Call:
 
 
 @valid_call
-def token_logprobs_of_all_rows() -> Call:
-    return Call(pt.token_logprobs, {"logits": torch.randn(2, VOCAB), "tokens": int64([3, 39])})
-
-
-@valid_call
 def sample() -> Call:
     arguments = {"logits": torch.randn(2, VOCAB), "params": _penalised(), "seeds": _words(2), "positions": _words(2)}
     return Call(pt.sample, arguments | {"grammar_mask": torch.rand(2, VOCAB) < 0.8, "options": _options()})
-
-
-@valid_call
-def verify_greedy() -> Call:
-    return Call(pt.verify_greedy, _verification())
-
-
-@valid_call
-def verify_sampled() -> Call:
-    return Call(pt.verify_sampled, _sampled())
 
 
 @valid_call
@@ -383,16 +319,6 @@ def verify_rejection() -> Call:
 def verify_block() -> Call:
     trees = pt.TreeBatch.from_trees([pt.DraftTree.chain(4), pt.DraftTree.chain(2)])
     return Call(pt.verify_block, {**_drafted(), "trees": trees, "draft_law": "iid"})
-
-
-@valid_call
-def verify_traversal() -> Call:
-    return Call(pt.verify_traversal, {**_drafted(), "draft_law": "iid"})
-
-
-@valid_call
-def verify_typical() -> Call:
-    return Call(pt.verify_typical, _verification(params=_params(), epsilon=0.1, delta=0.3))
 
 
 @valid_call
@@ -413,11 +339,6 @@ def expand_tree_by_draws() -> Call:
     arguments = {"state": state, "logits": torch.randn(2, VOCAB), "num_children": 2, "num_frontier": 2}
     arguments |= {"law": "swor", "params": _params(), "seeds": _words(2), "positions": _words(2)}
     return Call(pt.expand_tree, arguments)
-
-
-@valid_call
-def rerank_tree() -> Call:
-    return Call(pt.rerank_tree, {"state": _state(2), "num_nodes": 5, "active": torch.tensor([True, True])})
 
 
 @valid_call
@@ -457,37 +378,55 @@ def select_nodes() -> Call:
 
 
 @valid_call
-def select_fewer_nodes_than_roots() -> Call:
-    return Call(pt.select_nodes, {"trees": draft_trees(), "survival": torch.rand(8), "budget": 1})
-
-
-@valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
     arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
     return Call(pt.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]]), "context": 2})
 
 
+valid_calls(
+    tree_attention_without_lse=lambda: Call(pt.tree_attention, _attention() | {"return_lse": False}),
+    expected_tokens=lambda: Call(
+        pt.expected_tokens, {"tree": pt.DraftTree([-1, 0, 0, 1]), "acceptance": [0.6, 0.2]}, is_for_host=True
+    ),
+    tree_of_parents=lambda: Call(pt.DraftTree.from_parents, {"parents": [-1, 0, 0, 1]}, is_for_host=True),
+    tree_of_paths=lambda: Call(pt.DraftTree.from_paths, {"paths": [[0], [1], [0, 2]]}, is_for_host=True),
+    tree_of_a_chain=lambda: Call(pt.DraftTree.chain, {"num_draft_tokens": 3}, is_for_host=True),
+    full_tree=lambda: Call(pt.DraftTree.full, {"branching": [3, 2, 1]}, is_for_host=True),
+    one_tree_of_a_batch=lambda: Call(
+        lambda trees, b: trees.tree(b), {"trees": draft_trees(), "b": 1}, receiver="trees", is_for_host=True
+    ),
+    joined_batches=lambda: Call(
+        pt.TreeBatch.concatenate, {"batches": [draft_trees(), draft_trees()]}, is_for_host=True
+    ),
+    slot_mapping=lambda: Call(pt.slot_mapping, {**paged_cache(), "page_size": 4, "total_q": 8}),
+    request_options_of_lists=lambda: Call(pt.RequestOptions.from_lists, {"vocab": VOCAB, **_lists()}, is_for_host=True),
+    token_logprobs_of_all_rows=lambda: Call(
+        pt.token_logprobs, {"logits": torch.randn(2, VOCAB), "tokens": int64([3, 39])}
+    ),
+    verify_greedy=lambda: Call(pt.verify_greedy, _verification()),
+    verify_sampled=lambda: Call(pt.verify_sampled, _sampled()),
+    verify_traversal=lambda: Call(pt.verify_traversal, {**_drafted(), "draft_law": "iid"}),
+    verify_typical=lambda: Call(pt.verify_typical, _verification(params=_params(), epsilon=0.1, delta=0.3)),
+    rerank_tree=lambda: Call(
+        pt.rerank_tree, {"state": _state(2), "num_nodes": 5, "active": torch.tensor([True, True])}
+    ),
+    select_fewer_nodes_than_roots=lambda: Call(
+        pt.select_nodes, {"trees": draft_trees(), "survival": torch.rand(8), "budget": 1}
+    ),
+)
+
+
 # ---- pagedtree.distributed
 
 
-@valid_call
-def sharded_sample() -> Call:
-    return Call(lambda **given: distributed.sample(**given, shards=one_rank()), sample().arguments, is_for_host=True)
+def _sharded(function: Callable[..., Any], arguments: dict[str, Any]) -> Call:
+    return Call(lambda **given: function(**given, shards=one_rank()), arguments, is_for_host=True)
 
 
-@valid_call
-def sharded_verify_greedy() -> Call:
-    given = _verification()
-    return Call(lambda **given: distributed.verify_greedy(**given, shards=one_rank()), given, is_for_host=True)
-
-
-@valid_call
-def sharded_verify_sampled() -> Call:
-    return Call(lambda **given: distributed.verify_sampled(**given, shards=one_rank()), _sampled(), is_for_host=True)
-
-
-@valid_call
-def sharded_verify_rejection() -> Call:
-    given = _drafted() | {"max_children": 2}
-    return Call(lambda **given: distributed.verify_rejection(**given, shards=one_rank()), given, is_for_host=True)
+valid_calls(
+    sharded_sample=lambda: _sharded(distributed.sample, sample().arguments),
+    sharded_verify_greedy=lambda: _sharded(distributed.verify_greedy, _verification()),
+    sharded_verify_sampled=lambda: _sharded(distributed.verify_sampled, _sampled()),
+    sharded_verify_rejection=lambda: _sharded(distributed.verify_rejection, _drafted() | {"max_children": 2}),
+)

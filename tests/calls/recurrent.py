@@ -9,7 +9,7 @@ from step_case import int32
 from torch import Tensor
 
 import pagedtree as pt
-from calls import Call, valid_call
+from calls import Call, valid_calls
 from calls.ops import draft_trees
 
 
@@ -36,40 +36,10 @@ def _accepted() -> dict[str, Any]:
     return {"accept_index": int32([[0, 1, 3], [0, 1, -1]]), "num_accepted": int32([2, 1])}
 
 
-@valid_call
-def tree_delta_rule() -> Call:
-    return Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_recurrence(), "scale": 0.5})
-
-
-@valid_call
-def causal_delta_rule() -> Call:
-    return Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_causal(_recurrence())})
-
-
-@valid_call
-def advance_state() -> Call:
-    return Call(pt.advance_state, {**_recurrence(), **_accepted()}, written=("state",))
-
-
-@valid_call
-def causal_advance_state() -> Call:
-    return Call(pt.advance_state, _causal(_recurrence()), written=("state",))
-
-
 def _convolution() -> dict[str, Any]:
     arguments = {"x": _rows(8, 6), "weight": _rows(6, 4), "bias": _rows(6)}
     state = {"conv_state": _rows(3, 6, 3), "state_index": int32([1, 0]), "trees": draft_trees()}
     return {**arguments, **state, "activation": "silu"}
-
-
-@valid_call
-def tree_conv1d() -> Call:
-    return Call(pt.tree_conv1d, _convolution())
-
-
-@valid_call
-def causal_conv1d() -> Call:
-    return Call(pt.tree_conv1d, _causal(_convolution()))
 
 
 def _rows_to_keep() -> dict[str, Any]:
@@ -77,11 +47,13 @@ def _rows_to_keep() -> dict[str, Any]:
     return {**state, "x": _rows(8, 6), "trees": draft_trees()}
 
 
-@valid_call
-def advance_conv() -> Call:
-    return Call(pt.advance_conv, {**_rows_to_keep(), **_accepted()}, written=("conv_state",))
-
-
-@valid_call
-def causal_advance_conv() -> Call:
-    return Call(pt.advance_conv, _causal(_rows_to_keep()), written=("conv_state",))
+valid_calls(
+    tree_delta_rule=lambda: Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_recurrence(), "scale": 0.5}),
+    causal_delta_rule=lambda: Call(pt.tree_delta_rule, {"q": _rows(8, 1, 8), **_causal(_recurrence())}),
+    advance_state=lambda: Call(pt.advance_state, {**_recurrence(), **_accepted()}, written=("state",)),
+    causal_advance_state=lambda: Call(pt.advance_state, _causal(_recurrence()), written=("state",)),
+    tree_conv1d=lambda: Call(pt.tree_conv1d, _convolution()),
+    causal_conv1d=lambda: Call(pt.tree_conv1d, _causal(_convolution())),
+    advance_conv=lambda: Call(pt.advance_conv, {**_rows_to_keep(), **_accepted()}, written=("conv_state",)),
+    causal_advance_conv=lambda: Call(pt.advance_conv, _causal(_rows_to_keep()), written=("conv_state",)),
+)

@@ -213,42 +213,6 @@ def test_children_out_of_range(shards: distributed.VocabShards, max_children: in
         )  # fmt: skip
 
 
-# ---- numbers at the ends of their types
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_widest_window(backend: str, device: torch.device, masked: bool) -> None:
-    q = torch.randn(2, 1, 64, device=device, dtype=torch.float16)
-    cache = torch.randn(2, 8, 1, 64, device=device, dtype=torch.float16)
-    arguments = (q, cache, cache, *(t.to(device) for t in (TABLE, LENS, OFFSETS)))
-    mask = int32([[1], [1]], device) if masked else None
-    expected = pt.tree_attention(*arguments, mask)
-    for window in (2**63 - 1, 2**31, 2**31 + 1):
-        assert torch.equal(pt.tree_attention(*arguments, mask, window=window), expected)
-
-
-def test_explain_refuses_devices_of_no_size() -> None:
-    for sms in (2**31 - 2, 2**16 + 1, 0):
-        with pytest.raises(ValueError, match=rf"`num_sms` must be in 1\.\.65536, got {sms}"):
-            pt.explain([16], [8208], num_q_heads=32, num_kv_heads=8, head_dim=128, num_sms=sms)
-    assert pt.explain([16], [8208], num_q_heads=32, num_kv_heads=8, head_dim=128, num_sms=2**16).launches
-
-
-@pytest.mark.parametrize("byte", [2, 201, 255])
-def test_bytes_that_are_no_bools(backend: str, device: torch.device, byte: int) -> None:
-    """Every byte but 0 is True, as for PyTorch."""
-    case = make_case(40, torch.float32, 1, device=str(device))
-    true = torch.full((case.trees.batch_size,), byte, dtype=torch.uint8, device=device).view(torch.bool)
-    trees = pt.TreeBatch(**{**vars(case.trees), "valid": true})
-    allowed = torch.full(case.logits.shape, byte, dtype=torch.uint8, device=device).view(torch.bool)
-    got = pt.verify_greedy(case.logits, case.drafts, trees, grammar_mask=allowed)
-    for a, b in zip(got, pt.verify_greedy(case.logits, case.drafts, case.trees), strict=True):
-        assert torch.equal(a, b)
-    heads = torch.randn(case.trees.batch_size, 1, 8, device=device)
-    draft = pt.medusa_propose(heads, pt.DraftTree.chain(1), active=true)
-    assert torch.equal(draft.draft_tokens, pt.medusa_propose(heads, pt.DraftTree.chain(1)).draft_tokens)
-
-
 # ---- what errors say
 
 

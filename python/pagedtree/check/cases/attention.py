@@ -258,6 +258,8 @@ def _values() -> Iterator[Case]:
     yield _attention("bad lengths", replace(mixed, page_size=61), change=lengths)
     yield _attention("bad tree lengths", mixed, change=trees)
     yield _attention("any mask", mixed, change=masks)
+    for window in (2**31, 2**63 - 1):
+        yield _attention(f"window {window}", mixed, window=window)
     yield _attention("any mask/window 7", mixed, change=masks, window=7)
     yield _attention("rows that see nothing", mixed, change=blind)
     yield _attention("rows that see nothing/sinks", mixed, change=blind, sinks=float32([-1, 1 / 3, 5 / 3, 3]))
