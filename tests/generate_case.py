@@ -22,7 +22,7 @@ from transformers import (
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
 from pagedtree.generation.drafters import EagleHead, MedusaHeads
-from pagedtree.integrations.transformers import generate
+from pagedtree.integrations.transformers import PagedCache, generate
 
 VOCAB = 128
 NEW_TOKENS = 20
@@ -139,6 +139,23 @@ def generated(model, drafter=None, prompts=None, count=NEW_TOKENS, **options):
     prompts = prompts_of(LENGTHS) if prompts is None else prompts
     sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=count, **options)
     return lists(sequences), stats
+
+
+def poisoned_caches(monkeypatch):
+    """Fills caches with NaN when they are made; returns the set of their shapes, of K and whether there are V."""
+    layer, shapes = PagedCache.layer, set()
+
+    def poisoned(cache, index, k, v):
+        is_new = index not in cache._layers
+        pair = layer(cache, index, k, v)
+        shapes.add((tuple(pair[0].shape[2:]), pair[1] is not None))
+        for tensor in pair if is_new else ():
+            if tensor is not None:
+                tensor.fill_(float("nan"))
+        return pair
+
+    monkeypatch.setattr(PagedCache, "layer", poisoned)
+    return shapes
 
 
 def room_of(result):

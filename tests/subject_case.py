@@ -90,7 +90,7 @@ DRAFTERS = {
     "ngram tree": lambda s: NgramDrafter(12, remember=4),
     "suffix": lambda s: SuffixDrafter(200, num_nodes=12),
     "medusa": lambda s: MedusaDrafter(s.heads, medusa_tree(3, 10)),
-    "medusa, best first": lambda s: MedusaDrafter(s.heads, 10),
+    "medusa best first": lambda s: MedusaDrafter(s.heads, 10),
     "EAGLE": lambda s: EagleDrafter(tiny_eagle(s.model), num_nodes=10, depth=3, width=3),
     "draft model": lambda s: ModelDrafter(s.draft_model, num_nodes=12, depth=3, width=3),
     "draft chain": lambda s: ModelDrafter(s.draft_model, num_nodes=5, depth=4, width=1, max_batch_tokens=8),
@@ -115,21 +115,15 @@ DRAFTERS = {
 }
 SUBJECTS = {"full": Subject(lambda seed=0: tiny(seed)), "hybrid": Subject(tiny_hybrid), "latent": Subject(tiny_latent)}
 # A model with recurrent layers cannot draft for itself.
+USUAL = ["none", "ngram chain", "ngram tree", "MTP", "draft model", "oracle", "hostile"]
 NAMES = {
     "full": [name for name in DRAFTERS if name != "latent draft model"],
-    "hybrid": [
-        "none",
-        "ngram chain",
-        "ngram tree",
-        "medusa, best first",
-        "EAGLE",
-        "MTP",
-        "draft model",
-        "oracle",
-        "hostile",
-    ],
-    "latent": ["none", "ngram chain", "ngram tree", "MTP", "draft model", "latent draft model", "oracle", "hostile"],
+    "hybrid": [*USUAL, "medusa best first", "EAGLE"],
+    "latent": [*USUAL, "latent draft model"],
 }
+# Without the chains, and trees of other shapes, of a drafter that is there anyway.
+VARIANTS = {"ngram chain", "medusa", "draft chain", "block chain", "never right"}
+DISTINCT = {kind: [name for name in names if name not in VARIANTS] for kind, names in NAMES.items()}
 SLOW = {("latent", name) for name in ("ngram chain", "hostile", "deepseek_v2, unscaled", "deepseek_v3, yarn")}
 
 

@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny, tiny_of
+from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
 
 from pagedtree.generation.drafters import NoDrafter
 from pagedtree.generation.drafters.waiting_features import WaitingFeatures
-from pagedtree.integrations.transformers import Drafter, generate
+from pagedtree.integrations.transformers import Drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -49,28 +49,24 @@ class Recorder(Drafter):
             del self.kept[sequence.index]
 
 
+FEW_PAGES = {"n": 3, "page_size": 4, "num_pages": 40}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_batch_tokens": 6, "page_size": 3},
-        {"page_size": 7, "num_pages": 14},
-        {"n": 3, "page_size": 4},
-        {"n": 3, "page_size": 4, "num_pages": 40},
-    ],
+    "options", [{"max_batch_tokens": 6, "page_size": 3}, {"page_size": 7, "num_pages": 14}, FEW_PAGES]
 )
 def test_features_are_those_of_transformers(options):
     model, layers = tiny(0, num_hidden_layers=4), (2, 0)
     prompts = prompts_of(LENGTHS, seed=3)
     texts = [greedy(model, prompt) for prompt in prompts]
     drafter = Recorder(Oracle(texts, hit=0.7), layers)
-    sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
+    sequences, stats = generated(model, drafter, prompts, **options)
     n = options.get("n", 1)
-    assert lists(sequences) == [text for text in texts for _ in range(n)]
+    assert sequences == [text for text in texts for _ in range(n)]
     if "num_pages" in options:
         assert drafter.forgotten > 0
     assert stats.mean_accepted > 0.5
-    for i, text in enumerate(lists(sequences)):
+    for i, text in enumerate(sequences):
         with torch.no_grad():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
@@ -126,20 +122,18 @@ class Reader(Recorder):
         self.first.pop(sequence.index, None)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"max_batch_tokens": 6, "page_size": 3}, {"n": 3, "page_size": 4, "num_pages": 40}]
-)
+@pytest.mark.parametrize("options", [{"max_batch_tokens": 6, "page_size": 3}, FEW_PAGES])
 def test_features_wait_in_order(options):
     model, prompts = tiny(0), prompts_of(LENGTHS, seed=3)
     drafter = Reader(Oracle([greedy(model, prompt) for prompt in prompts], hit=0.7), (1, 0))
-    generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
+    generated(model, drafter, prompts, **options)
     assert drafter.turn >= 8 and (drafter.forgotten > 0) == ("num_pages" in options)
 
 
 def test_the_last_layers_features_come_before_the_final_norm():
     model = tiny(0)
     drafter = Recorder(Oracle([greedy(model, prompts_of((7,))[0])], hit=1.0), (1,))
-    generate(model, prompts_of((7,)), drafter=drafter, max_new_tokens=4)
+    generated(model, drafter, prompts_of((7,)), 4)
     with torch.no_grad():
         last = model(prompts_of((7,))[0][None], output_hidden_states=True).hidden_states[-1][0]
     kept = torch.stack([drafter.kept[0][i] for i in range(7)])
@@ -151,7 +145,7 @@ def test_features_of_other_layers(name):
     model, prompts = tiny_of(name), prompts_of((12,))
     text = greedy(model, prompts[0])
     drafter = Recorder(Oracle([text], hit=1.0), (0,))
-    generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS)
+    generated(model, drafter, prompts)
     with torch.no_grad():
         expected = model(torch.tensor([text]), output_hidden_states=True).hidden_states[1][0]
     for position, row in drafter.kept[0].items():
@@ -162,7 +156,7 @@ def test_layers_that_the_model_lacks_are_refused():
     model = tiny(0)
     for layers in ((2,), (-1, 0)):
         with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.1"):
-            generate(model, prompts_of((5,)), drafter=Recorder(Oracle([[1]], hit=1.0), layers), max_new_tokens=2)
+            generated(model, Recorder(Oracle([[1]], hit=1.0), layers), prompts_of((5,)), 2)
 
 
 def test_no_hook_without_feature_layers(monkeypatch):
@@ -170,9 +164,9 @@ def test_no_hook_without_feature_layers(monkeypatch):
     hooked = torch.nn.Module.register_forward_hook
     monkeypatch.setattr(torch.nn.Module, "register_forward_hook", lambda *a, **k: (seen.append(a), hooked(*a, **k))[1])
     drafter = Recorder(Oracle([[1]], hit=1.0), ())
-    generate(model, prompts_of((5,)), drafter=Recorder(Oracle([[1]], hit=1.0), (0,)), max_new_tokens=2)
+    generated(model, Recorder(Oracle([[1]], hit=1.0), (0,)), prompts_of((5,)), 2)
     assert seen
     seen.clear()
     drafter.observe = lambda result, rows=None: None
-    generate(model, prompts_of((5,)), drafter=drafter, max_new_tokens=2)
+    generated(model, drafter, prompts_of((5,)), 2)
     assert not seen and drafter.rows is None

@@ -11,12 +11,12 @@ import torch
 pytest.importorskip("transformers")
 
 from brackets_case import STOP, Brackets
-from generate_case import LENGTHS, Oracle, lists, prompts_of, tiny
+from generate_case import LENGTHS, Oracle, generated, prompts_of, tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, generate
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,22 +56,17 @@ DRAFTERS = {
 )
 def test_text_is_that_of_plain_decoding(model, name, params):
     """Two outcomes of each prompt, few pages, other options at the same time."""
-    options = {
-        "max_new_tokens": COUNT, "params": params, "n": 2, "eos_token_id": STOP, "min_new_tokens": 3,
-        "options": TokenOptions(bias={50: 2.0, 90: -3.0}, bad_words=[[11], [12, 13]]),
-    }  # fmt: skip
-    plain, _ = generate(model, PROMPTS, grammars=matchers(8), **options)
-    grammars = matchers(8)
-    drafted, stats = generate(
-        model, PROMPTS, drafter=DRAFTERS[name](model, lists(plain)), grammars=grammars, page_size=4, num_pages=17,
-        **options,
-    )  # fmt: skip
-    assert lists(drafted) == lists(plain)
+    tokens = TokenOptions(bias={50: 2.0, 90: -3.0}, bad_words=[[11], [12, 13]])
+    options = {"count": COUNT, "params": params, "n": 2, "eos_token_id": STOP, "min_new_tokens": 3, "options": tokens}
+    plain, _ = generated(model, grammars=matchers(8), **options)
+    drafter, grammars = DRAFTERS[name](model, plain), matchers(8)
+    drafted, stats = generated(model, drafter, grammars=grammars, page_size=4, num_pages=17, **options)
+    assert drafted == plain
     assert name != "oracle" or (stats.evictions > 0 and stats.mean_accepted > 0.5)
     assert stats.grammar_wait > 0.0 and 0.0 < stats.grammar_time < stats.wall_time
     assert "grammars: " in stats.summary()
     reasons = []
-    for i, (text, matcher) in enumerate(zip(lists(drafted), grammars, strict=True)):
+    for i, (text, matcher) in enumerate(zip(drafted, grammars, strict=True)):
         new = text[len(PROMPTS[i // 2]) :]
         is_right, is_whole = is_valid(new)
         assert is_right == (i != 1)
@@ -85,17 +80,16 @@ def test_text_is_that_of_plain_decoding(model, name, params):
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_text_ends_with_its_grammar(model, drafts):
     """Without a stop token, and inside of an accepted path, too; a stop token that is no EOS token ends it as well."""
-    options = {"max_new_tokens": 40, "params": SAMPLING, "eos_token_id": []}
-    plain, stats = generate(model, PROMPTS, grammars=matchers(4), **options)
-    whole = [text[len(prompt) :].tolist() for text, prompt in zip(plain, PROMPTS, strict=True)]
+    options = {"count": 40, "params": SAMPLING}
+    plain, stats = generated(model, grammars=matchers(4), eos_token_id=[], **options)
+    whole = [text[len(prompt) :] for text, prompt in zip(plain, PROMPTS, strict=True)]
     for i in (0, 2, 3):
         assert whole[i][-1] == STOP and stats.sequences[i].finish_reason == "grammar"
     for eos in ([], STOP):
-        drafter = Oracle([[*text, 3, 4, 5] for text in lists(plain)], 1.0) if drafts else None
-        options["eos_token_id"] = eos
-        sequences, stats = generate(model, PROMPTS, drafter=drafter, grammars=matchers(4, needs_stop=False), **options)
+        drafter = Oracle([[*text, 3, 4, 5] for text in plain], 1.0) if drafts else None
+        texts, stats = generated(model, drafter, grammars=matchers(4, needs_stop=False), eos_token_id=eos, **options)
         for i in (0, 2, 3):
-            assert sequences[i].tolist()[LENGTHS[i] :] == whole[i][:-1]
+            assert texts[i][LENGTHS[i] :] == whole[i][:-1]
             assert stats.sequences[i].finish_reason == "grammar"
 
 
@@ -103,19 +97,19 @@ def test_nothing_left_ends_the_text(model):
     """Options that forbid all that the grammar allows; then the text stays one that the grammar may have."""
     options = TokenOptions(allowed_tokens=[*range(10), 120])
     with pytest.warns(UserWarning, match="no finite one"):
-        sequences, stats = generate(model, PROMPTS[:1], max_new_tokens=9, grammars=[Brackets()], options=options)
-    new = sequences[0].tolist()[LENGTHS[0] :]
+        texts, stats = generated(model, None, PROMPTS[:1], 9, grammars=[Brackets()], options=options)
+    new = texts[0][LENGTHS[0] :]
     assert len(new) == 3 and max(new) < 10 and stats.sequences[0].finish_reason == "grammar"
 
 
 def test_logprobs_are_those_behind_the_grammar(model):
-    options = {"max_new_tokens": 12, "params": SAMPLING, "logprobs": 100, "logprobs_mode": "processed"}
-    text, plain = generate(model, PROMPTS[:1], grammars=[Brackets()], **options)
-    _, drafted = generate(model, PROMPTS[:1], drafter=Oracle(lists(text), 1.0), grammars=[Brackets()], **options)
+    options = {"params": SAMPLING, "logprobs": 100, "logprobs_mode": "processed"}
+    text, plain = generated(model, None, PROMPTS[:1], 12, grammars=[Brackets()], **options)
+    _, drafted = generated(model, Oracle(text, 1.0), PROMPTS[:1], 12, grammars=[Brackets()], **options)
     one, two = plain.sequences[0].logprobs, drafted.sequences[0].logprobs
     torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), atol=1e-4, rtol=0.0)
     assert one.ranks == two.ranks and drafted.mean_accepted > 0.5
-    matcher, new = Brackets(), text[0].tolist()[LENGTHS[0] :]
+    matcher, new = Brackets(), text[0][LENGTHS[0] :]
     for token, logprobs, top in zip(new, two.top_logprobs, two.top_tokens, strict=True):
         finite = {other for other, value in zip(top, logprobs, strict=True) if value > -torch.inf}
         assert finite == matcher.allowed()
@@ -123,31 +117,10 @@ def test_logprobs_are_those_behind_the_grammar(model):
         matcher.accept(token)
 
 
-@pytest.mark.parametrize(
-    ("grammars", "error", "message"),
-    [
-        ([Brackets()], ValueError, "grammars: expected 2 matchers, one per sequence or None, got 1"),
-        ([Brackets()] * 2, ValueError, "grammars: expected a matcher of its own for each sequence"),
-        (Brackets(), TypeError, "grammars: expected a list with a matcher or None per sequence, got Brackets"),
-        ([None, 3], TypeError, "grammars: expected a GrammarMatcher or None as number 1, got int"),
-    ],
-)
-def test_what_is_refused(model, grammars, error, message):
-    with pytest.raises(error, match=message):
-        generate(model, PROMPTS[:2], max_new_tokens=2, grammars=grammars)
-
-
 def test_captured_steps_refuse_grammars(model, monkeypatch):
     monkeypatch.setattr(FixedStep, "captures", False)
     with pytest.raises(ValueError, match="grammars: expected None with cuda_graph, whose step cannot wait"):
-        generate(model, PROMPTS[:1], max_new_tokens=2, grammars=[Brackets()], cuda_graph=True)
-
-
-def test_a_complete_text_is_refused(model):
-    done = Brackets()
-    assert all(done.accept(token) for token in (1, 90, STOP))
-    with pytest.raises(ValueError, match="expected texts that are not complete, got a complete one as number 0"):
-        generate(model, PROMPTS[:1], max_new_tokens=2, grammars=[done])
+        generated(model, None, PROMPTS[:1], 2, grammars=[Brackets()], cuda_graph=True)
 
 
 # Documents of a schema, by xgrammar -----------------------------------------------------------------------------------
@@ -167,14 +140,15 @@ SCHEMA = {
 
 
 def is_of_schema(document):
+    kinds = {"name": str, "size": int, "kind": str, "tags": list, "hidden": bool}
     return (
-        list(document) == list(SCHEMA["properties"])
-        and isinstance(document["name"], str) and len(document["name"]) <= 12
-        and type(document["size"]) is int and 0 <= document["size"] <= 999
+        [*kinds.items()] == [(name, type(value)) for name, value in document.items()]
+        and all(isinstance(tag, str) and len(tag) <= 6 for tag in document["tags"])
+        and len(document["name"]) <= 12
+        and len(document["tags"]) <= 3
+        and 0 <= document["size"] <= 999
         and document["kind"] in ("file", "folder")
-        and len(document["tags"]) <= 3 and all(isinstance(tag, str) and len(tag) <= 6 for tag in document["tags"])
-        and type(document["hidden"]) is bool
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(200, marks=pytest.mark.slow)])
@@ -192,10 +166,8 @@ def test_documents_are_valid(count):
 
     def run(drafter, seeds, **more):
         grammars = [XGrammarMatcher(xgrammar.GrammarMatcher(compiled), vocab) for _ in seeds]
-        return generate(
-            model, [tokenizer.encode("data = ")], drafter=drafter, max_new_tokens=300, n=len(seeds), seeds=seeds,
-            params=SamplingParams(temperature=1.5), grammars=grammars, **more,
-        )  # fmt: skip
+        more |= {"params": SamplingParams(temperature=1.5), "n": len(seeds), "seeds": seeds}
+        return generated(model, drafter, [tokenizer.encode("data = ")], 300, grammars=grammars, **more)
 
     drafter = ModelDrafter(draft, law="coupled", num_nodes=8, branching=[3, 1])
     sequences, stats = run(drafter, range(count), num_pages=20 * min(count, 16))
@@ -207,4 +179,4 @@ def test_documents_are_valid(count):
     print(f"\n{count} documents, {stats.mean_accepted:.2f} drafts accepted, {stats.summary()}")
     few = list(range(0, count, max(count // 20, 1)))
     plain, _ = run(None, few)
-    assert lists(plain) == [sequences[i].tolist() for i in few]
+    assert plain == [sequences[i] for i in few]

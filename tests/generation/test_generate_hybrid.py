@@ -14,16 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import (
-    LENGTHS,
-    NEW_TOKENS,
-    SAMPLING,
-    Oracle,
-    greedy,
-    lists,
-    prompts_of,
-    tiny,
-)
+from generate_case import LENGTHS, SAMPLING, Oracle, generated, greedy, prompts_of, tiny
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
@@ -37,13 +28,7 @@ from pagedtree.generation import recurrent_step
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
 from pagedtree.generation.recurrent_step import RecurrentStep
-from pagedtree.integrations.transformers import (
-    ModelDrafter,
-    NgramDrafter,
-    continuous_batching,
-    generate,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, tensor_parallel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,29 +49,16 @@ def test_prompts_of_several_chunks(name):
     """Longer than the ops' chunks of 64 tokens and than a pass; evicted, so that texts are read again."""
     other, prompts = tiny_hybrid(name), prompts_of((64, 65, 200, 129))
     expected = [greedy(other, prompt, 40) for prompt in prompts]
-    sequences, stats = generate(
-        other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=40, num_pages=24, max_batch_tokens=70
-    )
-    assert lists(sequences) == expected
-    assert stats.evictions > 0
-
-
-def test_trees_that_are_chosen_by_time(model, texts):
-    for name in ("oracle", "EAGLE"):
-        sequences, _ = generate(
-            model, prompts_of(LENGTHS), drafter=SUBJECTS["hybrid"].drafter(name), max_new_tokens=NEW_TOKENS, tree="auto"
-        )
-        assert lists(sequences) == texts
+    texts, stats = generated(other, Oracle(expected, 0.8), prompts, 40, num_pages=24, max_batch_tokens=70)
+    assert texts == expected and stats.evictions > 0
 
 
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_rules_that_weigh_drawn_drafts(model, rule):
     """The draws of a rule depend on the drafts: a second run gives the same, with other pages and evictions."""
     drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law="swor", num_nodes=8, branching=[2, 2])
-    options = {"drafter": drafter, "max_new_tokens": 12, "params": SamplingParams(temperature=1.5), "rule": rule}
-    first, _ = generate(model, prompts_of(LENGTHS), page_size=16, **options)
-    again, _ = generate(model, prompts_of(LENGTHS), page_size=3, **options)
-    assert lists(first) == lists(again)
+    options = {"count": 12, "params": SamplingParams(temperature=1.5), "rule": rule}
+    assert len({str(generated(model, drafter, page_size=size, **options)[0]) for size in (16, 3)}) == 1
 
 
 def test_states_of_fixed_steps_keep_their_place():
@@ -109,22 +81,18 @@ def test_the_cuda_kernels(monkeypatch, name):
     kinds = ["conv" if name == "lfm2" else "linear_attention", "full_attention"]
     options = {"num_hidden_layers": 2, "layers_block_type" if name == "nemotron_h" else "layer_types": kinds}
     half, prompts = tiny_hybrid(name, **options).to(torch.float16), [[3, 9, 4, 7, 3, 9, 4], [5, 3, 9, 4, 5, 3]]
-    expected = lists(generate(half, prompts, max_new_tokens=4)[0])
+    expected, _ = generated(half, None, prompts, 4)
     device, backend = ("cuda", nullcontext()) if "cuda" in backends() else ("cpu", use_backend("simt"))
     with backend:
         for more in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
-            sequences, _ = generate(half.to(device), prompts, drafter=NgramDrafter(6), max_new_tokens=4, **more)
-            assert lists(sequences) == [text for text in expected for _ in range(more.get("n", 1))]
+            texts, _ = generated(half.to(device), NgramDrafter(6), prompts, 4, **more)
+            assert texts == [text for text in expected for _ in range(more.get("n", 1))]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
 def test_continuous_batching_is_refused(name):
-    with (
-        pytest.raises(
-            ValueError, match=r"continuous batching: expected full and sliding attention alone, got (lin|hyb)"
-        ),
-        continuous_batching(tiny_hybrid(name)),
-    ):
+    message = r"continuous batching: expected full and sliding attention alone, got (lin|hyb)"
+    with pytest.raises(ValueError, match=message), continuous_batching(tiny_hybrid(name)):
         pass
 
 
@@ -132,10 +100,7 @@ def on_a_rank(group, name, texts):
     """The text of a model whose attention is split over the ranks, while each has all states."""
     model = tiny_hybrid(name)
     shards = tensor_parallel(model, group=group)
-    drafter = Oracle(texts, 0.8)
-    return lists(
-        generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, shards=shards, n=2)[0]
-    )
+    return generated(model, Oracle(texts, 0.8), shards=shards, n=2)[0]
 
 
 @pytest.mark.slow
@@ -151,15 +116,14 @@ def test_two_ranks(name, tmp_path):
     assert outcomes == [[text for text in texts for _ in range(2)]] * 2
 
 
-def without_state(step, *path):
-    """`RecurrentStep.advance` without the matrices: the convolutions alone."""
-    step._advances = [each for each in step._advances if each[0] is recurrent_step.advance_conv]
-    return ADVANCE(step, *path)
+def left_out(op):
+    """`RecurrentStep.advance` without the matrices, or without the convolutions."""
 
+    def advance(step, *path):
+        step._advances = [each for each in step._advances if each[0] is not op]
+        return ADVANCE(step, *path)
 
-def without_convolution(step, *path):
-    step._advances = [each for each in step._advances if each[0] is recurrent_step.advance_state]
-    return ADVANCE(step, *path)
+    return advance
 
 
 def root_alone(step, accept_index, num_accepted):
@@ -167,14 +131,15 @@ def root_alone(step, accept_index, num_accepted):
 
 
 ADVANCE = RecurrentStep.advance
+BROKEN = [left_out(recurrent_step.advance_state), left_out(recurrent_step.advance_conv), root_alone]
 
 
-@pytest.mark.parametrize("broken", [without_state, without_convolution, root_alone])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_states_have_to_follow_the_accepted_path(model, texts, monkeypatch, broken):
     """Negative controls: matrices or inputs of convolutions that stay behind, or that follow the root alone."""
     monkeypatch.setattr(RecurrentStep, "advance", broken)
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=Oracle(texts, 0.8), max_new_tokens=NEW_TOKENS)
-    assert all(tokens != text for tokens, text in zip(lists(sequences), texts, strict=True))
+    found, _ = generated(model, Oracle(texts, 0.8))
+    assert all(tokens != text for tokens, text in zip(found, texts, strict=True))
 
 
 def late(states, source, sequence):
@@ -197,21 +162,18 @@ FORK, TAKE = RecurrentStates.fork, RecurrentStates._take
 @pytest.mark.parametrize("broken", [late, dirty])
 def test_states_begin_where_their_sequence_does(model, monkeypatch, broken):
     """Negative controls: outcomes get the states that another has by now, and states keep what was there before."""
-    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 3, "page_size": 7}
-    expected, _ = generate(model, prompts_of(LENGTHS), **options)
-    same, _ = generate(model, prompts_of(LENGTHS), num_pages=18, **options)
+    options = {"params": SAMPLING, "n": 3, "page_size": 7}
+    expected, _ = generated(model, **options)
+    assert generated(model, num_pages=18, **options)[0] == expected
     monkeypatch.setattr(RecurrentStates, "fork" if broken is late else "_take", broken)
-    other, _ = generate(model, prompts_of(LENGTHS), num_pages=18, **options)
-    assert lists(same) == lists(expected)
-    assert lists(other)[0] == lists(expected)[0] and lists(other) != lists(expected)
+    other, _ = generated(model, num_pages=18, **options)
+    assert other[0] == expected[0] and other != expected
 
 
 def test_tokens_keep_the_rule_by_which_they_were_read(monkeypatch):
     """Nemotron-H bounds dt in prompts alone: a text that is read again as a prompt would go on differently."""
-    other, prompts = tiny_hybrid("nemotron_h"), prompts_of(LENGTHS)
-    expected = [greedy(other, prompt) for prompt in prompts]
-    options = {"max_new_tokens": NEW_TOKENS, "page_size": 7}
-    of = RecurrentStep.of
+    other, of = tiny_hybrid("nemotron_h"), RecurrentStep.of
+    expected = [greedy(other, prompt) for prompt in prompts_of(LENGTHS)]
     for all_generated in (True, False):
         rule = torch.ones_like if all_generated else torch.zeros_like
 
@@ -222,13 +184,13 @@ def test_tokens_keep_the_rule_by_which_they_were_read(monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(RecurrentStep, "of", changed)
-            sequences, _ = generate(other, prompts, **options)
-        assert all(a != b for a, b in zip(lists(sequences)[:2], expected, strict=False))
+            found, _ = generated(other, page_size=7)
+        assert all(a != b for a, b in zip(found[:2], expected, strict=False))
 
 
 def test_larger_trees_are_refused(model):
     with pytest.raises(ValueError, match="at most 256 nodes for a model with recurrent layers, got max_nodes 300"):
-        generate(model, [[1, 2]], drafter=NgramDrafter(300), max_new_tokens=2)
+        generated(model, NgramDrafter(300))
 
 
 def test_draft_models_with_recurrent_layers_are_refused(model):
@@ -268,4 +230,4 @@ def of_another_kind():
 )
 def test_layers_that_are_refused(make, message):
     with pytest.raises(ValueError, match=f"model: expected {message}"):
-        generate(make(), [[1, 2]], max_new_tokens=2)
+        generated(make())

@@ -8,25 +8,12 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import (
-    LENGTHS,
-    NEW_TOKENS,
-    Oracle,
-    greedy,
-    lists,
-    prompts_of,
-)
+from generate_case import LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
 from latent_case import tiny_latent
 from ranks import Ranks
 from subject_case import SUBJECTS
 
-from pagedtree.integrations.transformers import (
-    ModelDrafter,
-    PagedCache,
-    continuous_batching,
-    generate,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
 
@@ -47,9 +34,7 @@ def texts():
 
 
 def test_a_model_that_drafts_for_itself_is_always_right(model):
-    _, stats = generate(
-        model, prompts_of(LENGTHS), drafter=ModelDrafter(model, num_nodes=5, depth=4, width=1), max_new_tokens=16
-    )
+    _, stats = generated(model, ModelDrafter(model, num_nodes=5, depth=4, width=1), count=16)
     assert all(set(sequence.accepted[:-1]) == {4} for sequence in stats.sequences)
 
 
@@ -58,31 +43,20 @@ def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
     drafter = SUBJECTS["latent"].drafter("oracle")  # which transformers' own decoding makes, with keys of the heads
     expanded = []
     handles = [layer.kv_b_proj.register_forward_hook(lambda *_: expanded.append(1)) for layer in latent_layers(model)]
-    layer, shapes = PagedCache.layer, set()
-
-    def poisoned(cache, index, k, v):
-        is_new = index not in cache._layers
-        pair = layer(cache, index, k, v)
-        shapes.add((tuple(pair[0].shape[2:]), pair[1]))
-        if is_new:
-            pair[0].fill_(float("nan"))
-        return pair
-
-    monkeypatch.setattr(PagedCache, "layer", poisoned)
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, n=2)
+    shapes = poisoned_caches(monkeypatch)
+    found, _ = generated(model, drafter, n=2)
     for handle in handles:
         handle.remove()
-    assert lists(sequences[::2]) == texts
-    assert shapes == {((1, 576), None)} and not expanded
+    assert found[::2] == texts
+    assert shapes == {((1, 576), False)} and not expanded
 
 
 def test_heads_of_other_latents_are_cached():
     """Mistral 4's keys and values are equally wide: 128 columns."""
-    other, prompts = tiny_latent("mistral4"), prompts_of(LENGTHS)
+    other = tiny_latent("mistral4")
     assert not latent_layers(other)
-    expected = [greedy(other, prompt) for prompt in prompts]
-    sequences, _ = generate(other, prompts, drafter=Oracle(expected, 0.8), max_new_tokens=NEW_TOKENS)
-    assert lists(sequences) == expected
+    expected = [greedy(other, prompt) for prompt in prompts_of(LENGTHS)]
+    assert generated(other, Oracle(expected, 0.8))[0] == expected
 
 
 def on_a_rank(group, name, texts):
@@ -90,10 +64,7 @@ def on_a_rank(group, name, texts):
     model = tiny_latent(name)
     shards = tensor_parallel(model, group=group)
     weight = latent_module._weight(latent_layers(model)[0])
-    sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=Oracle(texts, 0.8), max_new_tokens=NEW_TOKENS, shards=shards
-    )
-    return lists(sequences), weight.shape[0]
+    return generated(model, Oracle(texts, 0.8), shards=shards)[0], weight.shape[0]
 
 
 @pytest.mark.slow
@@ -124,8 +95,8 @@ def test_each_half_is_needed(model, texts, monkeypatch, broken):
     else:
         weight = latent_module._weight
         monkeypatch.setattr(latent_module, "_weight", lambda module: weight(module).flip(0))
-    sequences, _ = generate(model, prompts_of(LENGTHS), max_new_tokens=NEW_TOKENS)
-    assert all(tokens != text for tokens, text in zip(lists(sequences), texts, strict=True))
+    found, _ = generated(model)
+    assert all(tokens != text for tokens, text in zip(found, texts, strict=True))
 
 
 class Quantised(torch.nn.Linear):
@@ -138,45 +109,44 @@ def refused(change):
     return model
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256),
-            "kv_lora_rank 512 and qk_rope_head_dim 64, as transformers 5.23 writes it, got DeepseekV3Attention of"
-            " kv_lora_rank 256 and qk_rope_head_dim 64",
-        ),
-        (
-            lambda: tiny_latent("deepseek_v2", num_hidden_layers=1, qk_rope_head_dim=32),
-            "got DeepseekV2Attention of kv_lora_rank 512 and qk_rope_head_dim 32",
-        ),
-        (
-            lambda: refused(lambda layer: setattr(layer, "indexer", torch.nn.Identity())),
-            "latent attention to every token, but Glm4MoeLiteAttention chooses tokens by an indexer",
-        ),
-        (
-            lambda: refused(lambda layer: setattr(layer, "kv_b_proj", Quantised(512, 896, bias=False))),
-            "kv_b_proj that is a torch.nn.Linear .*, neither quantised .* got Quantised of torch.float32 on cpu",
-        ),
-        (lambda: refused(lambda layer: layer.kv_b_proj.to(torch.float8_e4m3fn)), "got Linear of torch.float8_e4m3fn"),
-        (lambda: refused(lambda layer: layer.kv_b_proj.to("meta")), "got Linear of torch.float32 on meta"),
-        (
-            lambda: refused(lambda layer: setattr(layer, "kv_b_proj", torch.nn.Linear(512, 896))),
-            "torch.nn.Linear without bias",
-        ),
-    ],
-)
+def projected_by(make):
+    return lambda: refused(lambda layer: setattr(layer, "kv_b_proj", make(layer.kv_b_proj)))
+
+
+REFUSED = [
+    (
+        lambda: tiny_latent(num_hidden_layers=1, kv_lora_rank=256),
+        "kv_lora_rank 512 and qk_rope_head_dim 64, as transformers 5.23 writes it, got DeepseekV3Attention of"
+        " kv_lora_rank 256 and qk_rope_head_dim 64",
+    ),
+    (
+        lambda: tiny_latent("deepseek_v2", num_hidden_layers=1, qk_rope_head_dim=32),
+        "got DeepseekV2Attention of kv_lora_rank 512 and qk_rope_head_dim 32",
+    ),
+    (
+        lambda: refused(lambda layer: setattr(layer, "indexer", torch.nn.Identity())),
+        "latent attention to every token, but Glm4MoeLiteAttention chooses tokens by an indexer",
+    ),
+    (
+        projected_by(lambda own: Quantised(512, 896, bias=False)),
+        "kv_b_proj that is a torch.nn.Linear .*, neither quantised .* got Quantised of torch.float32 on cpu",
+    ),
+    (projected_by(lambda own: own.to(torch.float8_e4m3fn)), "got Linear of torch.float8_e4m3fn"),
+    (projected_by(lambda own: own.to("meta")), "got Linear of torch.float32 on meta"),
+    (projected_by(lambda own: torch.nn.Linear(512, 896)), "torch.nn.Linear without bias"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
 def test_refused_by_name(make, message, model):
     other = make()
     with pytest.raises(ValueError, match=f"model: expected .*{message}"):
-        generate(other, [[1, 2]], max_new_tokens=2)
+        generated(other)
     with pytest.raises(ValueError, match=f"model: expected .*{message}"):
-        generate(model, [[1, 2]], drafter=ModelDrafter(other), max_new_tokens=2)
+        generated(model, ModelDrafter(other))
 
 
 def test_continuous_batching_is_refused(model):
-    with (
-        pytest.raises(ValueError, match=r"config's head_dim 64, for which .* cache, got 192 and 128 in DeepseekV3Att"),
-        continuous_batching(model),
-    ):
+    message = r"config's head_dim 64, for which .* cache, got 192 and 128 in DeepseekV3Att"
+    with pytest.raises(ValueError, match=message), continuous_batching(model):
         pass

@@ -1,7 +1,7 @@
 """Penalties, token options and log-probabilities of `generate`: with draft trees as in plain decoding, token by token.
 
-Plain decoding is compared with `sample` and with dense arithmetic on the model's own attention, and greedy text with
-transformers' processors.
+Plain decoding is compared with `sample` and with dense arithmetic on the model's own attention. test_generation_config
+compares greedy text with transformers' processors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     TokenOptions,
     tensor_parallel,
-    tree_generate,
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -177,14 +176,6 @@ def options_of(prompt, outputs, each, least):
     return RequestOptions.from_lists(VOCAB, **lists, bad_words=[each.bad_words], **least_of)
 
 
-def test_trees_that_pay(model):
-    """tree="auto": steps without drafts and with small trees take turns."""
-    arguments = {**asked(EVERYTHING, 0.8), "count": 60}
-    plain, _ = generated(model, **arguments)
-    drafter = ModelDrafter(model, num_nodes=12, depth=4, width=3)
-    assert generated(model, drafter, tree="auto", **arguments)[0] == plain
-
-
 def test_captured_steps(model, monkeypatch):
     """Their buffers follow the sequences: the first one ends early, the others move up; ordinary passes in between."""
     monkeypatch.setattr(FixedStep, "captures", False)
@@ -223,34 +214,6 @@ def test_other_rules_take_options(model, draft_model, law):
         new = text[len(prompt) :]
         assert not {3, 5} & set(new) and max(new) < 40
         assert (6, 7) not in zip(text[len(prompt) - 1 :], new, strict=False)
-
-
-# Greedy text against transformers' processors -------------------------------------------------------------------------
-
-CONFIGS = [
-    {"repetition_penalty": 1.3},
-    {"bad_words_ids": [[63], [52, 15], [9], [64, 67, 52], [84, 118, 102]]},
-    {"sequence_bias": {(9,): 3.0, (77,): -2.0, (40,): -math.inf, (52, 15): -math.inf}},
-    {"min_new_tokens": 7, "eos_token_id": EOS},
-    {"min_length": 20, "eos_token_id": EOS},
-    {"suppress_tokens": [63, 79, 3], "begin_suppress_tokens": [52, 22, 23]},
-    {"repetition_penalty": 1.2, "bad_words_ids": [[77], [52, 15]], "min_new_tokens": 5, "eos_token_id": EOS}
-    | {"sequence_bias": {(9,): 3.0, (5,): 2.0}, "suppress_tokens": [50]},
-]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: " ".join(config))
-def test_greedy_text_is_that_of_transformers(model, config):
-    rows = [torch.nn.functional.pad(prompt[-12:], (12 - len(prompt[-12:]), 0)) for prompt in PROMPTS]
-    mask = [torch.nn.functional.pad(torch.ones(min(len(p), 12)), (12 - min(len(p), 12), 0)) for p in PROMPTS]
-    batch = {"inputs": torch.stack(rows), "attention_mask": torch.stack(mask).long()}
-    options = {**batch, **config, "max_new_tokens": NEW_TOKENS, "do_sample": False}
-    expected = model.generate(**options)
-    texts = [row[int((m == 0).sum()) :].tolist() for row, m in zip(expected, mask, strict=True)]
-    for drafter in (None, Oracle(texts, 0.9)):
-        assert torch.equal(model.generate(**options, custom_generate=tree_generate, drafter=drafter), expected)
-    without = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": config.get("eos_token_id")}
-    assert not torch.equal(model.generate(**batch, **without), expected)
 
 
 def test_a_list_of_processors(model):

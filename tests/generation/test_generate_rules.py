@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, tiny
+from generate_case import SAMPLING, generated, tiny
 from statistics_case import LIMIT
 from toy_text_case import (
     CASES,
@@ -186,10 +186,8 @@ def test_cousins_draw_their_own_tokens(law):
     """One node a chain: all are drawn from one distribution, so equal tokens are as rare as in two draws from it."""
     target, steps = heedless(0.5, 0.3, 0.15, 0.05), []
     draft = ModelDrafter(heedless(*DRAFT), law=law, num_nodes=13, depth=3, width=4)
-    generate(
-        target, [PROMPT], drafter=draft, max_new_tokens=COUNT + 1, params=SamplingParams(), rule="traversal", n=300,
-        on_step=steps.append,
-    )  # fmt: skip
+    options = {"params": SamplingParams(), "rule": "traversal", "n": 300}
+    generated(target, draft, [PROMPT], COUNT + 1, on_step=steps.append, **options)
     trees = next(step.draft_tokens for step in steps if len(step.draft_tokens) == 300 * 13).view(300, 13)
     for cousins in trees[:, 5:].split(4, dim=1):
         for other in (1, 2, 3):
@@ -229,6 +227,10 @@ PADDED_DRAFTERS = {
     "iid": {"num_nodes": 7, "branching": [3, 2]},
     "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: every token is drawn
 }
+PADDED_RULES = [
+    ("sampled", "coupled"),
+    *[(rule, law) for rule in ("rejection", "traversal") for law in ("iid", "swor")],
+]
 
 
 def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
@@ -239,15 +241,7 @@ def padded_drafter(vocab_size: int, law: str) -> ModelDrafter:
     ("rule", "law", "vocab_size"),
     [  # in the core suite each rule and law with one size
         pytest.param(rule, law, vocab_size, marks=[] if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, (rule, law) in enumerate(
-            [
-                ("rejection", "iid"),
-                ("sampled", "coupled"),
-                ("rejection", "swor"),
-                ("traversal", "iid"),
-                ("traversal", "swor"),
-            ]
-        )
+        for i, (rule, law) in enumerate(PADDED_RULES)
         for j, vocab_size in enumerate(PADDED)
     ],
 )
@@ -255,15 +249,14 @@ def test_draft_models_of_padded_vocabularies(toy, toy_distribution, rule, law, v
     assert toy_excess(toy, None, toy_distribution, rule, padded_drafter(vocab_size, law), 1000) < LIMIT
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("law", PADDED_DRAFTERS)
 @pytest.mark.parametrize("vocab_size", PADDED)
 def test_tokens_that_the_target_lacks_are_not_drafted(toy, law, vocab_size):
     steps = []
     rule = "sampled" if law in ("topk", "coupled") else "rejection"
-    generate(
-        toy, [PROMPT], drafter=padded_drafter(vocab_size, law), max_new_tokens=20, rule=rule, on_step=steps.append,
-        params=SamplingParams(),
-    )  # fmt: skip
+    drafter, options = padded_drafter(vocab_size, law), {"params": SamplingParams(), "rule": rule}
+    generated(toy, drafter, [PROMPT], 20, on_step=steps.append, **options)
     drafts = torch.cat([step.draft_tokens for step in steps])
     assert set(drafts.tolist()) - {-1} <= set(range(VOCAB))
     drafted = [step for step in steps if step.trees.max_nodes > 1]
@@ -283,7 +276,7 @@ def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
     monkeypatch.setattr(type(toy), "forward", lambda *args, **kwargs: passes.append(args))
     drafter = ModelDrafter(tiny(0, **{**TOY, "vocab_size": VOCAB + 1025}))
     with pytest.raises(ValueError, match=r"drafter: expected .* vocabulary, 4 tokens up to 1024 of padding, got 1029"):
-        generate(toy, [PROMPT], drafter=drafter, max_new_tokens=2)
+        generated(toy, drafter, [PROMPT], 2)
     assert not passes
 
 
@@ -295,14 +288,6 @@ class PermutedProbs(ModelDrafter):
         return draft._replace(draft_probs=draft.draft_probs.roll(1, -1))
 
 
-class WrongDraftLaw(ModelDrafter):
-    """Draws without replacement, and says that it draws independently."""
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.draft_law = "iid"
-
-
 def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_distribution):
     for rule in ("rejection", "traversal"):
         wrong = PermutedProbs(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
@@ -312,7 +297,9 @@ def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_distribution)
 @pytest.mark.stats
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_distribution, rule):
-    wrong = WrongDraftLaw(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
+    """Drawn without replacement, and said to be drawn independently."""
+    wrong = ModelDrafter(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
+    wrong.draft_law = "iid"
     assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 50_000) > LIMIT
 
 
@@ -347,8 +334,8 @@ def test_a_drafter_of_ones_own(toy, toy_distribution):
     assert toy_excess(toy, None, toy_distribution, "traversal", Uniform(), 1500) < LIMIT
     Uniform.draft_law = "drawn"
     with pytest.raises(ValueError, match="drafter: expected a draft_law of onehot, iid, swor, coupled, got 'drawn'"):
-        generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=2)
+        generated(toy, Uniform(), [PROMPT], 2)
     Uniform.draft_law, propose = "swor", Uniform.propose
     Uniform.propose = lambda self, tokens, lengths: (*propose(self, tokens, lengths)[:2], None)
     with pytest.raises(ValueError, match=r"`draft_probs` must be a Tensor, the .* that the drafts were drawn from"):
-        generate(toy, [PROMPT], drafter=Uniform(), max_new_tokens=3, params=SAMPLING, rule="rejection")
+        generated(toy, Uniform(), [PROMPT], 3, params=SAMPLING, rule="rejection")

@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.stop_strings import StopStrings
-from pagedtree.integrations.transformers import NgramDrafter, generate
+from pagedtree.integrations.transformers import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,11 +62,9 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
                 compared += 1
                 assert greedy(model, prompt, stop_strings=[stop, "zz"], tokenizer=tokenizer) == expected
             steps = []
-            sequences, stats = generate(
-                model, PROMPTS[b : b + 1], drafter=drafter_of(drafts, texts), max_new_tokens=NEW_TOKENS,
-                stop_strings=[stop, "zz"], tokenizer=tokenizer, on_step=steps.append,
-            )  # fmt: skip
-            assert lists(sequences) == [expected]
+            options = {"stop_strings": [stop, "zz"], "tokenizer": tokenizer, "on_step": steps.append}
+            found, stats = generated(model, drafter_of(drafts, texts), PROMPTS[b : b + 1], **options)
+            assert found == [expected]
             assert stats.sequences[0].finish_reason == "stop_string"
             assert stats.num_tokens == len(expected) - len(prompt)
             cut += sum(stats.sequences[0].accepted) < sum(int(step.verdict.num_accepted[0]) for step in steps)
@@ -77,11 +75,9 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
 def test_some_of_a_batch_stop(model, texts, tokenizer, monkeypatch, cuda_graph):
     monkeypatch.setattr(FixedStep, "captures", False)
     stop = tokenizer.decode(texts[1][LENGTHS[1] + 6 : LENGTHS[1] + 8])
-    sequences, stats = generate(
-        model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, stop_strings=stop, tokenizer=tokenizer,
-        cuda_graph=cuda_graph,
-    )  # fmt: skip
-    for prompt, text, sequence, of in zip(PROMPTS, texts, lists(sequences), stats.sequences, strict=True):
+    options = {"stop_strings": stop, "tokenizer": tokenizer, "cuda_graph": cuda_graph}
+    sequences, stats = generated(model, NgramDrafter(8), **options)
+    for prompt, text, sequence, of in zip(PROMPTS, texts, sequences, stats.sequences, strict=True):
         new = text[len(prompt) :]
         ends = [end for end in range(1, NEW_TOKENS + 1) if stop in tokenizer.decode(new[:end])]
         assert sequence == text[: len(prompt) + min(ends, default=NEW_TOKENS)]
@@ -94,22 +90,18 @@ def test_prompts_do_not_count(model, texts, tokenizer):
     stop = tokenizer.decode(prompt[-1:]) + tokenizer.decode(texts[1][len(prompt) : len(prompt) + 1])
     if stop in tokenizer.decode(texts[1][len(prompt) :]):
         pytest.skip("the text has it by chance")
-    sequences, _ = generate(model, [prompt], max_new_tokens=NEW_TOKENS, stop_strings=stop, tokenizer=tokenizer)
-    assert lists(sequences) == [texts[1]]
+    assert generated(model, None, [prompt], stop_strings=stop, tokenizer=tokenizer)[0] == [texts[1]]
 
 
 def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
     new = texts[0][LENGTHS[0] :]
     first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # a token that has not come before
     later = next(i for i in range(first + 1, NEW_TOKENS) if new.index(new[i]) == i)
-    for eos, stop, end, reason in (
-        (first, later, first, "eos"), (later, first, first, "stop_string"), (later, None, later, "eos"),
-    ):  # fmt: skip
-        sequences, stats = generate(
-            model, PROMPTS[:1], drafter=Oracle(texts, 1.0), max_new_tokens=NEW_TOKENS, eos_token_id=new[eos],
-            stop_strings=None if stop is None else tokenizer.decode([new[stop]]), tokenizer=tokenizer,
-        )  # fmt: skip
-        assert lists(sequences) == [texts[0][: LENGTHS[0] + end + 1]]
+    rows = (first, later, first, "eos"), (later, first, first, "stop_string"), (later, None, later, "eos")
+    for eos, stop, end, reason in rows:
+        stops = {"stop_strings": None if stop is None else tokenizer.decode([new[stop]]), "tokenizer": tokenizer}
+        found, stats = generated(model, Oracle(texts, 1.0), PROMPTS[:1], eos_token_id=new[eos], **stops)
+        assert found == [texts[0][: LENGTHS[0] + end + 1]]
         assert stats.sequences[0].finish_reason == reason
 
 
@@ -152,10 +144,8 @@ def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
         seen[sequence] += tokens
         return len(seen[sequence]) >= 5 if sequence in (1, 3) else 1  # nothing but True does it
 
-    sequences, stats = generate(
-        model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, callback=callback, cuda_graph=cuda_graph
-    )
-    for b, (sequence, of) in enumerate(zip(lists(sequences), stats.sequences, strict=True)):
+    sequences, stats = generated(model, NgramDrafter(8), callback=callback, cuda_graph=cuda_graph)
+    for b, (sequence, of) in enumerate(zip(sequences, stats.sequences, strict=True)):
         assert sequence == PROMPTS[b].tolist() + seen[b] == texts[b][: len(sequence)]
         assert of.finish_reason == ("callback" if b in (1, 3) else "length")
         assert of.num_tokens == len(seen[b])
@@ -165,16 +155,14 @@ def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
 
 def test_a_callback_ends_all(model, texts):
     """Sequences that wait for pages can be ended, too: each is asked after its first tokens."""
-    sequences, stats = generate(
-        model, PROMPTS, max_new_tokens=NEW_TOKENS, page_size=4, num_pages=15, callback=lambda *_: True
-    )
-    assert lists(sequences) == [text[: length + 1] for text, length in zip(texts, LENGTHS, strict=True)]
+    found, stats = generated(model, page_size=4, num_pages=15, callback=lambda *_: True)
+    assert found == [text[: length + 1] for text, length in zip(texts, LENGTHS, strict=True)]
     assert [of.finish_reason for of in stats.sequences] == ["callback"] * len(PROMPTS)
 
 
 def test_an_eos_token_stays_the_reason(model, texts):
     eos = texts[0][LENGTHS[0]]
-    _, stats = generate(model, PROMPTS[:1], max_new_tokens=4, eos_token_id=eos, callback=lambda *_: True)
+    _, stats = generated(model, None, PROMPTS[:1], 4, eos_token_id=eos, callback=lambda *_: True)
     assert stats.sequences[0].finish_reason == "eos"
     assert torch.is_grad_enabled()
 
@@ -189,13 +177,10 @@ def test_least_length_and_stop_strings(model, texts, tokenizer, drafts):
     stop = tokenizer.decode(plain[LENGTHS[0] + 5 : LENGTHS[0] + 7])
     for stops in (None, [stop]):
         more = {} if stops is None else {"stop_strings": stops, "tokenizer": tokenizer}
-        sequences, stats = generate(
-            model, [prompt], max_new_tokens=NEW_TOKENS, min_new_tokens=8, eos_token_id=eos,
-            drafter=drafter_of(drafts, [plain]), **more,
-        )  # fmt: skip
-        expected = greedy(model, prompt, min_new_tokens=8, eos_token_id=eos, pad_token_id=0, **more)
-        assert lists(sequences) == [expected]
-        assert stats.sequences[0].finish_reason == ("stop_string" if stops else stats.sequences[0].finish_reason)
+        more |= {"min_new_tokens": 8, "eos_token_id": eos}
+        found, stats = generated(model, drafter_of(drafts, [plain]), [prompt], **more)
+        expected = greedy(model, prompt, pad_token_id=0, **more)
+        assert found == [expected] and (stops is None or stats.sequences[0].finish_reason == "stop_string")
     assert len(expected) - LENGTHS[0] < 8
 
 
@@ -221,28 +206,26 @@ def test_a_streamer_gets_what_stays(model, texts, tokenizer, drafts):
     stop = tokenizer.decode(texts[1][LENGTHS[1] + 4 : LENGTHS[1] + 6])
     for options in ({}, {"stop_strings": stop, "tokenizer": tokenizer}, {"eos_token_id": texts[1][LENGTHS[1] + 6]}):
         streamer, theirs, seen = Recorder(), Recorder(), []
-        sequences, _ = generate(
-            model, PROMPTS[1:2], drafter=drafter_of(drafts, texts), max_new_tokens=NEW_TOKENS, streamer=streamer,
-            callback=lambda _, tokens, seen=seen: seen.extend(tokens), **options,
-        )  # fmt: skip
+        watch = {"streamer": streamer, "callback": lambda _, tokens, seen=seen: seen.extend(tokens)}
+        found, _ = generated(model, drafter_of(drafts, texts), PROMPTS[1:2], **watch, **options)
         text = greedy(model, PROMPTS[1], streamer=theirs, **options)
-        assert lists(sequences) == [text] and streamer.puts == theirs.puts and streamer.ends == theirs.ends == 1
+        assert found == [text] and streamer.puts == theirs.puts and streamer.ends == theirs.ends == 1
         assert streamer.puts[0] == [PROMPTS[1].tolist()] and seen == text[LENGTHS[1] :]
     assert len(seen) == 7
 
 
 def test_text_of_a_streamer_of_transformers(model, tokenizer):
     ours, theirs = (TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=9.0) for _ in range(2))
-    generate(model, PROMPTS[:1], drafter=NgramDrafter(8), max_new_tokens=NEW_TOKENS, streamer=ours)
+    generated(model, NgramDrafter(8), PROMPTS[:1], streamer=ours)
     text = greedy(model, PROMPTS[0], streamer=theirs)
     assert "".join(ours) == "".join(theirs) == tokenizer.decode(text[LENGTHS[0] :])
 
 
 def test_streamers_are_of_one_sequence(model):
-    for arguments in ({"input_ids": PROMPTS}, {"input_ids": PROMPTS[:1], "n": 2}):
+    for prompts, n in ((PROMPTS, 1), (PROMPTS[:1], 2)):
         streamer = Recorder()
         with pytest.raises(ValueError, match="streamer: expected one sequence, as in transformers, got"):
-            generate(model, max_new_tokens=2, streamer=streamer, **arguments)
+            generated(model, None, prompts, n=n, streamer=streamer)
         assert streamer.puts == [] and streamer.ends == 0
 
 
@@ -254,5 +237,5 @@ def test_a_streamer_ends_after_an_error(model):
 
     streamer = Recorder()
     with pytest.raises(RuntimeError, match="no more"):
-        generate(model, PROMPTS[:1], max_new_tokens=2, streamer=streamer, callback=callback)
+        generated(model, None, PROMPTS[:1], streamer=streamer, callback=callback)
     assert streamer.ends == 1 and len(streamer.puts) == 2

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, greedy, lists, prompts_of, tiny
+from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,
@@ -20,7 +20,7 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams, reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, generate, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, tree_generate
 from pagedtree.integrations.transformers.generation_config import IGNORED, config_fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,30 +76,35 @@ SERVED = {
 }
 SAMPLED = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.8, "min_p": 0.1}
 SAMPLED_REFUSED = {"typical_p": 0.9, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4, "top_h": 0.4}
+
+
+def every(value, names):
+    """These fields, separated by blanks, with one value."""
+    return dict.fromkeys(names.split(), value)
+
+
 REFUSED = {
-    "num_beams": 2, "num_return_sequences": 3, "penalty_alpha": 0.6, "dola_layers": "high", "constraints": [1],
-    "force_words_ids": [[3]], "guidance_scale": 1.5, "encoder_repetition_penalty": 1.2, "no_repeat_ngram_size": 2,
-    "encoder_no_repeat_ngram_size": 2, "forced_bos_token_id": 3, "forced_eos_token_id": 3, "max_time": 9.0,
-    "exponential_decay_length_penalty": (3, 1.1), "watermarking_config": WatermarkingConfig(), "token_healing": True,
-    "is_assistant": True, "assistant_ensemble_weight": 0.5, "cache_implementation": "quantized",
-}  # fmt: skip
+    **every(2, "num_beams no_repeat_ngram_size encoder_no_repeat_ngram_size"),
+    **every(3, "num_return_sequences forced_bos_token_id forced_eos_token_id"),
+    **every(1.5, "guidance_scale encoder_repetition_penalty penalty_alpha max_time assistant_ensemble_weight"),
+    **every(True, "token_healing is_assistant"),
+    **{"dola_layers": "high", "constraints": [1], "force_words_ids": [[3]], "cache_implementation": "quantized"},
+    **{"exponential_decay_length_penalty": (3, 1.1), "watermarking_config": WatermarkingConfig()},
+}
 WITHOUT_EFFECT = {
-    "max_length": 40, "max_new_tokens": 3, "bos_token_id": 3, "pad_token_id": 4, "decoder_start_token_id": 3,
-    "early_stopping": True, "length_penalty": 2.0, "diversity_penalty": 0.5, "num_beam_groups": 1, "low_memory": True,
-    "use_cache": False, "cache_config": {"backend": "quanto"}, "max_cache_len": 99, "return_legacy_cache": True,
-    "prefill_chunk_size": 4, "compile_config": CompileConfig(), "disable_compile": True,
-    "continuous_batching_config": None, "prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 3,
-    "assistant_early_exit": 1, "assistant_lookbehind": 3, "assistant_confidence_threshold": 0.9,
-    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic", "target_lookbehind": 3,
-    "speculation_type": "dflash", "use_mtp": True, "output_attentions": True, "output_hidden_states": True,
-    "output_logits": True, "output_scores": True, "return_dict_in_generate": True, "remove_invalid_values": True,
-    "renormalize_logits": True, "transformers_version": "4.0.0",
-}  # fmt: skip
+    **every(3, "max_new_tokens bos_token_id decoder_start_token_id prompt_lookup_num_tokens max_matching_ngram_size"),
+    **every(3, "assistant_early_exit assistant_lookbehind num_assistant_tokens target_lookbehind"),
+    **every(True, "early_stopping low_memory return_legacy_cache disable_compile use_mtp output_attentions"),
+    **every(True, "output_hidden_states output_logits output_scores return_dict_in_generate remove_invalid_values"),
+    **every(4, "pad_token_id prefill_chunk_size"),
+    **every(0.9, "assistant_confidence_threshold diversity_penalty length_penalty"),
+    **{"max_length": 40, "num_beam_groups": 1, "use_cache": False, "max_cache_len": 99, "renormalize_logits": True},
+    **{"cache_config": {"backend": "quanto"}, "compile_config": CompileConfig(), "continuous_batching_config": None},
+    **{"num_assistant_tokens_schedule": "heuristic", "speculation_type": "dflash", "transformers_version": "4.0.0"},
+}
 # model.generate wants a model, a cache, a compiler or (4.57) an EOS token for these, or returns more than the text.
-NOT_THERE = {
-    "cache_config", "compile_config", "assistant_early_exit", "use_mtp", "speculation_type", "return_dict_in_generate",
-    "prompt_lookup_num_tokens",
-}  # fmt: skip
+NOT_THERE = {"cache_config", "compile_config", "assistant_early_exit", "use_mtp", "speculation_type"}
+NOT_THERE |= {"return_dict_in_generate", "prompt_lookup_num_tokens"}
 
 
 def test_a_model_without_one(model, plain, monkeypatch):
@@ -107,9 +112,9 @@ def test_a_model_without_one(model, plain, monkeypatch):
     monkeypatch.setattr(model, "generation_config", None)
     texts, new = plain
     for drafter in (None, NgramDrafter(8)):
-        assert lists(generate(model, PROMPTS, drafter=drafter, max_new_tokens=NEW_TOKENS)[0]) == texts
-    batch, _ = generate(model, PROMPTS[0].expand(2, -1), max_new_tokens=NEW_TOKENS, eos_token_id=new[4], params=None)
-    assert lists(batch) == [texts[0][: len(PROMPTS[0]) + new.index(new[4]) + 1]] * 2
+        assert generated(model, drafter)[0] == texts
+    batch, _ = generated(model, None, PROMPTS[0].expand(2, -1), eos_token_id=new[4])
+    assert batch == [texts[0][: len(PROMPTS[0]) + new.index(new[4]) + 1]] * 2
 
 
 def test_every_field_has_a_place():
@@ -125,7 +130,7 @@ def drafters(texts):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, name):
-    """Prompts of different lengths, each as it is alone."""
+    """Prompts of different lengths, each as it is alone; also as the processors that `model.generate` makes of it."""
     texts, new = plain
     others = {"eos_token_id": [new[4], 5]} if name.startswith("min") else {}
     value = SERVED[name](new) if callable(SERVED[name]) else SERVED[name]
@@ -135,11 +140,11 @@ def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, 
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     assert expected[0] != without[0]
     for drafter in drafters(expected):
-        assert lists(generate(model, PROMPTS, drafter=drafter, max_new_tokens=NEW_TOKENS)[0]) == expected
+        assert generated(model, drafter)[0] == expected
+        assert greedy(model, PROMPTS[0], custom_generate=tree_generate, drafter=drafter) == expected[0]
     if name == "eos_token_id":
         return
-    left_out, _ = generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, generation_config=False)
-    assert lists(left_out) == without
+    assert generated(model, generation_config=False)[0] == without
 
 
 @pytest.mark.parametrize("names", [["min_length"], ["sequence_bias", "bad_words_ids", "suppress_tokens", "min_length"]])
@@ -160,7 +165,7 @@ def test_a_padded_batch(model, configure, plain, names):
     assert 16 < expected.shape[1] < 12 + NEW_TOKENS
     texts = [row[int((m == 0).sum()) :].tolist() for row, m in zip(expected, mask, strict=True)]
     for drafter in drafters(texts):
-        assert torch.equal(generate(model, batch, drafter=drafter, max_new_tokens=NEW_TOKENS)[0], expected)
+        assert generated(model, drafter, batch)[0] == expected.tolist()
         own = model.generate(**batch, **options, custom_generate=tree_generate, drafter=drafter)
         assert torch.equal(own, expected)
 
@@ -170,7 +175,7 @@ def test_an_eos_token_alone_is_no_bad_word(model, configure, plain):
     configure(eos_token_id=[new[4]], bad_words_ids=[[new[4]]])
     shorter = texts[0][: len(PROMPTS[0]) + 5]
     assert greedy(model, PROMPTS[0]) == shorter
-    assert lists(generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS)[0]) == [shorter]
+    assert generated(model, None, PROMPTS[:1])[0] == [shorter]
 
 
 def test_stop_strings(model, configure, plain):
@@ -178,12 +183,14 @@ def test_stop_strings(model, configure, plain):
     stop = Words().decode(new[5:7])
     configure(stop_strings=[stop])
     shorter = texts[0][: len(PROMPTS[0]) + 7]
-    arguments = {"max_new_tokens": NEW_TOKENS, "tokenizer": Words()}
-    assert lists(generate(model, PROMPTS[:1], **arguments)[0]) == [shorter]
-    assert lists(generate(model, PROMPTS[:1], **arguments, stop_strings="x")[0]) == texts[:1]
-    assert lists(generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS, generation_config=False)[0]) == texts[:1]
+    for arguments, expected in (
+        ({"tokenizer": Words()}, shorter),
+        ({"tokenizer": Words(), "stop_strings": "x"}, texts[0]),
+        ({"generation_config": False}, texts[0]),
+    ):
+        assert generated(model, None, PROMPTS[:1], **arguments)[0] == [expected]
     with pytest.raises(ValueError, match="generation_config: stop_strings: tokenizer: expected the model's tokenizer"):
-        generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS)
+        generated(model, None, PROMPTS[:1])
 
 
 @pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *SAMPLED, *SAMPLED_REFUSED} - {"do_sample"}))
@@ -192,7 +199,7 @@ def test_what_does_not_change_a_greedy_text(model, configure, plain, name):
     configure(**{name: {**WITHOUT_EFFECT, **SAMPLED, **SAMPLED_REFUSED}[name]})
     if name in NAMES - NOT_THERE:
         assert greedy(model, PROMPTS[0], 6) == beginnings[0]
-    assert lists(generate(model, PROMPTS, drafter=NgramDrafter(8), max_new_tokens=6)[0]) == beginnings
+    assert generated(model, NgramDrafter(8), count=6)[0] == beginnings
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -201,19 +208,21 @@ def test_a_field_without_counterpart_is_refused_by_name(model, configure, plain,
     if name not in NAMES:
         pytest.skip("of another release of transformers")
     with pytest.raises(ValueError, match=rf"generation_config: expected fields that .*, got {name}=.*=False"):
-        generate(model, PROMPTS, max_new_tokens=2)
-    text, _ = generate(model, PROMPTS[:1], max_new_tokens=6, generation_config=False)
-    assert lists(text) == [plain[0][0][: len(PROMPTS[0]) + 6]]
+        generated(model, count=2)
+    text, _ = generated(model, None, PROMPTS[:1], 6, generation_config=False)
+    assert text == [plain[0][0][: len(PROMPTS[0]) + 6]]
 
 
 def test_values_with_which_a_field_does_nothing(model, configure, plain):
     configure(
-        num_beams=1, num_return_sequences=1, guidance_scale=1, repetition_penalty=1.0, no_repeat_ngram_size=0,
-        encoder_repetition_penalty=1.0, encoder_no_repeat_ngram_size=0, token_healing=False, penalty_alpha=0.0,
-        cache_implementation="static", do_sample=False, min_length=0, typical_p=1.0,
-    )  # fmt: skip
+        **every(
+            1, "num_beams num_return_sequences guidance_scale repetition_penalty encoder_repetition_penalty typical_p"
+        ),
+        **every(0, "no_repeat_ngram_size encoder_no_repeat_ngram_size penalty_alpha min_length"),
+        **{"token_healing": False, "do_sample": False, "cache_implementation": "static"},
+    )
     assert config_fields(model, given={}).values == {}
-    assert lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS)[0]) == plain[0]
+    assert generated(model)[0] == plain[0]
     configure(a_key_of_its_own="chatml", repetition_penalty=None)
     assert config_fields(model, given={}).values == {}
 
@@ -244,11 +253,10 @@ def test_the_config_samples(model, configure, fields, params):
     filters = {name: getattr(found, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     expected = torch.softmax(out.scores[0][0].double(), -1).numpy()
     np.testing.assert_allclose(reference.distribution(options, **filters), expected, atol=1e-6)
-    arguments = {"max_new_tokens": NEW_TOKENS, "seeds": range(8), "n": 2}
-    plain = lists(generate(model, PROMPTS, **arguments, params=params, generation_config=False)[0])
+    plain, _ = generated(model, n=2, params=params, generation_config=False)
     draft = ModelDrafter(tiny(1, num_hidden_layers=1), law="coupled", num_nodes=9, branching=[3, 2])
     for drafter in (None, draft):
-        assert lists(generate(model, PROMPTS, **arguments, drafter=drafter)[0]) == plain
+        assert generated(model, drafter, n=2)[0] == plain
 
 
 @pytest.mark.parametrize("name", SAMPLED_REFUSED)
@@ -257,19 +265,19 @@ def test_a_filter_without_counterpart_is_refused(model, configure, name):
         pytest.skip("of another release of transformers")
     configure(do_sample=True, **{name: SAMPLED_REFUSED[name]})
     with pytest.raises(ValueError, match=f"generation_config: .*, got {name}="):
-        generate(model, PROMPTS, max_new_tokens=2)
-    generate(model, PROMPTS, max_new_tokens=2, params=SamplingParams())
-    generate(model, PROMPTS, max_new_tokens=2, rule="greedy")
+        generated(model, count=2)
+    generated(model, count=2, params=SamplingParams())
+    generated(model, count=2, rule="greedy")
     configure(do_sample=True, top_p=0.5, min_p=0.1)  # beside top_k 50
     with pytest.raises(ValueError, match=r"generation_config: top_k, top_p, min_p: expected at most two .*=False"):
-        generate(model, PROMPTS, max_new_tokens=2)
+        generated(model, count=2)
 
 
 # Arguments of the call ------------------------------------------------------------------------------------------------
 
 
 def texts_of(model, **arguments):
-    return lists(generate(model, PROMPTS, max_new_tokens=NEW_TOKENS, **arguments)[0])
+    return generated(model, **arguments)[0]
 
 
 def test_params_replace_sampling_and_penalty_as_a_whole(model, configure, plain):
@@ -287,7 +295,7 @@ def test_rule_greedy_replaces_sampling_alone(model, configure):
     assert texts_of(model, rule="greedy", drafter=NgramDrafter(8)) == expected
     assert texts_of(model, rule="greedy", generation_config=False) != expected
     with pytest.raises(ValueError, match="rule: expected params for every rule but"):
-        generate(model, PROMPTS, max_new_tokens=2, rule="greedy", params=SamplingParams())
+        generated(model, count=2, rule="greedy", params=SamplingParams())
 
 
 @pytest.mark.parametrize(("rule", "law"), [("rejection", "topk"), ("traversal", "swor"), ("typical", "topk")])
@@ -304,9 +312,8 @@ def test_other_rules_sample_as_the_config_says(model, configure, rule, law):
 
 def test_typical_names_the_fields_that_it_refuses(model, configure):
     configure(do_sample=True, temperature=0.8, suppress_tokens=[3], repetition_penalty=1.1)
-    with pytest.raises(
-        ValueError, match=r'"typical" takes .*generation_config sets repetition_penalty, suppress_tokens:'
-    ):
+    message = r'"typical" takes .*generation_config sets repetition_penalty, suppress_tokens:'
+    with pytest.raises(ValueError, match=message):
         texts_of(model, rule="typical", drafter=NgramDrafter(4))
 
 
@@ -322,9 +329,8 @@ def test_min_new_tokens_replaces_both_minima(model, configure, plain):
 
 def test_options_and_processors_come_on_top(model, configure, plain):
     _, new = plain
-    configure(
-        repetition_penalty=1.2, suppress_tokens=[new[0]], begin_suppress_tokens=[new[2]], sequence_bias=[[[9], 2.0]]
-    )
+    suppressed = {"suppress_tokens": [new[0]], "begin_suppress_tokens": [new[2]]}
+    configure(repetition_penalty=1.2, sequence_bias=[[[9], 2.0]], **suppressed)
     options = TokenOptions(bias={9: 1.0, 4: 1.0}, bad_words=[[new[1]]], begin_suppress_tokens=[3])
     together = TokenOptions(bias={9: 3.0, 4: 1.0}, bad_words=[[new[1]], [new[0]]], begin_suppress_tokens=[3, new[2]])
     params = SamplingParams(temperature=0.0, repetition_penalty=1.2)
@@ -336,8 +342,7 @@ def test_options_and_processors_come_on_top(model, configure, plain):
     configure(begin_suppress_tokens=[new[0]])
     first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(PROMPTS[0]))]
     assert greedy(model, PROMPTS[0], logits_processor=first) == plain[0][0]
-    found, _ = generate(model, PROMPTS[:1], max_new_tokens=NEW_TOKENS, logits_processor=first)
-    assert lists(found) == plain[0][:1]
+    assert generated(model, None, PROMPTS[:1], logits_processor=first)[0] == plain[0][:1]
 
 
 def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, configure, plain):
@@ -350,16 +355,15 @@ def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, conf
 
 def test_only_a_bool_says_whether(model):
     with pytest.raises(TypeError, match="generation_config: expected True or False, got GenerationConfig"):
-        generate(model, PROMPTS, max_new_tokens=2, generation_config=GenerationConfig())
+        generated(model, count=2, generation_config=GenerationConfig())
 
 
 # Hostile values -------------------------------------------------------------------------------------------------------
 
-HOSTILE = [
-    None, True, "x", -1, 0, 2, 2**63 - 1, 2**70, 0.5, -0.5, math.nan, math.inf, [], [None], ["x"], [-1], [[]], [[-1]],
-    [VOCAB], [[VOCAB]], [[3], 1.0], [[[3], 1.0]], [[[3], math.nan]], [[[VOCAB], 1.0]], {}, {(3,): math.inf}, (1, 2),
-    b"x", object(), torch.ones(2),
-]  # fmt: skip
+NUMBERS = [None, True, -1, 0, 2, 2**63 - 1, 2**70, 0.5, -0.5, math.nan, math.inf]
+LISTS = [[], [None], ["x"], [-1], [[]], [[-1]], [VOCAB], [[VOCAB]], [[3], 1.0], (1, 2)]
+BIASES = [[[[3], 1.0]], [[[3], math.nan]], [[[VOCAB], 1.0]], {}, {(3,): math.inf}]
+HOSTILE = [*NUMBERS, *LISTS, *BIASES, "x", b"x", object(), torch.ones(2)]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' about such values
@@ -370,7 +374,7 @@ def test_hostile_values_are_refused_by_name(model, configure, name):
         fields = {} if name in (*SERVED, *REFUSED) else {"do_sample": True, "top_k": 0}
         configure(**{"eos_token_id": [5], **fields, name: value})
         try:
-            text = lists(generate(model, PROMPTS[:1], max_new_tokens=3, tokenizer=Words())[0])
+            text = generated(model, None, PROMPTS[:1], 3, tokenizer=Words())[0]
         except ValueError as error:
             assert name in str(error), value
             continue

@@ -37,32 +37,37 @@ SERVED = {*PROCESSORS, *SAMPLING, *LEAST, "do_sample", "begin_suppress_tokens", 
 
 # Fields that do not change a text. What is in none of these sets is refused where it is set.
 IGNORED = {
-    # The call says these.
-    "max_length", "max_new_tokens", "bos_token_id", "eos_token_id", "pad_token_id",
-    # They belong to beams, encoders or contrastive search.
-    "early_stopping", "length_penalty", "diversity_penalty", "num_beam_groups", "low_memory", "decoder_start_token_id",
-    # Caches, chunks and compilation.
-    "use_cache", "cache_config", "max_cache_len", "return_legacy_cache", "prefill_chunk_size",
-    "compile_config", "disable_compile", "continuous_batching_config",
-    # Drafts, which are the drafter's here and do not change the text there either.
-    "prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind",
-    "assistant_confidence_threshold", "num_assistant_tokens", "num_assistant_tokens_schedule", "target_lookbehind",
-    "speculation_type", "use_mtp",
-    # What is returned beside the text.
-    "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict_in_generate",
-    # Finite logits are kept as they are, the distribution is normalised anyway.
-    "remove_invalid_values", "renormalize_logits",
-    "transformers_version",
-}  # fmt: skip
+    name
+    for names in (
+        # The call says these.
+        "max_length max_new_tokens bos_token_id eos_token_id pad_token_id",
+        # They belong to beams, encoders or contrastive search.
+        "early_stopping length_penalty diversity_penalty num_beam_groups low_memory decoder_start_token_id",
+        # Caches, chunks and compilation.
+        "use_cache cache_config max_cache_len return_legacy_cache prefill_chunk_size",
+        "compile_config disable_compile continuous_batching_config",
+        # Drafts, which are the drafter's here and do not change the text there either.
+        "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind use_mtp",
+        "assistant_confidence_threshold num_assistant_tokens num_assistant_tokens_schedule target_lookbehind",
+        "speculation_type",
+        # What is returned beside the text.
+        "output_attentions output_hidden_states output_logits output_scores return_dict_in_generate",
+        # Finite logits are kept as they are, the distribution is normalised anyway.
+        "remove_invalid_values renormalize_logits",
+        "transformers_version",
+    )
+    for name in names.split()
+}
 # Filters and ways of search that only one kind of decoding has.
 ONLY_SAMPLED = {*SAMPLING, "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 ONLY_GREEDY = {"penalty_alpha"}
 # Values, beside None and False, with which a field does nothing.
 NEUTRAL = {
-    "repetition_penalty": 1, "temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1, "epsilon_cutoff": 0,
-    "eta_cutoff": 0, "penalty_alpha": 0, "num_beams": 1, "num_return_sequences": 1, "guidance_scale": 1,
-    "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0,
-}  # fmt: skip
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "temperature", "top_p", "typical_p"), 1),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale"), 1),
+    **dict.fromkeys(("top_k", "min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+}
 SHARES = {"top_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}  # of the probability: from 1 on they do nothing
 KNOWN = [name for name in vars(GenerationConfig()) if not name.startswith("_")]
 ADVICE = "change model.generation_config, or leave it out: generation_config=False, --no-generation-config"
