@@ -1,4 +1,4 @@
-"""What would falsify figures unseen: a wrong peer, a slower point; what would lose a run: a process that dies or hangs."""
+"""What would falsify figures: a wrong peer, a slower point; what would lose a run: a process that dies or hangs."""
 
 from __future__ import annotations
 
