@@ -151,7 +151,7 @@ def main() -> int:
     variant = _C.active_isa() if args.device == "cpu" else "cuda"
     target = args.json or (measure.RESULTS / f"ops_{variant}.json" if is_full else Path("build") / "bench.json")
     # Nobody takes the figures of headline rows in small sizes for measured ones.
-    benchmark = "rehearsal" if args.headline and args.quick else f"ops_{variant}"
+    benchmark = "rehearsal" if is_rehearsal(args) else f"ops_{variant}"
     results = Results.start(Path(target), benchmark, facts_of(args))
     if args.processes:
         run_apart(chosen, results, Path(__file__), sys.argv[1:], together=args.together)
@@ -159,6 +159,10 @@ def main() -> int:
         measure_all(chosen, results, args)
     results.finish(load_after=os.getloadavg()[0])
     return report(results.rows)
+
+
+def is_rehearsal(args: argparse.Namespace) -> bool:
+    return args.headline and args.quick
 
 
 def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
@@ -213,6 +217,7 @@ def measure_all(chosen: Sequence[Point], results: Results, args: argparse.Namesp
         min_repeats=3 if args.quick else 5,
         without_compiled=args.headline or args.device == "cuda",
         cpu_time=args.cpu_time,
+        is_rehearsal=is_rehearsal(args),
     )
     row_limit = args.row_limit if args.into else None
     with use_backend(args.backend):

@@ -201,6 +201,7 @@ class Settings:
 
     cpu_time: seconds are the process's own, on a machine that other programs use; for one thread.
     peers: names, or parts of them, of those wanted; None: all. without_compiled: leave out those that compile.
+    is_rehearsal: headline rows in small sizes, whose memory nobody wants to know.
     """
 
     device: torch.device
@@ -211,6 +212,7 @@ class Settings:
     min_repeats: int = 5
     without_compiled: bool = False
     cpu_time: bool = False
+    is_rehearsal: bool = False
 
     def wants(self, peer: Peer, point: Point) -> str | None:
         """Why the peer is not asked at this point, or None."""
@@ -239,7 +241,7 @@ def measured(point: Point, settings: Settings) -> dict[str, Any]:
             eager = {peer.name: reason for peer, way in ready.items() if (reason := why_eager(peer, way))}
         timings, plans = timed(problem, ready, settings, eager)
         peaks = {}
-        if point.is_headline:
+        if point.is_headline and not settings.is_rehearsal:
             peaks = {peer.name: peak_bytes(lambda way=way: way.run(0), device) for peer, way in ready.items()}
         if device.type == "cuda":
             run = ready[op.peers[0]].run
