@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from weakref import ref
 
 import pytest
@@ -11,50 +12,19 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import MODELS, NEW_TOKENS, VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
+from generate_case import LENGTHS, MODELS, NEW_TOKENS, greedy, lists, prompts_of, tiny, tiny_of
 from latent_case import tiny_latent
 from packed_case import linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
 from safetensors.torch import load_file
+from subject_case import Subject
 from transformers import LlamaForCausalLM
 
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-    packed_weights,
-    tree_generate,
-)
+from pagedtree.integrations.transformers import NgramDrafter, generate, packed_weights, tree_generate
 from pagedtree.integrations.transformers.model import use_attention
 from pagedtree.integrations.transformers.packed_weights import PackedLinear, check_packable, pays
 from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-LENGTHS = (5, 17, 1)
-
-
-def drafter_of(name, model):
-    if name == "model":
-        return ModelDrafter(tiny(1), num_nodes=8)
-    if name == "eagle":
-        head = tiny_eagle(model)
-        head.lm_head = nn.Linear(128, VOCAB // 2, bias=False)
-        return EagleDrafter(head, num_nodes=8)
-    if name == "medusa":
-        heads = MedusaHeads(128, 2, model.lm_head)
-        nn.init.normal_(heads.weight, std=0.05)
-        return MedusaDrafter(heads, 6)
-    if name == "block":
-        return BlockDrafter(block_model(model), num_nodes=8)
-    if name == "combined":
-        return CombinedDrafter(ModelDrafter(tiny(1), num_nodes=8), costs=(0.0, 0.0))
-    return {"none": None, "ngram": NgramDrafter(num_nodes=8)}[name]
 
 
 def dense_weights(model):
@@ -62,14 +32,14 @@ def dense_weights(model):
     return [ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-NETWORKS = {"model": 15, "combined": 15, "eagle": 9, "block": 15}
+NETWORKS = {"draft model": 8, "combined": 8, "EAGLE": 8, "block": 15}
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "model", "combined", "eagle", "medusa", "block"])
+@pytest.mark.parametrize("name", ["none", "ngram tree", "medusa", *NETWORKS])
 def test_text_is_that_of_dense_weights(name):
-    model = tiny(0)
-    prompts = prompts_of(LENGTHS)
-    drafter, seen, weights = drafter_of(name, model), [], dense_weights(model)
+    subject = Subject(partial(tiny, 0))
+    model, drafter, texts, seen = subject.model, subject.drafter(name), subject.texts, []
+    weights = dense_weights(model)
     networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
 
     def on_step(result):
@@ -77,8 +47,8 @@ def test_text_is_that_of_dense_weights(name):
         seen.append(sum(len(packed_layers(net)) for net in networks))
 
     options = {"drafter": drafter, "max_new_tokens": NEW_TOKENS, "on_step": on_step, "pack_weights": True}
-    sequences, _ = generate(model, prompts, **options)
-    assert lists(sequences) == [greedy(model, prompt) for prompt in prompts]
+    sequences, _ = generate(model, prompts_of(LENGTHS), **options)
+    assert lists(sequences) == texts
     assert set(seen) == {NETWORKS.get(name, 0)}
     assert not packed_layers(model) and not any(packed_layers(net) for net in networks)
 
@@ -100,24 +70,26 @@ def test_latent_attention():
     assert lists(sequences) == [greedy(model, prompt, 8)]
 
 
-@pytest.mark.parametrize(("passes", "tokens", "dtype", "expected"), [
-    (64, 4, torch.float32, True), (63, 4, torch.float32, False), (64, 3, torch.float32, False),
-    (64, 1, torch.bfloat16, True), (63, 16, torch.bfloat16, False), (64, 3, torch.float16, False),
-])  # fmt: skip
-def test_when_it_pays(passes, tokens, dtype, expected):
-    assert pays(tiny(0).to(dtype), passes, tokens) is expected
-    assert not pays(tiny(0).to("meta"), passes, tokens)
+@pytest.mark.parametrize(("dtype", "passes", "tokens"), [(torch.float32, 64, 4), (torch.bfloat16, 64, 1)])
+def test_when_it_pays(dtype, passes, tokens):
+    model = tiny(0).to(dtype)
+    assert pays(model, passes, tokens) and not pays(model, passes - 1, 16)
+    assert pays(model, passes, 3) == (dtype == torch.bfloat16) and not pays(model.half(), passes, 3)
+    assert not pays(model.to("meta"), passes, tokens)
 
 
-@pytest.mark.parametrize(("options", "expected"), [
-    ({"max_new_tokens": 64, "n": 4}, True),
-    ({"max_new_tokens": 64, "n": 4, "pack_weights": False}, False),
-    ({"max_new_tokens": 64, "n": 3}, False),
-    ({"max_new_tokens": 63, "n": 4}, False),
-    ({"max_new_tokens": 32, "n": 8, "max_sequences": 4}, True),
-    ({"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4)}, True),
-    ({"max_new_tokens": 2, "pack_weights": True}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_new_tokens": 64, "n": 4}, True),
+        ({"max_new_tokens": 64, "n": 4, "pack_weights": False}, False),
+        ({"max_new_tokens": 64, "n": 3}, False),
+        ({"max_new_tokens": 63, "n": 4}, False),
+        ({"max_new_tokens": 32, "n": 8, "max_sequences": 4}, True),
+        ({"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4)}, True),
+        ({"max_new_tokens": 2, "pack_weights": True}, True),
+    ],
+)
 def test_generate_packs_where_it_pays(options, expected):
     model, found = tiny(0), set()
 
@@ -200,28 +172,8 @@ def test_generation_of_transformers(attention):
     expected = greedy(model, prompt)
     with packed_weights(model), use_attention(model, attention):
         assert greedy(model, prompt) == expected
-    tokens = model.generate(
-        prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, custom_generate=tree_generate,
-        drafter=NgramDrafter(), pack_weights=True,
-    )  # fmt: skip
-    assert tokens[0].tolist() == expected and not packed_layers(model)
-
-
-def test_threads_take_turns():
-    model, prompts = tiny(0), prompts_of(LENGTHS)
-    expected = [greedy(model, prompt) for prompt in prompts]
-    found = {}
-
-    def call(number):
-        with packed_weights(model):
-            found[number] = lists(generate(model, prompts, max_new_tokens=NEW_TOKENS, pack_weights=True)[0])
-
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [found[number] for number in range(3)] == [expected] * 3 and not packed_layers(model)
+    found = greedy(model, prompt, custom_generate=tree_generate, drafter=NgramDrafter(), pack_weights=True)
+    assert found == expected and not packed_layers(model)
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
@@ -250,11 +202,16 @@ def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
     check.join()
 
 
-@pytest.mark.parametrize(("model", "options", "message"), [
-    (tiny(0), {"pack_weights": "yes"}, "pack_weights: expected True, False or None, got 'yes'"),
-    (tiny(0).double(), {"pack_weights": True}, r"pack_weights: expected a model with linear layers .* on the CPU in .*"
-     "torch.float32 that are large enough, got none in LlamaForCausalLM"),
-])  # fmt: skip
-def test_refusals(model, options, message):
+NO_LAYERS = r"pack_weights: expected a model with linear layers .* on the CPU in .*torch.float32 that are large enough"
+
+
+@pytest.mark.parametrize(
+    ("model", "pack_weights", "message"),
+    [
+        (tiny(0), "yes", "pack_weights: expected True, False or None, got 'yes'"),
+        (tiny(0).double(), True, f"{NO_LAYERS}, got none in LlamaForCausalLM"),
+    ],
+)
+def test_refusals(model, pack_weights, message):
     with pytest.raises(ValueError, match=message):
-        generate(model, prompts_of((3,)), max_new_tokens=2, **options)
+        generate(model, prompts_of((3,)), max_new_tokens=2, pack_weights=pack_weights)

@@ -75,23 +75,12 @@ def test_parameters_come_back_with_the_same_bits(dtype):
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_packed_layer_computes_what_it_did(dtype, bias):
     layer = layer_of(dtype, bias=bias)
-    shapes = [
-        (20,),
-        (0, 20),
-        (2, 0, 20),
-        (3, 4, 20),
-        (2, 3, 1, 20),
-        *((rows, 20) for rows in (1, 2, 7, 16, 17, 33, 64)),
-    ]
+    shapes = [(20,), (0, 20), (2, 0, 20), (3, 4, 20), (2, 3, 1, 20)]
+    shapes += [(rows, 20) for rows in (1, 2, 7, 16, 17, 33, 64)]
     inputs = [torch.randn(shape).to(dtype) for shape in shapes]
-    inputs += [
-        torch.randn(20, 6).to(dtype).T,
-        torch.randn(1, 20).to(dtype).expand(5, 20),
-        torch.randn(6, 40).to(dtype)[:, 1::2],
-    ]
-    exact = [
-        F.linear(x.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double()) for x in inputs
-    ]
+    x = torch.randn(20, 40).to(dtype)
+    inputs += [x[:, :6].T, x[:, :1].T.expand(5, 20), x[:6, 1::2]]
+    exact = [F.linear(x.double(), *(p.double() for p in layer.parameters())) for x in inputs]
     with torch.no_grad(), packed_weights(layer):
         found = [layer(x) for x in inputs]
         again = [layer(x) for x in inputs]
@@ -118,12 +107,10 @@ class Scaled(nn.Linear):
 
 def other_kinds():
     """Layers that stay as they are, by why."""
-    patched, transposed, parametrized = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    patched, transposed, parametrized, mixed = (nn.Linear(8, 8) for _ in range(4))
     patched.forward = lambda x: x
     transposed.weight = nn.Parameter(torch.randn(8, 8).T)
     parametrize.register_parametrization(parametrized, "weight", nn.Tanh())
-    normed = nn.utils.weight_norm(nn.Linear(8, 8))
-    mixed = nn.Linear(8, 8)
     mixed.bias = nn.Parameter(torch.randn(8, dtype=torch.bfloat16))
     attention, mamba = nn.Module(), nn.Module()
     attention.kv_b_proj, mamba.dt_proj = nn.Linear(8, 8), nn.Linear(8, 8)
@@ -132,7 +119,7 @@ def other_kinds():
         "forward of its own": patched,
         "transposed": transposed,
         "parametrized": parametrized,
-        "weight norm": normed,
+        "weight norm": nn.utils.weight_norm(nn.Linear(8, 8)),
         "bias of another dtype": mixed,
         "fp64": nn.Linear(8, 8).double(),
         "meta": nn.Linear(8, 8, device="meta"),
@@ -154,15 +141,13 @@ def test_other_layers_stay_as_they_are(kind):
             assert all(module._parameters[name] is parameter for name, parameter in parameters.items())
 
 
-@pytest.mark.parametrize(("dtype", "num_in", "count"), [
-    (torch.bfloat16, 255, 0), (torch.bfloat16, 256, 1), (torch.float16, 256, 1),
-    (torch.float32, 4095, 0), (torch.float32, 4096, 1),
-])  # fmt: skip
-def test_small_weights_stay_as_they_are(dtype, num_in, count, monkeypatch):
+@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 256), (torch.float16, 256), (torch.float32, 4096)])
+def test_small_weights_stay_as_they_are(dtype, least, monkeypatch):
     skip_without(dtype)
     monkeypatch.setitem(MIN_ELEMENTS, dtype, OWN_MIN_ELEMENTS[dtype])
-    with packed_weights(layer_of(dtype, 128, num_in)) as found:
-        assert found == count
+    for is_large in (0, 1):
+        with packed_weights(layer_of(dtype, 128, least - 1 + is_large)) as count:
+            assert count == is_large
 
 
 def test_weights_of_several_layers_are_packed_once():
@@ -275,15 +260,6 @@ def test_hooks_and_adapters_around_a_layer_still_work():
     assert len(seen) == 2
 
 
-def test_an_exception_undoes():
-    model = tiny(0)
-    before = list(model.parameters())
-    with pytest.raises(KeyError, match="stop"), packed_weights(model):
-        raise KeyError("stop")
-    assert not packed_layers(model) and all(a is b for a, b in zip(before, model.parameters(), strict=True))
-    assert all(parameter.numel() for parameter in before)
-
-
 def test_an_exception_while_packing_undoes(monkeypatch):
     model = tiny(0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -324,13 +300,6 @@ def test_there_are_no_gradients():
     assert layer.weight.grad is None and x.grad is None
     layer(x).sum().backward()
     assert layer.weight.grad.shape == layer.weight.shape
-
-
-def test_requires_grad_may_change_inside():
-    layer = layer_of(torch.float32)
-    with packed_weights(layer):
-        layer.requires_grad_(False)
-    assert not layer.weight.requires_grad and not layer.bias.requires_grad
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -387,8 +356,5 @@ def test_without_onednn_nothing_is_packed():
 
 
 def test_only_modules_are_packed():
-    with (
-        pytest.raises(TypeError, match=r"models: expected torch.nn.Module, got list"),
-        packed_weights([nn.Linear(8, 8)]),
-    ):
-        pass
+    with pytest.raises(TypeError, match=r"models: expected torch.nn.Module, got list"):
+        packed_weights([nn.Linear(8, 8)]).__enter__()

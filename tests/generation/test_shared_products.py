@@ -73,25 +73,18 @@ def test_a_layer_gets_the_output_of_its_own_input(mode, products):
     with mode(), packed_weights(module):
         a, b = torch.randn(3, 20), torch.randn(5, 20)
 
-        def check(name, x):
-            torch.testing.assert_close(getattr(module, name)(x), getattr(dense, name)(x))
+        def check(*calls):
+            for name, x in calls:
+                torch.testing.assert_close(getattr(module, name)(x), getattr(dense, name)(x))
 
-        for names in permutations(NAMES):
-            for name in names:
-                check(name, a)
+        check(*((name, a) for names in permutations(NAMES) for name in names))
         assert len(products) == 6
-        for name in NAMES:  # as of two threads
-            check(name, a)
-            check(name, b)
-        check("q_proj", a)
-        check("q_proj", a)
-        check("k_proj", a.clone())
-        check("q_proj", a)
+        check(*((name, x) for name in NAMES for x in (a, b)))  # as of two threads
+        check(("q_proj", a), ("q_proj", a), ("k_proj", a.clone()), ("q_proj", a))
         a.mul_(2.0)
-        check("k_proj", a)
+        check(("k_proj", a))
         a[1:].add_(1.0)
-        check("v_proj", a)
-        check("q_proj", a)
+        check(("v_proj", a), ("q_proj", a))
 
 
 def test_outputs_may_be_changed_in_place():
@@ -176,17 +169,23 @@ def without(name, layer):
     return module
 
 
-@pytest.mark.parametrize(("model", "shared", "count"), [
-    (projections(), 3, 3),
-    (nn.ModuleDict({"self_attn": projections(), "cross_attn": projections(), "encoder_attn": projections()}), 3, 9),
-    (without("v_proj", nn.Linear(20, 8, bias=False)), 0, 3),
-    (without("v_proj", nn.Linear(24, 8)), 0, 3),
-    (without("v_proj", nn.Identity()), 2, 2),
-    (without("v_proj", None), 2, 2),
-    (one_layer_in_two_places(), 5, 5),
-    (one_weight_in_two_layers(), 0, 3),
-    (tied(), 3, 3),
-])  # fmt: skip
+ATTENTIONS = nn.ModuleDict({name: projections() for name in ("self_attn", "cross_attn", "encoder_attn")})
+
+
+@pytest.mark.parametrize(
+    ("model", "shared", "count"),
+    [
+        (projections(), 3, 3),
+        (ATTENTIONS, 3, 9),
+        (without("v_proj", nn.Linear(20, 8, bias=False)), 0, 3),
+        (without("v_proj", nn.Linear(24, 8)), 0, 3),
+        (without("v_proj", nn.Identity()), 2, 2),
+        (without("v_proj", None), 2, 2),
+        (one_layer_in_two_places(), 5, 5),
+        (one_weight_in_two_layers(), 0, 3),
+        (tied(), 3, 3),
+    ],
+)
 def test_which_layers_share_a_product(model, shared, count):
     before = {name: (ref(p), p.detach().clone()) for name, p in model.named_parameters()}
     with packed_weights(model) as found:
