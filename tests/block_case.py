@@ -5,24 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from eagle_case import features_of
-from generate_case import TINY, VOCAB
+from eagle_case import SIZES, features_of
+from generate_case import VOCAB
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
 
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel
 
-CONFIG = BlockDraftConfig(
-    hidden_size=TINY["hidden_size"],
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    block_size=6,
-    mask_token_id=3,
-    target_layer_ids=(0, 1),
-)
+LAYER = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+CONFIG = BlockDraftConfig(**LAYER, num_hidden_layers=2, block_size=6, mask_token_id=3, target_layer_ids=(0, 1))
 
 DFLASH2 = replace(
     CONFIG,
@@ -49,11 +40,9 @@ def block_model(model, config=CONFIG, seed=4):
 def dense_logits(model, drafter, text):
     """Logits [block_size - 1, V] of the places behind the last token of `text`, without any cache."""
     config, known = drafter.config, len(text) - 1
-    qwen = Qwen3Config(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_dim=config.head_dim,
-        num_attention_heads=config.num_attention_heads, num_key_value_heads=config.num_key_value_heads,
-        rms_norm_eps=config.rms_norm_eps, rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-    )  # fmt: skip
+    rotary = {"rope_type": "default", "rope_theta": config.rope_theta}
+    sizes = {name: value for name, value in vars(config).items() if name in (*LAYER, "rms_norm_eps")}
+    qwen = Qwen3Config(**sizes, rope_parameters=rotary)
     qwen.rope_theta = config.rope_theta  # where transformers 4 looks
     features = features_of(model, text, config.target_layer_ids)[:known] if known else torch.empty(0, 2 * 128)
     states = model.get_input_embeddings()(torch.tensor([text[-1]] + [config.mask_token_id] * (config.block_size - 1)))
@@ -65,12 +54,8 @@ def dense_logits(model, drafter, text):
         layer.load_state_dict(own.state_dict())  # the same names
         attention, inputs = layer.self_attn, layer.input_layernorm(states)
         everything = torch.cat([context, inputs])
-        q, k, v = (
-            project(x).unflatten(-1, (-1, config.head_dim)).transpose(0, 1)
-            for project, x in (
-                (attention.q_proj, inputs), (attention.k_proj, everything), (attention.v_proj, everything)
-            )
-        )  # fmt: skip
+        projected = attention.q_proj(inputs), attention.k_proj(everything), attention.v_proj(everything)
+        q, k, v = (x.unflatten(-1, (-1, config.head_dim)).transpose(0, 1) for x in projected)
         q, k = attention.q_norm(q), attention.k_norm(k)
         q = q * cos[known:] + rotate_half(q) * sin[known:]
         k = k * cos + rotate_half(k) * sin

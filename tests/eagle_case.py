@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from generate_case import VOCAB
 
@@ -48,14 +50,17 @@ def eagle_head(model, target_ids=EVERY_SECOND, **entries):
 def features_of(model, text, layers=LAYERS):
     """The outputs of these layers of the target at all tokens of a text, [T, F], by hooks of our own."""
     found = {}
-    handles = [
-        model.model.layers[i].register_forward_hook(lambda _, args, out, i=i: found.update({i: out})) for i in layers
-    ]
+
+    def hook(_, args, out, *, layer):
+        found[layer] = out[0] if isinstance(out, tuple) else out
+
+    every = model.get_decoder().layers
+    handles = [every[i].register_forward_hook(partial(hook, layer=i)) for i in layers]
     with torch.no_grad():
         model(torch.tensor([text]))
     for handle in handles:
         handle.remove()
-    return torch.cat([found[i][0] for i in layers], dim=-1)
+    return torch.cat([found[i].view(len(text), -1) for i in layers], dim=-1)
 
 
 def head_of_speculators(model, **more):

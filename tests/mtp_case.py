@@ -14,78 +14,29 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3Fo
 
 from pagedtree.integrations.transformers import MtpHead
 
-DEEPSEEK = {
-    "token_norm": "enorm",
-    "state_norm": "hnorm",
-    "projection": "eh_proj",
-    "final_norm": "shared_head.norm",
-    "layer": "",
-}
-QWEN = {
-    "token_norm": "pre_fc_norm_embedding",
-    "state_norm": "pre_fc_norm_hidden",
-    "projection": "fc",
-    "final_norm": "norm",
-    "layer": "layers.0.",
-}
-MIMO = {
-    "token_norm": "token_layernorm",
-    "state_norm": "hidden_layernorm",
-    "projection": "input_proj",
-    "final_norm": "final_layernorm",
-    "layer": "",
+PARTS = ("token_norm", "state_norm", "projection", "final_norm", "layer")
+DEEPSEEK = dict(zip(PARTS, ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""), strict=True))
+QWEN = dict(zip(PARTS, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."), strict=True))
+MIMO = dict(zip(PARTS, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ""), strict=True))
+SIZES = {"intermediate_size": 96, "num_hidden_layers": 3, "max_position_embeddings": 256}
+EXPERTS = {
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
 }
 
 
-def tiny_glm(**options):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 48,
-        "head_dim": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "max_position_embeddings": 256,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-        "use_qk_norm": True,
-    }
-    return _spread(Glm4MoeForCausalLM(Glm4MoeConfig(**{**sizes, **options})).eval())
+def tiny_glm():
+    return tiny(0, Glm4MoeForCausalLM, Glm4MoeConfig, **SIZES, **EXPERTS)
 
 
-def tiny_qwen(**options):
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 128,
-        "hidden_size": 128,
-        "intermediate_size": 96,
-        "head_dim": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "eos_token_id": None,
-        "bos_token_id": None,
-        "pad_token_id": None,
-    }
-    return _spread(Qwen3ForCausalLM(Qwen3Config(**{**sizes, **options})).eval())
-
-
-def _spread(model):
-    for parameter in model.parameters():
-        if parameter.ndim > 1:  # otherwise greedy text repeats one token
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model
+def tiny_qwen():
+    return tiny(0, Qwen3ForCausalLM, Qwen3Config, **SIZES)
 
 
 # For each form: a target, the prefix of the layer's tensors, and their names.
@@ -111,32 +62,23 @@ def write_layer(model, head, name, folder):
     tensors = {"model.norm.weight": model.get_decoder().norm.weight}
     for own, tensor in head.state_dict().items():
         part, _, rest = own.partition(".")
-        tensors |= _one_by_one(
-            f"{prefix}{names[part]}{rest}" if part == "layer" else f"{prefix}{names[part]}.{rest}", tensor
-        )
+        tensors |= _one_by_one(f"{prefix}{names[part]}{'' if part == 'layer' else '.'}{rest}", tensor)
     if names is DEEPSEEK:  # it repeats what it shares with the model
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight
         tensors[f"{prefix}self_attn.rotary_emb.inv_freq"] = torch.ones(32)
         tensors[f"{prefix}shared_head.head.weight"] = model.get_output_embeddings().weight
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}, folder / "model.safetensors"
-    )
+    copies = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
+    save_file(copies, folder / "model.safetensors")
     architecture = type(model).__name__
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "num_nextn_predict_layers": 1}))
 
 
 def _one_by_one(name, tensor):
     """The matrices of experts, which checkpoints have one by one."""
-    if name.endswith("experts.gate_up_proj"):
-        parts = [
-            (f"{i}.{kind}", part)
-            for i, each in enumerate(tensor)
-            for kind, part in zip(("gate", "up"), each.chunk(2), strict=True)
-        ]
-    elif name.endswith("experts.down_proj"):
-        parts = [(f"{i}.down", each) for i, each in enumerate(tensor)]
-    else:
+    base, _, kind = name.rpartition(".")
+    if not base.endswith("experts"):
         return {name: tensor}
-    base = name.rpartition(".")[0]
-    return {f"{base}.{part}_proj.weight": each for part, each in parts}
+    kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}[kind]
+    parts = [zip(kinds, each.chunk(len(kinds)), strict=True) for each in tensor]
+    return {f"{base}.{i}.{kind}_proj.weight": part for i, expert in enumerate(parts) for kind, part in expert}

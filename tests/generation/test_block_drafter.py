@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 from block_case import CONFIG, block_model, dense_logits
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, room_of, tiny
+from safetensors.torch import save_file
 
 from pagedtree.generation.drafters import NoDrafter, waiting_features
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
@@ -52,27 +53,43 @@ class Recorder(BlockDrafter):
         self.logits += self.model.logits(states)
         return states
 
+    def is_dense(self, model):
+        """Tells of each pass whether its logits are those without any cache."""
+        dense = [dense_logits(model, self.model, text) for text in self.texts]
+        pairs = zip(self.logits, dense, strict=True)
+        return [torch.allclose(logits, whole[: len(logits)], rtol=1e-3, atol=1e-3) for logits, whole in pairs]
+
+
+def decode(model, drafter, texts, **options):
+    """Statistics of a call that gives these texts."""
+    sequences, stats = generate(
+        model, prompts_of(LENGTHS), drafter=drafter, **{"max_new_tokens": NEW_TOKENS, "tree": None, **options}
+    )
+    length = options.get("max_new_tokens", NEW_TOKENS)
+    expected = [text[: count + length] for text, count in zip(texts, LENGTHS, strict=True)]
+    assert lists(sequences) == [text for text in expected for _ in range(options.get("n", 1))]
+    if "n" not in options or "num_pages" in options:
+        assert (stats.evictions > 0) == ("num_pages" in options)
+    return stats
+
 
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"page_size": 1},
         {"page_size": 7, "num_pages": 14},
-        {"n": 3, "page_size": 4},
         {"n": 3, "page_size": 4, "num_pages": 30},
         {"max_batch_tokens": 6, "page_size": 3},
+        {"tree": "auto"},  # the target verifies a part of what was proposed, and at times nothing
     ],
 )
 def test_a_paged_pass_is_the_dense_one(model, texts, options):
     recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
-    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, **options)
-    assert lists(sequences) == [text for text in texts for _ in range(options.get("n", 1))]
-    assert stats.mean_accepted > 1
-    assert (stats.evictions > 0) == ("num_pages" in options)
-    assert len(recorder.texts) == len(recorder.logits) == sum(s.decode_steps for s in stats.sequences)
-    for text, logits in list(zip(recorder.texts, recorder.logits, strict=True))[::3]:
-        torch.testing.assert_close(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
+    stats = decode(model, recorder, texts, **options)
+    if "tree" not in options:
+        assert stats.mean_accepted > 1
+        assert len(recorder.texts) == len(recorder.logits) == sum(s.decode_steps for s in stats.sequences)
+    assert all(recorder.is_dense(model))
 
 
 @pytest.mark.parametrize(
@@ -84,19 +101,16 @@ def test_a_paged_pass_is_the_dense_one(model, texts, options):
     ],
 )
 def test_other_layers(model, texts, changes):
-    config = replace(CONFIG, **changes)
-    recorder = Recorder(block_model(model, config), Oracle(texts, hit=0.8))
-    generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=6)
-    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
-        expected = dense_logits(model, recorder.model, text)
-        torch.testing.assert_close(logits, expected[: logits.shape[0]], rtol=1e-3, atol=1e-3)
+    recorder = Recorder(block_model(model, replace(CONFIG, **changes)), Oracle(texts, hit=0.8))
+    decode(model, recorder, texts, max_new_tokens=6)
+    assert all(recorder.is_dense(model))
 
 
-def test_one_pass_of_the_draft_model_gives_all_levels(model):
+def test_one_pass_of_the_draft_model_gives_all_levels(model, texts):
     drafter = BlockDrafter(block_model(model), num_nodes=12)
     passes = []
     drafter.model.register_forward_hook(lambda *args: passes.append(1))
-    _, stats = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS)
+    stats = decode(model, drafter, texts)
     assert len(passes) == stats.steps  # in the first one the prompt of a single token is a root already
 
 
@@ -119,10 +133,8 @@ def test_the_tree_is_the_likeliest_of_its_marginals(model, options):
     guess = drafter._guess
     drafter._guess = lambda *arguments: (seen.append(guess(*arguments)), seen[-1])[1]
     steps, confidence = [], drafter.confidence
-    generate(
-        model, prompts_of([9]), drafter=drafter, max_new_tokens=9,
-        on_step=lambda result: steps.append((result, confidence())),
-    )  # fmt: skip
+    on_step = lambda result: steps.append((result, confidence()))  # noqa: E731
+    generate(model, prompts_of([9]), drafter=drafter, max_new_tokens=9, on_step=on_step)
     assert len(seen) == len(steps) - 1
     for states, (result, log_probs) in zip(seen, steps[1:], strict=True):
         tokens, parents = result.draft_tokens.tolist(), result.trees.parents.tolist()
@@ -146,11 +158,7 @@ def test_sizes_that_are_not_possible_become_smaller(model, texts):
     everything = BlockDrafter(block_model(model), num_nodes=200, depth=1, width=1000)
     for each in (drafter, chain, everything):
         sizes = set()
-        sequences, _ = generate(
-            model, prompts_of(LENGTHS), drafter=each, max_new_tokens=NEW_TOKENS,
-            on_step=lambda result, sizes=sizes: sizes.add(result.trees.max_nodes),
-        )  # fmt: skip
-        assert lists(sequences) == texts
+        decode(model, each, texts, on_step=lambda result, sizes=sizes: sizes.add(result.trees.max_nodes))
     assert max(sizes) == 200
 
 
@@ -164,23 +172,10 @@ def test_fewer_levels_for_a_while(model, texts):
         if len(shapes) == 8:  # more nodes than this depth has room for
             drafter.limit_depth(1)
 
-    sequences, _ = generate(
-        model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, tree=None, on_step=watch
-    )
-    assert lists(sequences) == texts
+    decode(model, drafter, texts, on_step=watch)
     assert all(shape == (13, 2) for shape in shapes[1:4])
     assert shapes[0][0] == 16 and max(nodes for nodes, _ in shapes[4:8]) == 16
     assert shapes[8] == (4, 1)
-
-
-def test_with_a_tuner(model, texts):
-    """The target then verifies a part of what was proposed, and at times nothing."""
-    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
-    sequences, _ = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, tree="auto")
-    assert lists(sequences) == texts
-    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
-        expected = dense_logits(model, recorder.model, text)
-        torch.testing.assert_close(logits, expected[: len(logits)], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.each_value
@@ -197,11 +192,8 @@ def test_features_of_plain_steps_wait_for_the_next_proposal(model, texts, monkey
             return super().propose(tokens, lengths) if self.turn % 6 == 5 else NoDrafter().propose(tokens, lengths)
 
     recorder = Seldom(block_model(model), Oracle(texts, hit=0.8))
-    sequences, stats = generate(model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, **options)
-    assert lists(sequences) == [text for text in texts for _ in range(options.get("n", 1))]
-    assert len(recorder.texts) >= 8 and (stats.evictions > 0) == ("num_pages" in options)
-    for text, logits in zip(recorder.texts, recorder.logits, strict=True):
-        torch.testing.assert_close(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
+    decode(model, recorder, texts, **options)
+    assert len(recorder.texts) >= 8 and all(recorder.is_dense(model))
 
 
 def test_half_precision_turns_by_the_same_angles(model):
@@ -223,15 +215,8 @@ def test_a_text_that_was_not_seen_from_its_start(model, texts):
         if len(calls) == 3:
             recorder.forget(result.sequences[1])
 
-    sequences, stats = generate(
-        model, prompts_of(LENGTHS), drafter=recorder, max_new_tokens=NEW_TOKENS, on_step=forget, page_size=4
-    )
-    assert lists(sequences) == texts
-    exact = [
-        torch.allclose(logits, dense_logits(model, recorder.model, text), rtol=1e-3, atol=1e-3)
-        for text, logits in zip(recorder.texts, recorder.logits, strict=True)
-    ]
-    assert 0 < exact.count(False) <= stats.sequences[1].decode_steps
+    stats = decode(model, recorder, texts, on_step=forget, page_size=4)
+    assert 0 < recorder.is_dense(model).count(False) <= stats.sequences[1].decode_steps
 
 
 def test_checkpoints_are_saved_and_loaded(model, tmp_path):
@@ -277,15 +262,10 @@ PUBLISHED = {
     "vocab_size": 128,
 }
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
-PROJECTIONS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-    "mlp.down_proj",
-)  # fmt: skip
+PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 
 def test_the_published_layout_is_read(model, tmp_path):
-    from safetensors.torch import save_file
-
     config = BlockDraftConfig.from_dict(PUBLISHED)
     assert (config.block_size, config.mask_token_id, config.target_layer_ids) == (16, 127, (0, 1, 1))
     assert config.rope_theta == 1e6 and config.window(0) is None
@@ -320,13 +300,3 @@ def test_the_published_layout_is_read(model, tmp_path):
 def test_bad_arguments(model, options, message):
     with pytest.raises(ValueError, match=message):
         BlockDrafter(block_model(model), **options)
-
-
-def test_another_target(model):
-    other = tiny(0, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
-    with pytest.raises(ValueError, match="expected a target with 256 features of a token, got 128"):
-        generate(other, prompts_of([4]), drafter=BlockDrafter(block_model(model)), max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.0"):
-        generate(
-            tiny(0, num_hidden_layers=1), prompts_of([4]), drafter=BlockDrafter(block_model(model)), max_new_tokens=2
-        )

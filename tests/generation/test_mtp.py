@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
+from eagle_case import features_of as outputs_of_layers
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
 
-from pagedtree import SamplingParams
 from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
 
 if not IS_5:
@@ -54,18 +54,12 @@ def test_the_layer_is_read(case):
 
 
 def test_the_text_stays(case):
-    """Of trees with few pages, of chains that the tuner plans, and sampled."""
     _, model, _, folder = case
     tree, chain = (load_drafter(folder, model, num_nodes=9, depth=3, width=width) for width in (3, 1))
     assert type(tree) is MtpDrafter and chain.is_chain and not tree.is_chain
-    prompts, params = prompts_of(LENGTHS), SamplingParams(temperature=0.9)
-    texts = [greedy(model, prompt, 16) for prompt in prompts]
-    for drafter, options in ((tree, {"page_size": 4, "num_pages": 24, "tree": None}), (chain, {})):
-        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=16, **options)
-        assert lists(sequences) == texts
-    sampled = {"max_new_tokens": 16, "params": params, "seeds": range(3)}
-    sequences, _ = generate(model, prompts, drafter=tree, tree=None, **sampled)
-    assert lists(sequences) == lists(generate(model, prompts, **sampled)[0])
+    prompts = prompts_of(LENGTHS)
+    sequences, _ = generate(model, prompts, drafter=tree, max_new_tokens=16, page_size=4, num_pages=24)
+    assert lists(sequences) == [greedy(model, prompt, 16) for prompt in prompts]
 
 
 def test_what_is_drafted(case):
@@ -74,16 +68,10 @@ def test_what_is_drafted(case):
     drafter, seen = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
     prompt = prompts_of(LENGTHS)[2]
     text = greedy(model, prompt, 14)
-    generate(
-        model,
-        [prompt],
-        drafter=drafter,
-        max_new_tokens=14,
-        tree=None,
-        on_step=lambda result: seen.append((result, drafter.confidence())),
-    )
+    note = lambda result: seen.append((result, drafter.confidence()))  # noqa: E731
+    generate(model, [prompt], drafter=drafter, max_new_tokens=14, on_step=note)
     features, checked = features_of(model, text), 0
-    assert torch.allclose(head.fuse(_last_outputs(model, text)), features, atol=1e-4)
+    assert torch.allclose(head.fuse(outputs_of_layers(model, text, (-1,))), features, atol=1e-4)
     for result, log_probs in seen[1:-3]:
         root, tokens = int(result.start[0]), result.draft_tokens.tolist()
         parents = result.trees.parents.tolist()
@@ -101,18 +89,6 @@ def test_what_is_drafted(case):
             assert abs(joint - float(log_probs[node])) < 2e-3, (name, node)
             checked += 1
     assert checked > 20
-
-
-def _last_outputs(model, text):
-    found = []
-    layers = model.get_decoder().layers
-    handle = layers[-1].register_forward_hook(
-        lambda _, args, out: found.append(out[0] if isinstance(out, tuple) else out)
-    )
-    with torch.no_grad():
-        model(torch.tensor([text]))
-    handle.remove()
-    return found[0].reshape(len(text), -1)
 
 
 def test_a_trained_layer_is_accepted():
@@ -137,13 +113,10 @@ def test_a_trained_layer_is_accepted():
     assert stats.mean_accepted > 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(f"{prefix}embed_tokens.weight" for prefix in ("model.layers.3.", "", "model.")),
-        *("model.layers.3.shared_head.head.weight", "lm_head.weight"),
-    ],
-)
+EMBEDDINGS = [f"{prefix}embed_tokens.weight" for prefix in ("model.layers.3.", "", "model.")]
+
+
+@pytest.mark.parametrize("name", [*EMBEDDINGS, "model.layers.3.shared_head.head.weight", "lm_head.weight"])
 def test_a_checkpoint_with_another_embedding_or_output_layer(tmp_path, name):
     """That of the layer counts, then that of the folder; the target's is shared where it has the same values."""
     model, is_output = FORMS["glm4_moe"][0](), "head" in name
