@@ -14,21 +14,8 @@ LIBC = ctypes.CDLL("libc.so.6")
 class MallocState(ctypes.Structure):
     """glibc's struct mallinfo2."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )
-    ]
+    NAMES = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES.split()]
 
 
 LIBC.mallinfo2.restype = MallocState

@@ -55,21 +55,12 @@ class Recorder(Drafter):
 
 def same_before(text: list[int], guess: int, most: int) -> int:
     """Counts the last tokens that stood before the guess earlier."""
-    return max(
-        (
-            sum(1 for _ in _common(text[:place][::-1], text[::-1], most))
-            for place in range(1, len(text))
-            if text[place] == guess
-        ),
-        default=0,
-    )
-
-
-def _common(a: list[int], b: list[int], most: int):
-    for x, y, _ in zip(a, b, range(most), strict=False):
-        if x != y:
-            return
-        yield x
+    counts = [0]
+    for place in range(1, len(text)):
+        if text[place] == guess:
+            equal = [a == b for a, b in zip(reversed(text[:place]), reversed(text), strict=False)]
+            counts.append(min([*equal, False].index(False), most))
+    return max(counts)
 
 
 def padded(texts: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,29 +176,29 @@ def repeating(count: int) -> list[list[int]]:
 
 
 FREE = (0.0, 0.0)  # the drafters' networks are as large as the tiny target
-CHAIN = {"max_branches": 1}
+
+
+def eagle(model):
+    return EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2)
+
+
+def chains():
+    return NgramDrafter(5, max_branches=1)
+
+
 PAIRS = {
-    "EAGLE": lambda model: (EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2), NgramDrafter(5, **CHAIN)),
-    "Medusa": lambda model: (MedusaDrafter(tiny_heads(model), 9), NgramDrafter(5, **CHAIN)),
-    "block and memory": lambda model: (
-        BlockDrafter(block_model(model), num_nodes=9, width=3), SuffixDrafter(400, num_nodes=5)
-    ),
-    "draft model": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2), NgramDrafter(5, **CHAIN)),
-    "EAGLE and block": lambda model: (
-        EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2), BlockDrafter(block_model(model), num_nodes=6)
-    ),
+    "EAGLE": lambda model: (eagle(model), chains()),
+    "Medusa": lambda model: (MedusaDrafter(tiny_heads(model), 9), chains()),
+    "block and memory": lambda m: (BlockDrafter(block_model(m), num_nodes=9, width=3), SuffixDrafter(400, num_nodes=5)),
+    "draft model": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2), chains()),
+    "EAGLE and block": lambda model: (eagle(model), BlockDrafter(block_model(model), num_nodes=6)),
     "two draft models": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3), ModelDrafter(tiny(2), num_nodes=4)),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        ("EAGLE", None), ("Medusa", SAMPLING), ("block and memory", SAMPLING), ("draft model", None),
-        ("EAGLE and block", SAMPLING), ("two draft models", SAMPLING),
-    ],
-)  # fmt: skip
-def test_the_text_is_that_of_plain_decoding(model, name, params):
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_text_is_that_of_plain_decoding(model, name):
+    params = None if name in ("EAGLE", "draft model") else SAMPLING
     drafter = CombinedDrafter(*PAIRS[name](model), min_match=1, costs=FREE)
     shares = set()
     for options in ({"n": 2, "page_size": 4}, {"page_size": 4, "num_pages": 30}, {"max_batch_tokens": 8}):
@@ -218,10 +209,6 @@ def test_the_text_is_that_of_plain_decoding(model, name, params):
         )
         assert lists(found) == lists(plain)
     assert frozenset((0, 1)) in shares  # some sequences of a step were guessed by the one, some by the other
-
-
-def split(values: list[int], offsets: list[int]) -> list[list[int]]:
-    return [values[begin:end] for begin, end in pairwise(offsets)]
 
 
 class InTurn(CombinedDrafter):
@@ -241,9 +228,8 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
         nonlocal checked, mixed
         decoded = step.sequences[step.num_read :]
         accepted = step.verdict.num_accepted[step.num_read :].tolist()
-        depths = [max(each) for each in split(step.trees.depths.tolist(), step.trees.cu_nodes.tolist())][
-            step.num_read :
-        ]
+        bounds = list(pairwise(step.trees.cu_nodes.tolist()))[step.num_read :]
+        depths = [int(step.trees.depths[begin:end].max()) for begin, end in bounds]
         asked = [b for b, which in enumerate(drafter._chosen) if which == 0] if depths else []
         for b in asked:
             if depths[b] > 0:  # 3, but at the end of the text
@@ -291,10 +277,11 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
     texts = [greedy(model, prompt, 60) for prompt in prompts]
     both = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
     drafter, chosen = CombinedDrafter(*both, costs=costs), []
-    found, _ = generate(
-        model, prompts, drafter=drafter, max_new_tokens=60, tree=None,
-        on_step=lambda step: chosen.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None),
-    )  # fmt: skip
+
+    def note(step):
+        chosen.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None)
+
+    found, _ = generate(model, prompts, drafter=drafter, max_new_tokens=60, tree=None, on_step=note)
     assert lists(found) == texts
     usual = [each for each in chosen[9:] if each is not None]
     assert len(usual) > 3 and all(each == asked for each in usual)
@@ -329,14 +316,10 @@ def test_who_was_bad_is_asked_again(model):
 
 def test_a_repeated_call_makes_the_same_choices(model):
     drafter = CombinedDrafter(*PAIRS["EAGLE"](model), min_match=2, costs=(0.3, 0.0))
-    calls = []
-    for _ in range(2):
-        chosen = []
-        generate(
-            model, repeating(4), drafter=drafter, max_new_tokens=24, tree=None,
-            on_step=lambda step: chosen.append(tuple(drafter._chosen)),  # noqa: B023
-        )  # fmt: skip
-        calls.append(chosen)
+    calls, options = [[], []], {"max_new_tokens": 24, "tree": None}
+    for chosen in calls:
+        note = lambda step, chosen=chosen: chosen.append(tuple(drafter._chosen))  # noqa: E731
+        generate(model, repeating(4), drafter=drafter, on_step=note, **options)
     assert calls[0] == calls[1] and len(set(calls[0])) > 3
 
 

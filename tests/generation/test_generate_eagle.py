@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -28,7 +29,6 @@ RUNS = [
     {},
     {"max_batch_tokens": 6, "page_size": 3},
     {"page_size": 7, "num_pages": 14},
-    {"n": 3, "page_size": 4},
     {"n": 3, "page_size": 4, "num_pages": 40},
 ]
 
@@ -95,18 +95,14 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
     seen = []
 
     def collect(result):
-        cu_nodes = result.trees.cu_nodes.tolist()
+        bounds = list(pairwise(result.trees.cu_nodes.tolist()))
+        tokens, parents, room = result.draft_tokens.tolist(), result.trees.parents.tolist(), room_of(result)
         for b in range(result.num_read, len(result.sequences)):
-            rows = slice(cu_nodes[b], cu_nodes[b + 1])
-            text = result.sequences[b].tokens[: int(result.start[b]) + 1]
-            seen.append(
-                (text, result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist(), room_of(result)[b])
-            )
+            text, rows = result.sequences[b].tokens[: int(result.start[b]) + 1], slice(*bounds[b])
+            seen.append((text, tokens[rows], parents[rows], room[b]))
 
-    generate(
-        model, prompts(), drafter=EagleDrafter(head, **tree), max_new_tokens=8, on_step=collect,
-        params=SAMPLING, **options,
-    )  # fmt: skip
+    drafter, options = EagleDrafter(head, **tree), {**options, "params": SAMPLING, "on_step": collect}
+    generate(model, prompts(), drafter=drafter, max_new_tokens=8, **options)
     grown = [each for each in seen if len(each[1]) > 1]
     assert len(grown) > len(seen) / 2
     compared = 0
@@ -133,10 +129,8 @@ def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypat
             return propose(tokens, lengths) if turn[0] % 6 == 0 else drafters.NoDrafter().propose(tokens, lengths)
 
         drafter.propose = seldom
-        generate(
-            model, prompts(), drafter=drafter, max_new_tokens=20,
-            on_step=lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist())),
-        )  # fmt: skip
+        note = lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist()))  # noqa: E731
+        generate(model, prompts(), drafter=drafter, max_new_tokens=20, on_step=note)
         runs.append(run)
     assert runs[0] == runs[1]
 
@@ -228,16 +222,9 @@ def test_rotations_are_those_of_transformers(kind, version):
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    scaling = {
-        "default": {},
-        "linear": {"factor": 4.0},
-        "llama3": {
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-    }[kind]
+    factors = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    llama3 = {**factors, "original_max_position_embeddings": 8192}
+    scaling = {"default": {}, "linear": {"factor": 4.0}, "llama3": llama3}[kind]
     rotary = {"rope_type": kind, **scaling}
     entries = {"rope_parameters": {"rope_theta": 5e5, **rotary}}
     expected = LlamaRotaryEmbedding(LlamaConfig(head_dim=64, rope_theta=5e5, rope_scaling=rotary)).inv_freq

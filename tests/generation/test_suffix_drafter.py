@@ -12,7 +12,6 @@ pytest.importorskip("transformers")
 
 from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
 
-from pagedtree import SamplingParams
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
 from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, NgramDrafter, SuffixDrafter, generate
 
@@ -147,16 +146,6 @@ def test_a_request_that_repeats_is_copied(model):
     assert accepted[1] > max(accepted[0] + 2, 5)
     _, plain = generate(model, prompts, drafter=NgramDrafter(16), max_new_tokens=40, tree=None)
     assert plain.mean_accepted < accepted[1] - 2
-
-
-def test_the_text_does_not_depend_on_it(model):
-    prompts, params = prompts_of((5, 12, 9)), SamplingParams(temperature=0.8)
-    drafter = SuffixDrafter(300, num_nodes=12)
-    for options in ({"n": 2, "seeds": range(6), "params": params}, {"page_size": 4, "num_pages": 20}, {}):
-        plain, _ = generate(model, prompts, max_new_tokens=24, **options)
-        for tree in ("auto", None):
-            sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=24, tree=tree, **options)
-            assert lists(sequences) == lists(plain)
 
 
 def test_an_evicted_answer_is_remembered_once(model):

@@ -10,21 +10,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, lists, prompts_of, tiny, tiny_eagle, tiny_heads
+from generate_case import SAMPLING, lists, prompts_of, tiny
+from subject_case import SUBJECTS
 from tuner_case import WHOLE, Machine, fresh, limited, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of
 from pagedtree.generation.tree_tuner import Outcome, Plan, TreeTuner
-from pagedtree.integrations.transformers import (
-    CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-    medusa_tree,
-)
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,26 +180,9 @@ def test_drafts_that_were_drawn_keep_the_siblings_before_them():
         assert ranks == list(range(len(ranks)))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return tiny(0)
-
-
-def drafters(model):
-    heads = tiny_heads(model)
-    return {
-        "n-gram": NgramDrafter(12, remember=2),
-        "Medusa": MedusaDrafter(heads, medusa_tree(3, 12)),
-        "Medusa, best first": MedusaDrafter(heads, 12),
-        "EAGLE": EagleDrafter(tiny_eagle(model), num_nodes=12, depth=3, width=3),
-        "draft model": ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
-        "combined": CombinedDrafter(
-            ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3),
-            NgramDrafter(6, max_branches=1),
-            min_match=1,
-            costs=(0.0, 0.0),
-        ),
-    }
+    return SUBJECTS["full"].model
 
 
 @pytest.fixture(autouse=True)
@@ -246,16 +222,16 @@ def scheduled(monkeypatch):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("name", ["n-gram", "Medusa", "Medusa, best first", "EAGLE", "draft model", "combined"])
+@pytest.mark.parametrize(
+    "name", ["ngram tree", "suffix", "medusa", "medusa, best first", "EAGLE", "draft model", "block", "MTP", "combined"]
+)
 def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
     prompts = prompts_of((5, 21, 1, 34), seed=3)
     plain, _ = generate(model, prompts, max_new_tokens=24, params=params)
-    drafter = drafters(model)[name]
+    drafter = SUBJECTS["full"].drafter(name)
     for options in ({}, {"n": 2, "page_size": 4, "num_pages": 40}, {"max_batch_tokens": 8}):
         expected = plain if "n" not in options else generate(model, prompts, max_new_tokens=24, params=params, n=2)[0]
-        found, stats = generate(
-            model, prompts, drafter=drafter, max_new_tokens=24, params=params, tree="auto", **options
-        )
+        found, stats = generate(model, prompts, drafter=drafter, max_new_tokens=24, params=params, **options)
         assert lists(found) == lists(expected)
         assert 0 < stats.drafted_steps < stats.steps
     assert len(scheduled) > len(SCHEDULE)
@@ -292,14 +268,8 @@ def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
     drafter = ModelDrafter(tiny(1), num_nodes=12, depth=3, width=3)
     note(drafter.packed, "use", "draft model")
     for _ in range(2):
-        generate(
-            model,
-            prompts_of((5, 21), seed=3),
-            drafter=drafter,
-            max_new_tokens=12,
-            tree="auto",
-            on_step=lambda step: events.append("step"),
-        )
+        prompts, on_step = prompts_of((5, 21), seed=3), lambda step: events.append("step")
+        generate(model, prompts, drafter=drafter, max_new_tokens=12, on_step=on_step)
         assert events[0] == "step" and sorted(set(events)) == ["draft model", "step", "tuner"]
         assert events.count("draft model") == 1
         events.clear()
@@ -310,28 +280,20 @@ def test_without_auto_the_drafter_uses_its_whole_tree(model, scheduled):
     generate(model, prompts, drafter=drafter, max_new_tokens=12)
     assert len(scheduled) > 1  # "auto" is the default
     sizes = []
-    generate(
-        model, prompts, drafter=drafter, max_new_tokens=12, tree=None, on_step=lambda r: sizes.append(r.trees.max_nodes)
-    )
+    options = {"tree": None, "on_step": lambda result: sizes.append(result.trees.max_nodes)}
+    generate(model, prompts, drafter=drafter, max_new_tokens=12, **options)
     assert set(sizes[1:]) <= {1, 8} and 8 in sizes
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (dict(tree="best"), "tree: expected None or \"auto\", got 'best'"),
-    ],
-)
-def test_refusals(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        generate(model, [[1, 2]], drafter=NgramDrafter(8), max_new_tokens=4, **options)
+def test_other_choices_are_refused(model):
+    with pytest.raises(ValueError, match="tree: expected None or \"auto\", got 'best'"):
+        generate(model, [[1, 2]], drafter=NgramDrafter(8), max_new_tokens=4, tree="best")
 
 
 def test_auto_without_a_drafter_is_plain_decoding(model):
     prompts = prompts_of((9,), seed=1)
-    assert lists(generate(model, prompts, max_new_tokens=8, tree="auto")[0]) == lists(
-        generate(model, prompts, max_new_tokens=8)[0]
-    )
+    auto, plain = (lists(generate(model, prompts, max_new_tokens=8, tree=tree)[0]) for tree in ("auto", None))
+    assert auto == plain
 
 
 def test_nobody_is_evicted_for_drafts(model, scheduled):
