@@ -160,15 +160,6 @@ def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
         _repeat_kv_heads(tiny_model("gemma4_text"), 2)
 
 
-def test_each_window_is_needed(monkeypatch):
-    """Negative control: with the windows that the layers name, in place of those of the masks, the text differs."""
-    if not WINDOWS:
-        pytest.skip("transformers 4.57 has none of them")
-    monkeypatch.setattr(PackedMask, "window_of", lambda self, mask: 9)
-    with pytest.raises(AssertionError, match="exaone4, NoneType: another token at"):
-        outcome("exaone4")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(name):

@@ -110,32 +110,6 @@ def test_requests_one_by_one():
         manager.stop(block=True)
 
 
-@pytest.mark.parametrize(
-    "broken", ["cache", "window", *(pytest.param(name, marks=pytest.mark.slow) for name in ("pages", "lengths"))]
-)
-def test_each_part_is_needed(monkeypatch, broken):
-    """Negative controls: without one of its parts the text is another."""
-    op, append = continuous_cache.tree_attention, continuous_cache.append_kv
-
-    def damaged(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, **kwargs):
-        if broken == "pages":
-            page_table = page_table.flip(1)
-        elif broken == "lengths":
-            seq_lens = (seq_lens - 1).clamp(min=1)
-        elif broken == "window":
-            kwargs["window"] = 0
-        return op(q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, **kwargs)
-
-    model, prompts = tiny_of("window" if broken == "window" else "full"), prompts_of((40, 33))
-    with continuous_batching(model):
-        whole = batched(model, prompts)
-        monkeypatch.setattr(continuous_cache, "tree_attention", damaged)
-        if broken == "cache":
-            monkeypatch.setattr(continuous_cache, "append_kv", lambda k, *rest: append(k * 0, *rest))
-        damaged_texts = batched(model, prompts)
-    assert all(a != b for a, b in zip(whole, damaged_texts, strict=True))
-
-
 def test_the_name_is_lent(calls):
     """Outside the block, also after an error in it, transformers' own function has its name."""
     model = tiny_of("full")

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, tiny_of
+from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny
 from tokenizer_case import words
 from transformers import (
     DynamicCache,
@@ -20,8 +20,7 @@ from transformers import (
 )
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
-from pagedtree import PreparedAttention, reference
-from pagedtree.generation import decode_step, paged_step
+from pagedtree import reference
 from pagedtree.integrations.transformers import (
     ModelDrafter,
     NgramDrafter,
@@ -82,43 +81,6 @@ def test_greedy_text_is_the_models_own(model, batch, drafters, name):
         assert stats.mean_accepted > 1.0 and stats.steps < COUNT / 1.5
 
 
-def test_every_layer_of_every_pass_is_ours(model, batch, monkeypatch):
-    calls, seen = [], []
-    op = PreparedAttention.__call__
-    monkeypatch.setattr(
-        PreparedAttention, "__call__", lambda *args, **kwargs: calls.append(args) or op(*args, **kwargs)
-    )
-    options = {**batch, "max_new_tokens": COUNT, "do_sample": False, "on_stats": seen.append}
-    model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
-    assert len(calls) == model.config.num_hidden_layers * seen[0].steps > 0
-
-
-@pytest.mark.parametrize("broken", ["compaction", "mask"])
-def test_each_part_is_needed(model, batch, drafters, monkeypatch, broken):
-    """Negative controls: decoding without one of its parts gives other text."""
-    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
-    expected = model.generate(**options)
-    if broken == "compaction":
-        monkeypatch.setattr(decode_step.DecodeStep, "compact", lambda self: None)
-    else:
-        causal = {"tree_lens": None}
-        monkeypatch.setattr(
-            paged_step,
-            "PreparedAttention",
-            lambda *args, **kwargs: PreparedAttention(*args[:3], **{**kwargs, **causal}),
-        )
-    text = model.generate(**options, custom_generate=tree_generate, drafter=drafters["oracle"]())
-    assert (text != expected).any(1).all()
-
-
-@pytest.mark.parametrize("name", ["window", "softcap", "sinks"])
-def test_other_attention_layers(batch, name):
-    other = tiny_of(name, pad_token_id=0)
-    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
-    text = other.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
-    assert torch.equal(text, other.generate(**options))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_eos_padding_and_lengths(model, batch, drafters, name):
     text = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
@@ -128,12 +90,6 @@ def test_eos_padding_and_lengths(model, batch, drafters, name):
         expected = model.generate(**options).sequences
         got = model.generate(**options, custom_generate=tree_generate, drafter=drafters[name]()).sequences
         assert torch.equal(got, expected)
-
-
-def test_prompts_without_a_mask(model, batch):
-    options = {"inputs": batch["input_ids"][:1], "max_new_tokens": COUNT, "do_sample": False}
-    text = model.generate(**options, custom_generate=tree_generate, drafter=NgramDrafter(8))
-    assert torch.equal(text, model.generate(**options))
 
 
 @pytest.mark.parametrize("name", NAMES)

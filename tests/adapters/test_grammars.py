@@ -7,10 +7,9 @@ import threading
 import numpy as np
 import pytest
 import torch
-from device_case import placed
 from grammar_case import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
 
-from pagedtree import DraftTree, TreeBatch, build_trees, verify_greedy
+from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree, allow_only
 
 
@@ -91,17 +90,6 @@ def test_no_sequence_and_no_node() -> None:
     assert none.fill_next().result().shape == (0, 3) and none.advance([]) == []
     padding = TreeBatch.from_trees([], capacity=2)
     assert [len(bits(row)) for row in none.fill(torch.zeros(2, dtype=torch.int64), padding).result()] == [70, 70]
-
-
-def test_a_long_chain() -> None:
-    class Any(Parity):
-        def allowed(self) -> set[int]:
-            return {1, 2}
-
-    matcher = Any()
-    trees = TreeBatch.from_trees([DraftTree.chain(1023)])
-    rows = GrammarMasks([matcher], 40).fill(torch.ones(1024, dtype=torch.int64), trees).result()
-    assert (rows == torch.tensor([6, 0])).all() and matcher.fills == 1024 and matcher.text == []
 
 
 def test_the_end_of_a_grammar() -> None:
@@ -261,48 +249,6 @@ def test_result_into_a_tensor(device) -> None:
     for wrong in (out[:1], out.long(), torch.zeros(2, 2, dtype=torch.int32, device="meta")):
         with pytest.raises(ValueError, match=r"out: expected int32 \[2, 2\] on"):
             masks.fill_next().result(wrong)
-
-
-def test_trees_of_a_device(backend, device) -> None:
-    """Constrained greedy decoding by trees gives the tokens of decoding one by one."""
-    rng, vocab = np.random.default_rng(1), 45
-    table = torch.from_numpy(rng.standard_normal((40 * 8, vocab))).float()
-
-    def logits_after(text: list[int]) -> torch.Tensor:
-        return table[(sum(text) * 7 + len(text)) % len(table)]
-
-    texts = [[1, 2], [3], [39]]
-    plain = [list(text) for text in texts]
-    for text in plain:
-        while Parity.after(text) and len(text) < 7:
-            text.append(max(Parity.after(text), key=lambda x, text=text: float(logits_after(text)[x])))
-    with GrammarMasks([Parity(text) for text in texts], vocab) as masks:
-        for _ in range(7):
-            shapes = random_shapes(rng, 3, 6)
-            drafts = [random_drafts(rng, Parity.after, text, tree) for text, tree in zip(texts, shapes, strict=True)]
-            rows = []
-            for text, tree, tokens in zip(texts, shapes, drafts, strict=True):
-                for node in range(tree.num_nodes):
-                    path, at = [], node
-                    while at > 0:
-                        path.insert(0, tokens[at])
-                        at = int(tree.parents[at])
-                    rows.append(logits_after([*text, *path]))
-            tokens, trees = batch_of(shapes, drafts, device=device)
-            fill = masks.fill(tokens, trees)
-            mask = fill.result()
-            assert mask.device == tokens.device
-            verdict = verify_greedy(placed(torch.stack(rows), device), tokens, trees, grammar_mask=mask)
-            kept = [
-                [token for token in row if token >= 0][: 7 - len(text)]
-                for row, text in zip(verdict.tokens.tolist(), texts, strict=True)
-            ]
-            kept = [row[: row.index(EOS) + 1] if EOS in row else row for row in kept]
-            kept = [[] if text[-1] == EOS else row for row, text in zip(kept, texts, strict=True)]
-            assert masks.advance(kept) == [True] * 3
-            for text, row in zip(texts, kept, strict=True):
-                text += row
-    assert texts == plain
 
 
 TREES = TreeBatch.from_trees([DraftTree.chain(1)])

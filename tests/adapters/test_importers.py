@@ -85,20 +85,6 @@ def test_packed_masks_there_and_back(trt, max_tokens) -> None:
         trt.packed_mask_of(trees, 39)
 
 
-def test_packed_masks_in_attention(trt, backend, on_device) -> None:
-    dtype = torch.float32 if backend == "cpu" else torch.float16
-    host, prefixes = random_trees([9, 3]), [20, 0]
-    rows, offsets = trt.flat_mask(packed_by_numpy(host, 16), torch.tensor([9, 3], dtype=torch.int32))
-    generator = seeded(0)
-    k, v = torch.randn(2, 2, 32, 2, 64, generator=generator).to(dtype)  # one page per sequence
-    q = torch.randn(12, 4, 64, generator=generator).to(dtype)
-    lens, table = torch.tensor([29, 3], dtype=torch.int32), torch.tensor([[0], [1]], dtype=torch.int32)
-    out = tree_attention(q, k, v, table, lens, offsets, rows)
-    for b, part in enumerate(out.split([9, 3])):
-        s, seen = int(lens[b]), tree_sees(host[b], prefixes[b])
-        close(part, dense_attention(q.split([9, 3])[b], k[b, :s], v[b, :s], seen)[0])
-
-
 # lightllm -------------------------------------------------------------------------------------------------------------
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 
@@ -15,7 +13,6 @@ from transformers import __version__ as version
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, generate
-from pagedtree.integrations.transformers import model as transformers_model
 from pagedtree.integrations.transformers.rotary import _with_positions, rotary_limit, same_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,15 +74,6 @@ def test_text_is_that_of_each_sequence_alone(name, lengths):
         sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=COUNT, max_batch_tokens=32)
         assert lists(sequences) == expected
     assert stats.mean_accepted > 1.0  # the model's own drafts: it is rotated as itself
-
-
-def test_each_frequency_is_needed(monkeypatch):
-    """Negative control: as transformers rotates a pass, a prompt's chunks change the text."""
-    model, prompts = longrope(), prompts_of(LONG)
-    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
-    monkeypatch.setattr(transformers_model, "same_rotation", lambda *_: ExitStack())
-    sequences, _ = generate(model, prompts, max_new_tokens=COUNT, max_batch_tokens=32)
-    assert lists(sequences) != expected
 
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
