@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,9 +35,8 @@ class Batch:
     """Random sequences in FlashInfer's form; `kv_cache` as one tensor or two, in either layout."""
 
     def __init__(
-        self, lens: list[int], queries: list[int], page_size: int, dtype: torch.dtype, layout="NHD", form=1,
-        dims: tuple[int, int] = (DIM, DIM),
-    ):  # fmt: skip
+        self, lens: list[int], queries: list[int], page_size: int, dtype, layout="NHD", form=1, dims=(DIM, DIM)
+    ):
         self.lens, self.queries, self.page_size, self.layout, self.dtype = lens, queries, page_size, layout, dtype
         self.dim = dims[0]
         self.paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
@@ -51,11 +51,19 @@ class Batch:
         generator = torch.Generator().manual_seed(2)
         self.q = placed(torch.randn(sum(queries), HEADS, self.dim, generator=generator, device="cpu").to(dtype))
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The first arguments of plan()."""
+        rows = self.qo_indptr, self.indptr, self.indices, self.last_page_len
+        return *rows, HEADS, KV_HEADS, self.dim, self.page_size
+
     def plan(self, **options) -> BatchPrefillWithPagedKVCacheWrapper:
         wrapper = BatchPrefillWithPagedKVCacheWrapper(torch.empty(8), self.layout)
-        form = self.qo_indptr, self.indptr, self.indices, self.last_page_len
-        wrapper.plan(*form, HEADS, KV_HEADS, self.dim, self.page_size, q_data_type=self.dtype, **options)
+        wrapper.plan(*self.form, **{"q_data_type": self.dtype, **options})
         return wrapper
+
+    def causal(self, window: int = 0) -> list[Tensor]:
+        return [causal(n, s, window=window) for n, s in zip(self.queries, self.lens, strict=True)]
 
     def expected(self, sees: list[Tensor], **options) -> tuple[Tensor, Tensor]:
         rows = zip(self.q.split(self.queries), self.paged.k, self.paged.v, sees, strict=True)
@@ -98,7 +106,7 @@ def test_page_table() -> None:
 def test_causal_and_full(backend, dtype, layout, form, page_size) -> None:
     batch = Batch([37, 0, 8, 3], [5, 0, 8, 1], page_size, dtype, layout, form)
     out = batch.plan(causal=True).run(batch.q, batch.kv_cache)
-    close(out, batch.expected([causal(n, s) for n, s in zip(batch.queries, batch.lens, strict=True)])[0])
+    close(out, batch.expected(batch.causal())[0])
     out, lse = batch.plan().run(batch.q, batch.kv_cache, return_lse=True)
     everything = [torch.ones(n, s, dtype=torch.bool) for n, s in zip(batch.queries, batch.lens, strict=True)]
     expected, natural = batch.expected(everything)
@@ -109,7 +117,7 @@ def test_causal_and_full(backend, dtype, layout, form, page_size) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_values_of_another_width(backend, dtype, layout) -> None:
     batch = Batch([37, 8], [5, 8], 16, dtype, layout, form=2, dims=(192, 128))
-    expected = batch.expected([causal(n, s) for n, s in zip(batch.queries, batch.lens, strict=True)])[0]
+    expected = batch.expected(batch.causal())[0]
     wrapper = batch.plan(causal=True, head_dim_vo=128)
     close(wrapper.run(batch.q, batch.kv_cache), expected)
     for cache in batch.kv_cache:  # written anew
@@ -145,27 +153,19 @@ def test_tree_masks(backend, dtype, mask) -> None:
     torch.testing.assert_close(lse, natural.T, atol=2e-3, rtol=2e-3)
 
 
-def test_rows_that_see_nothing_and_any_pattern(backend, dtype) -> None:
-    batch = Batch([6, 9], [6, 4], 4, dtype)
+def test_any_pattern(backend, dtype) -> None:
+    """Also of more queries than keys, and rows that see nothing."""
+    batch = Batch([6, 9, 3], [6, 4, 6], 4, dtype)
     generator = torch.Generator().manual_seed(0)
     rows = zip(batch.queries, batch.lens, strict=True)
     sees = [placed(torch.rand(n, s, generator=generator, device="cpu") < 0.5) for n, s in rows]
     sees[0][2] = False
     sees[1][:, :5] = True
-    out, lse = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])).run(
-        batch.q, batch.kv_cache, return_lse=True
-    )
+    wrapper = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])[None])
+    out, lse = wrapper.run(batch.q, batch.kv_cache, return_lse=True)
     close(out, batch.expected(sees)[0])
     assert not out[2].any() and (lse[2] == -torch.inf).all()
-
-
-def test_more_queries_than_keys(backend, dtype) -> None:
-    batch = Batch([3, 9], [6, 4], 4, dtype)
-    seen = placed(torch.rand(6, 3, generator=torch.Generator().manual_seed(0), device="cpu") < 0.6)
-    sees = [seen, causal(4, 9)]
-    out = batch.plan(custom_mask=torch.cat([seen.flatten() for seen in sees])[None]).run(batch.q, batch.kv_cache)
-    close(out, batch.expected(sees)[0])
-    close(batch.plan(causal=True).run(batch.q, batch.kv_cache), batch.expected([causal(6, 3), causal(4, 9)])[0])
+    close(batch.plan(causal=True).run(batch.q, batch.kv_cache), batch.expected(batch.causal())[0])
 
 
 def test_windows_caps_sinks_and_buffers(backend, dtype) -> None:
@@ -175,12 +175,12 @@ def test_windows_caps_sinks_and_buffers(backend, dtype) -> None:
     out, lse = torch.empty_like(batch.q), torch.empty(13, HEADS)
     result = wrapper.run(batch.q, batch.kv_cache, sinks=sinks, out=out, lse=lse, return_lse=True)
     assert result[0] is out and result[1] is lse
-    sees = [causal(n, s, window=7) for n, s in zip(batch.queries, batch.lens, strict=True)]  # inclusive
+    sees = batch.causal(window=7)  # inclusive
     expected, natural = batch.expected(sees, scale=0.2, softcap=2.5, sinks=sinks)
     close(out, expected)
     torch.testing.assert_close(lse, natural / math.log(2), atol=3e-3, rtol=3e-3)
-    sees = [causal(n, s, window=3) for n, s in zip(batch.queries, batch.lens, strict=True)]
-    close(wrapper.run(batch.q, batch.kv_cache, window_left=2), batch.expected(sees, scale=0.2, softcap=2.5)[0])
+    out = wrapper.run(batch.q, batch.kv_cache, window_left=2)
+    close(out, batch.expected(batch.causal(window=3), scale=0.2, softcap=2.5)[0])
 
 
 def test_fp8_cache(backend, dtype) -> None:
@@ -189,7 +189,7 @@ def test_fp8_cache(backend, dtype) -> None:
     out = batch.plan(causal=True).run(batch.q, stored, k_scale=1 / 16, v_scale=torch.tensor(1 / 16))
     for side in (batch.paged.k, batch.paged.v):
         side[:] = [(x * 16).to(torch.float8_e4m3fn).float() / 16 for x in side]
-    close(out, batch.expected([causal(n, s) for n, s in zip(batch.queries, batch.lens, strict=True)])[0])
+    close(out, batch.expected(batch.causal())[0])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -201,6 +201,44 @@ def test_append(backend, dtype, layout) -> None:
     form = batch.indices, batch.indptr, batch.last_page_len
     append_paged_kv_cache(k, v, where[:, 0].int(), where[:, 1].int(), blank, *form, kv_layout=layout)
     torch.testing.assert_close(blank, batch.kv_cache, equal_nan=True, rtol=0, atol=0)
+
+
+def test_older_names_of_plan_and_run(backend, dtype) -> None:
+    batch = Batch([37, 8], [5, 3], 4, dtype, form=2)
+    expected, lse = batch.expected(batch.causal())
+    given, wrapper = (batch.q, batch.kv_cache), BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
+    with pytest.raises(RuntimeError, match="begin_forward"):
+        wrapper.forward(*given)
+    wrapper.begin_forward(*batch.form)
+    full, _ = wrapper.run_return_lse(*given)
+    close(wrapper.forward(*given, causal=True), expected)
+    out, found = wrapper.forward_return_lse(*given, causal=True)
+    close(out, expected)
+    torch.testing.assert_close(found, lse / math.log(2), atol=2e-3, rtol=2e-3)
+    assert torch.equal(wrapper.forward(*given), full) and not torch.equal(full, out)
+    narrow = wrapper.forward(*given, causal=True, window_left=0)  # each row is the value of its own key
+    assert torch.equal(narrow[4], batch.paged.v[0][36].repeat_interleave(2, 0))
+    with pytest.raises(NotImplementedError, match="pos_encoding_mode"):
+        wrapper.forward(*given, pos_encoding_mode="ROPE_LLAMA")
+    wrapper.end_forward()
+
+
+@pytest.mark.parametrize(
+    ("told", "error"),
+    [
+        ({"q_data_type": torch.bfloat16}, ValueError),
+        ({"kv_data_type": "bfloat16"}, ValueError),
+        ({"o_data_type": torch.bfloat16}, NotImplementedError),
+    ],
+)
+def test_dtypes_that_contradict_the_tensors(backend, dtype, told, error) -> None:
+    batch = Batch([37, 8], [5, 3], 4, dtype)
+    close(
+        batch.plan(causal=True, **dict.fromkeys(told, dtype)).run(batch.q, batch.kv_cache),
+        batch.expected(batch.causal())[0],
+    )
+    with pytest.raises(error, match=rf"{next(iter(told))}: plan\(\) was told torch.bfloat16, run\(\) got {dtype}"):
+        batch.plan(causal=True, **told).run(batch.q, batch.kv_cache)
 
 
 # masks ----------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What callers of FlashInfer use beside prefill and masks: merging, latent caches, older names, lengths, dtypes."""
+"""What callers of FlashInfer use beside prefill and masks: merging, latent caches, lengths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from step_case import int32
 from pagedtree.check.cases.inputs import offsets
 from pagedtree.integrations import flashinfer
 
-LENS, QUERIES, HEADS, PAGE = [37, 8], [5, 3], 4, 4
+QUERIES, HEADS, PAGE = [5, 3], 4, 4
 
 
 def paged_form(pages: Pages, lens: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -25,52 +25,6 @@ def paged_form(pages: Pages, lens: list[int], page_size: int) -> tuple[torch.Ten
 @pytest.fixture
 def dtype(backend, on_device) -> torch.dtype:
     return torch.float32 if backend == "cpu" else torch.float16
-
-
-def prefill(dtype: torch.dtype):
-    """(wrapper, arguments of plan, q, cache, what causal attention gives)."""
-    pages = Pages.random(LENS, PAGE, 2, 64, dtype)
-    q = placed(torch.randn(8, HEADS, 64, generator=torch.Generator().manual_seed(2), device="cpu").to(dtype))
-    rows = zip(q.split(QUERIES), pages.k, pages.v, map(causal, QUERIES, LENS), strict=True)
-    outs, lses = zip(*(dense_attention(*row) for row in rows), strict=True)
-    form = (offsets(QUERIES), *paged_form(pages, LENS, PAGE), HEADS, 2, 64, PAGE)
-    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
-    return wrapper, form, q, (pages.k_cache, pages.v_cache), torch.cat(outs), torch.cat(lses) / math.log(2)
-
-
-def test_older_names_of_plan_and_run(backend, dtype) -> None:
-    wrapper, form, q, cache, expected, lse = prefill(dtype)
-    with pytest.raises(RuntimeError, match="begin_forward"):
-        wrapper.forward(q, cache)
-    wrapper.begin_forward(*form)
-    full, _ = wrapper.run_return_lse(q, cache)
-    close(wrapper.forward(q, cache, causal=True), expected)
-    out, found = wrapper.forward_return_lse(q, cache, causal=True)
-    close(out, expected)
-    torch.testing.assert_close(found, lse, atol=2e-3, rtol=2e-3)
-    assert torch.equal(wrapper.forward(q, cache), full) and not torch.equal(full, out)
-    narrow = wrapper.forward(q, cache, causal=True, window_left=0)  # each row is the value of its own key
-    assert torch.equal(narrow[4], cache[1][form[2][9], 0].repeat_interleave(2, 0))
-    with pytest.raises(NotImplementedError, match="pos_encoding_mode"):
-        wrapper.forward(q, cache, pos_encoding_mode="ROPE_LLAMA")
-    wrapper.end_forward()
-
-
-@pytest.mark.parametrize(
-    ("told", "error"),
-    [
-        ({"q_data_type": torch.bfloat16}, ValueError),
-        ({"kv_data_type": "bfloat16"}, ValueError),
-        ({"o_data_type": torch.bfloat16}, NotImplementedError),
-    ],
-)
-def test_dtypes_that_contradict_the_tensors(backend, dtype, told, error) -> None:
-    wrapper, form, q, cache, expected, _ = prefill(dtype)
-    wrapper.plan(*form, causal=True, **dict.fromkeys(told, dtype))
-    close(wrapper.run(q, cache), expected)
-    wrapper.plan(*form, causal=True, **told)
-    with pytest.raises(error, match=rf"{next(iter(told))}: plan\(\) was told torch.bfloat16, run\(\) got {dtype}"):
-        wrapper.run(q, cache)
 
 
 def test_merging(backend, dtype) -> None:
