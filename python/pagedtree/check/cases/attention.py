@@ -132,6 +132,14 @@ class Batch:
         return page_table, storage
 
 
+# A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
+MIXED = Batch([random_tree(3, 21), 1, 9, (random_tree(4, 40), 6), 0], [130, 45, 0, 17, 12], padding=3)
+# One KV head, whose rows are K and V; NaN where nobody may look.
+LATENT = replace(MIXED, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1), page_size=7, poison=float("nan"))
+SINKS = float32([0.0, 5.0, -torch.inf, 1.0])  # of four heads
+OPTIONS: dict[str, Any] = {"window": 40, "softcap": 20.0}
+
+
 def cases() -> Iterator[Case]:
     for sizes, tiles in TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
@@ -146,6 +154,10 @@ def cases() -> Iterator[Case]:
     yield from wgmma_cases()
     yield from _plans()
     yield from _merges()
+
+
+def _sinks(heads: int) -> Tensor:
+    return torch.linspace(-2, 4, heads, dtype=torch.float32)
 
 
 def _types(dtype: str, cache: str) -> str:
@@ -165,14 +177,11 @@ def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA
 
 
 def _latent() -> Iterator[Case]:
-    """Has one KV head, whose rows are K and V; NaN where nobody may look. 3 query heads, and 16: small and larger
-    tiles."""
+    """3 query heads, and 16: small and larger tiles."""
 
     def case(name: str, sizes: Sizes, dtype: str, layout: str = "nhd", page_size: int = 7, **more: Any) -> Case:
-        batch = Batch(
-            MIXED, MIXED_PREFIXES, dtype, "", sizes[0], (3, 1), page_size, layout, padding=3, poison=float("nan"),
-            head_dim_v=sizes[1], latent=True,
-        )  # fmt: skip
+        of_sizes = replace(LATENT, dtype=dtype, head_dim=sizes[0], head_dim_v=sizes[1])
+        batch = replace(of_sizes, layout=layout, page_size=page_size)
         return _attention(f"latent/{name}/{dtype}/{_sizes(sizes)}", batch, **more)
 
     for sizes in ((512, 512), (576, 512)):
@@ -185,40 +194,33 @@ def _latent() -> Iterator[Case]:
     yield _attention("latent/128 heads/bf16/D 576x512", many)
     for sizes, dtype, cache in product(((512, 512), (576, 512)), ("fp16", "bf16"), ("", "fp8")):
         for heads in (3, 16):
-            batch = Batch(
-                MIXED, MIXED_PREFIXES, dtype, cache, sizes[0], (heads, 1), page_size=7, padding=3,
-                poison=float("nan"), head_dim_v=sizes[1], latent=True,
-            )  # fmt: skip
+            of_sizes = replace(LATENT, dtype=dtype, cache=cache, head_dim=sizes[0], head_dim_v=sizes[1])
             name = f"latent/{heads} heads/{_types(dtype, cache)}/{_sizes(sizes)}"
-            sinks = torch.linspace(-2, 4, heads, dtype=torch.float32)
-            yield _attention(name, batch, window=40 if heads == 3 else 0, sinks=sinks)
-
-
-# A tree, plain decode, a chunk of a prompt, the newest level of a tree, nothing.
-MIXED = [random_tree(3, 21), 1, 9, (random_tree(4, 40), 6), 0]
-MIXED_PREFIXES = [130, 45, 0, 17, 12]
+            batch, window = replace(of_sizes, heads=(heads, 1)), 40 if heads == 3 else 0
+            yield _attention(name, batch, window=window, sinks=_sinks(heads))
 
 
 def _shapes() -> Iterator[Case]:
-    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
     for page_size, dtype, head_dim in product(PAGE_SIZES, ("bf16", "fp16"), (64, 128)):
         name = f"page {page_size}/{dtype}/D {head_dim}"
-        yield _attention(name, replace(mixed, page_size=page_size, dtype=dtype, head_dim=head_dim))
+        yield _attention(name, replace(MIXED, page_size=page_size, dtype=dtype, head_dim=head_dim))
     for layout, cache in product(LAYOUTS[1:], ("", "fp8")):
         name = f"strided {layout}/{_types('bf16', cache)}"
-        yield _attention(name, replace(mixed, layout=layout, cache=cache, page_size=7))
-        yield _attention(f"{name}/D 256", replace(mixed, layout=layout, cache=cache, page_size=7, head_dim=256))
+        yield _attention(name, replace(MIXED, layout=layout, cache=cache, page_size=7))
+        yield _attention(f"{name}/D 256", replace(MIXED, layout=layout, cache=cache, page_size=7, head_dim=256))
     for heads in ((3, 3), (16, 1), (5, 1), (12, 4)):
-        yield _attention(f"heads {heads[0]} of {heads[1]}", replace(mixed, heads=heads))
+        yield _attention(f"heads {heads[0]} of {heads[1]}", replace(MIXED, heads=heads))
     yield _attention("heads 71 of 1", Batch([random_tree(8, 15), 1], [100, 5], heads=(71, 1)))
-    yield _attention("heads of 512 apart", replace(mixed, head_dim=512))
-    yield _attention("short and long sequences", replace(mixed, heads=(8, 1), kinds=[*MIXED[:4], 70]), max_seqlen_q=70)
-    yield _attention("a wrong hint", mixed, max_seqlen_q=1)
+    yield _attention("heads of 512 apart", replace(MIXED, head_dim=512))
+    yield _attention(
+        "short and long sequences", replace(MIXED, heads=(8, 1), kinds=[*MIXED.kinds[:4], 70]), max_seqlen_q=70
+    )
+    yield _attention("a wrong hint", MIXED, max_seqlen_q=1)
     yield _attention("empty prefixes", Batch([random_tree(5, 33), 5, DraftTree.chain(0)], [0, 0, 0]))
     yield _attention("no sequence", Batch([], []))
     yield _attention("no sequence, padding rows", Batch([], [], padding=4))
-    yield _attention("more queries than keys", Batch([150], [0]),
-                     change=lambda given: given.update(seq_lens=int32([100])))  # fmt: skip
+    more = Batch([150], [0])
+    yield _attention("more queries than keys", more, change=lambda given: given.update(seq_lens=int32([100])))
     yield _attention("no query", Batch([0, 0], [20, 0]))
     yield _attention("padding rows", Batch([3], [5], padding=130))
     yield _attention("300 sequences", Batch([1] * 300, [i % 40 for i in range(300)], heads=(2, 1)))
@@ -230,12 +232,11 @@ def _shapes() -> Iterator[Case]:
 
 def _values() -> Iterator[Case]:
     """Bad values in tensors, and memory that nobody may look at."""
-    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
     for dtype, cache, poison in product(("bf16", "fp16"), ("", "fp8"), (float("nan"), float("inf"))):
         if cache and poison == float("inf"):
             continue  # e4m3 has none
         name = f"{poison} where nobody may look/{_types(dtype, cache)}"
-        yield _attention(name, replace(mixed, dtype=dtype, cache=cache, poison=poison, page_size=7))
+        yield _attention(name, replace(MIXED, dtype=dtype, cache=cache, poison=poison, page_size=7))
 
     def pages(given: dict[str, Any]) -> None:
         given["page_table"][0, 1], given["page_table"][0, 3], given["page_table"][2, 0] = 10_000, -1, -(2**31)
@@ -254,45 +255,39 @@ def _values() -> Iterator[Case]:
         given["tree_mask"].zero_()
         given["tree_lens"][0] = given["seq_lens"][0]
 
-    yield _attention("bad page ids", mixed, change=pages)
-    yield _attention("bad lengths", replace(mixed, page_size=61), change=lengths)
-    yield _attention("bad tree lengths", mixed, change=trees)
-    yield _attention("any mask", mixed, change=masks)
+    yield _attention("bad page ids", MIXED, change=pages)
+    yield _attention("bad lengths", replace(MIXED, page_size=61), change=lengths)
+    yield _attention("bad tree lengths", MIXED, change=trees)
+    yield _attention("any mask", MIXED, change=masks)
     for window in (2**31, 2**63 - 1):
-        yield _attention(f"window {window}", mixed, window=window)
-    yield _attention("any mask/window 7", mixed, change=masks, window=7)
-    yield _attention("rows that see nothing", mixed, change=blind)
-    yield _attention("rows that see nothing/sinks", mixed, change=blind, sinks=float32([-1, 1 / 3, 5 / 3, 3]))
-    yield _attention("a narrow mask", replace(mixed, words=1, kinds=[random_tree(3, 50), *MIXED[1:]]))
-    yield _attention("a wide mask", replace(mixed, words=5))
+        yield _attention(f"window {window}", MIXED, window=window)
+    yield _attention("any mask/window 7", MIXED, change=masks, window=7)
+    yield _attention("rows that see nothing", MIXED, change=blind)
+    yield _attention("rows that see nothing/sinks", MIXED, change=blind, sinks=float32([-1, 1 / 3, 5 / 3, 3]))
+    yield _attention("a narrow mask", replace(MIXED, words=1, kinds=[random_tree(3, 50), *MIXED.kinds[1:]]))
+    yield _attention("a wide mask", replace(MIXED, words=5))
 
 
 def _options() -> Iterator[Case]:
-    mixed = Batch(MIXED, MIXED_PREFIXES, padding=3)
     for dtype in ("bf16", "fp16"):
         for window in (1, 5, 64):
-            yield _attention(f"window {window}/{dtype}", replace(mixed, dtype=dtype), window=window)
-        yield _attention(f"softcap/{dtype}", replace(mixed, dtype=dtype), softcap=3.0)
-        yield _attention(f"sinks/{dtype}", replace(mixed, dtype=dtype), sinks=float32([0.0, 5.0, -torch.inf, 1.0]))
-        yield _attention(
-            f"all options/{dtype}", replace(mixed, dtype=dtype, head_dim=128), window=40, softcap=20.0, scale=0.2,
-            sinks=torch.linspace(-2, 4, 4, dtype=torch.float32),
-        )  # fmt: skip
+            yield _attention(f"window {window}/{dtype}", replace(MIXED, dtype=dtype), window=window)
+        yield _attention(f"softcap/{dtype}", replace(MIXED, dtype=dtype), softcap=3.0)
+        yield _attention(f"sinks/{dtype}", replace(MIXED, dtype=dtype), sinks=SINKS)
+        wide = replace(MIXED, dtype=dtype, head_dim=128)
+        yield _attention(f"all options/{dtype}", wide, scale=0.2, sinks=_sinks(4), **OPTIONS)
         for kind, scale in (("scalar", float32(0.4)), ("vector", float32([0.4])), ("head", float32([0.3, 1.7]))):
-            batch = replace(mixed, dtype=dtype, cache="fp8", head_dim=128)
+            batch = replace(MIXED, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
-    yield _attention(
-        "all options/fp32", replace(mixed, dtype="fp32"), window=40, softcap=20.0, scale=-0.2,
-        sinks=float32([0.0, 5.0, -torch.inf, 1.0]), backends=("cpu",),
-    )  # fmt: skip
-    yield _attention("causal", mixed, change=lambda given: given.update(tree_mask=None))
-    yield _attention("no tree lengths", Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70]),
-                     change=lambda given: given.update(tree_lens=None))  # fmt: skip
+    single = replace(MIXED, dtype="fp32")
+    yield _attention("all options/fp32", single, scale=-0.2, sinks=SINKS, backends=("cpu",), **OPTIONS)
+    yield _attention("causal", MIXED, change=lambda given: given.update(tree_mask=None))
+    two_trees = Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70])
+    yield _attention("no tree lengths", two_trees, change=lambda given: given.update(tree_lens=None))
     for dtype in ("bf16", "fp16"):
-        yield _attention(f"into a given tensor/{dtype}", replace(mixed, dtype=dtype), into=True)
-        yield _attention(f"without lse/{dtype}", replace(mixed, dtype=dtype), lse=False)
-    latent = replace(mixed, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
-    yield _attention("into a given tensor/latent", latent, into=True)
+        yield _attention(f"into a given tensor/{dtype}", replace(MIXED, dtype=dtype), into=True)
+        yield _attention(f"without lse/{dtype}", replace(MIXED, dtype=dtype), lse=False)
+    yield _attention("into a given tensor/latent", LATENT, into=True)
 
 
 def wgmma_cases() -> Iterator[Case]:
@@ -302,19 +297,15 @@ def wgmma_cases() -> Iterator[Case]:
             yield tile_case(sizes, tile, dtype, cache, WGMMA)
     for heads in ((8, 2), (24, 2)):
         for page_size, head_dim in ((1, 128), (7, 64), (16, 256), (128, 128)):
-            batch = Batch(MIXED, MIXED_PREFIXES, "bf16", "", head_dim, heads, page_size, padding=3)
+            batch = replace(MIXED, head_dim=head_dim, heads=heads, page_size=page_size)
             name = f"{heads[0]} heads/page {page_size}/D {head_dim}"
             yield _attention(name, replace(batch, poison=float("nan")), engine=WGMMA)
             yield _attention(f"{name}/fp8", replace(batch, cache="fp8", poison=float("nan")), engine=WGMMA)
-            yield _attention(f"{name}/options", batch, engine=WGMMA, window=40, softcap=20.0, scale=-0.2,
-                             sinks=torch.linspace(-2, 4, heads[0], dtype=torch.float32))  # fmt: skip
+            yield _attention(f"{name}/options", batch, engine=WGMMA, scale=-0.2, sinks=_sinks(heads[0]), **OPTIONS)
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
     for sizes, dtype, page_size in product(((512, 512), (576, 512)), ("fp16", "bf16"), (7, 64)):
-        batch = Batch(
-            MIXED, MIXED_PREFIXES, dtype, "", sizes[0], (16, 1), page_size, padding=3, poison=float("nan"),
-            head_dim_v=sizes[1], latent=True,
-        )  # fmt: skip
+        batch = replace(LATENT, dtype=dtype, head_dim=sizes[0], heads=(16, 1), page_size=page_size)
         yield _attention(f"latent/page {page_size}/{dtype}/{_sizes(sizes)}", batch, engine=WGMMA)
 
 
@@ -388,7 +379,7 @@ def plan_of(given: dict[str, Any], max_seqlen_q: int = 21, window: int = 0) -> T
 
 
 def _plans() -> Iterator[Case]:
-    batch = Batch([*MIXED, 1], [130, 2000, 0, 17, 12, 900], padding=3)
+    batch = replace(MIXED, kinds=[*MIXED.kinds, 1], prefixes=[130, 2000, 0, 17, 12, 900])
 
     def stale(given: dict[str, Any]) -> Tensor:
         return plan_of({**given, "seq_lens": given["seq_lens"].flip(0)}, 1)
@@ -409,6 +400,15 @@ def _plans() -> Iterator[Case]:
     yield _plan("window", Batch([5, 300], [4000, 2500]), window=700)
 
 
+TRUTHS = [
+    "cuts where keys are seen",
+    "has room for three lists",
+    "cuts in order",
+    "cuts the batch",
+    "begins with the first query",
+]
+
+
 def _plan(name: str, batch: Batch, window: int = 0) -> Case:
     """The number of ranges depends on the device; on every device they must cut all of the work, in order."""
 
@@ -419,21 +419,17 @@ def _plan(name: str, batch: Batch, window: int = 0) -> Case:
         queries = given["cu_seqlens_q"].diff().tolist()
         first = next((b for b, n in enumerate(queries) if n), 0)
         ends = [(64 * kv, int(given["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
-        truths = {
-            "cuts where keys are seen": all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
-            "has room for three lists": plan.numel() == 3 * 4 * 1025,
-            "cuts in order": all(starts == sorted(starts) and len(starts) <= 1024 for starts in lists),
-            "cuts the batch": all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
-            "begins with the first query": (first, 0, 0) in [starts[0] for starts in lists if starts],
-        }
-        return {text: torch.tensor(truth, dtype=torch.bool) for text, truth in truths.items()}
+        truths = [
+            all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
+            plan.numel() == 3 * 4 * 1025,
+            all(starts == sorted(starts) and len(starts) <= 1024 for starts in lists),
+            all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
+            (first, 0, 0) in [starts[0] for starts in lists if starts],
+        ]
+        return {text: torch.tensor(truth, dtype=torch.bool) for text, truth in zip(TRUTHS, truths, strict=True)}
 
     def by_loops() -> Results:
-        names = (
-            "cuts where keys are seen", "has room for three lists", "cuts in order", "cuts the batch",
-            "begins with the first query",
-        )  # fmt: skip
-        return {text: torch.ones((), dtype=torch.bool) for text in names}
+        return {text: torch.ones((), dtype=torch.bool) for text in TRUTHS}
 
     return Case(
         f"attention_plan/{name}", ("attention_plan",), run, by_loops, always_loops=True, against="what a plan is"
