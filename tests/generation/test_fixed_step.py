@@ -21,7 +21,6 @@ from generate_case import (
     SAMPLING,
     VOCAB,
     Oracle,
-    greedy,
     lists,
     prompts_of,
     tiny,
@@ -383,15 +382,3 @@ def test_a_drafter_of_ones_own(model):
     for drafter in (Changed(), ChangedLookup(4)):
         with pytest.raises(ValueError, match=f"cuda_graph: expected .* got {type(drafter).__name__}"):
             generate(model, prompts, drafter=drafter, max_new_tokens=4, cuda_graph=True)
-
-
-def test_no_prompts(model):
-    assert generate(model, [], max_new_tokens=4, cuda_graph=True)[0] == []
-
-
-def test_parameters_of_each_prompt(model):
-    prompts = prompts_of(LENGTHS)
-    params = SamplingParams(temperature=torch.tensor([0.0, 1.5, 0.7, 0.0], device=DEVICE))
-    plain, _, fixed, _ = both(model, NgramDrafter, prompts, max_new_tokens=8, params=params)
-    assert fixed == plain
-    assert fixed[0] == greedy(model, prompts[0].to(DEVICE), 8) or DEVICE == "cuda"

@@ -36,7 +36,6 @@ from latent_case import MODELS as LATENTS
 from subject_case import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
 
 from pagedtree import SamplingParams
-from pagedtree.generation import decode_step
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate
 
@@ -316,32 +315,6 @@ def test_a_shared_prefix_is_read_once_where_that_is_asked_for(model, texts):
     for share_prefix in (True, False, None):
         found, stats = generated(model, Oracle(texts, 0.8), n=2, page_size=7, share_prefix=share_prefix)
         assert found == twice(texts) and (stats.shared_prefix_steps > 0) == (share_prefix is True)
-
-
-@pytest.mark.parametrize("broken", ["compaction", "positions", "mask"])
-def test_each_part_is_needed(model, texts, monkeypatch, broken):
-    """Negative controls: an engine without one of its parts gives other text."""
-    if broken == "compaction":
-        monkeypatch.setattr(decode_step.DecodeStep, "compact", lambda self: None)
-    elif broken == "positions":
-        prepare_step = decode_step.prepare_step
-
-        def linear(trees, table, start, page_size, *, total_q):
-            _, *rest = prepare_step(trees, table, start, page_size, total_q=total_q)
-            sizes = trees.cu_nodes.diff()
-            positions = [start[b] + torch.arange(int(sizes[b])) for b in range(len(sizes))]
-            return torch.cat([*positions, torch.empty(0)]).long(), *rest
-
-        monkeypatch.setattr(decode_step, "prepare_step", linear)
-    else:
-        paged_step = decode_step.PagedStep
-
-        def causal(cache, table, seq_lens, cu_seqlens_q, slots, tree_mask, tree_lens, max_seqlen_q):
-            return paged_step(cache, table, seq_lens, cu_seqlens_q, slots, None, None, max_seqlen_q)
-
-        monkeypatch.setattr(decode_step, "PagedStep", causal)
-    found, _ = generated(model, Oracle(texts, 0.8))
-    assert all(tokens != text for tokens, text in zip(found[:2], texts, strict=False))
 
 
 @pytest.mark.parametrize("kind", ["window", "softcap", "sinks"])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import LENGTHS, SAMPLING, Oracle, generated, greedy, prompts_of, tiny
+from generate_case import LENGTHS, Oracle, generated, greedy, prompts_of, tiny
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
@@ -24,10 +24,8 @@ from ranks import Ranks
 from subject_case import SUBJECTS
 
 from pagedtree import SamplingParams
-from pagedtree.generation import recurrent_step
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.generation.recurrent_step import RecurrentStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, tensor_parallel
 from pagedtree.testing import backends, use_backend
 
@@ -114,78 +112,6 @@ def test_two_ranks(name, tmp_path):
     finally:
         processes.close()
     assert outcomes == [[text for text in texts for _ in range(2)]] * 2
-
-
-def left_out(op):
-    """`RecurrentStep.advance` without the matrices, or without the convolutions."""
-
-    def advance(step, *path):
-        step._advances = [each for each in step._advances if each[0] is not op]
-        return ADVANCE(step, *path)
-
-    return advance
-
-
-def root_alone(step, accept_index, num_accepted):
-    return ADVANCE(step, accept_index, torch.zeros_like(num_accepted))
-
-
-ADVANCE = RecurrentStep.advance
-BROKEN = [left_out(recurrent_step.advance_state), left_out(recurrent_step.advance_conv), root_alone]
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_states_have_to_follow_the_accepted_path(model, texts, monkeypatch, broken):
-    """Negative controls: matrices or inputs of convolutions that stay behind, or that follow the root alone."""
-    monkeypatch.setattr(RecurrentStep, "advance", broken)
-    found, _ = generated(model, Oracle(texts, 0.8))
-    assert all(tokens != text for tokens, text in zip(found, texts, strict=True))
-
-
-def late(states, source, sequence):
-    states.keep_prefix(source)
-    FORK(states, source, sequence)
-
-
-def dirty(states):
-    kept = {name: tensor.clone() for name, tensor in states._tensors.items()}
-    index = TAKE(states)
-    for name, tensor in kept.items():
-        if index < tensor.shape[0]:
-            states[name][index] = tensor[index]
-    return index
-
-
-FORK, TAKE = RecurrentStates.fork, RecurrentStates._take
-
-
-@pytest.mark.parametrize("broken", [late, dirty])
-def test_states_begin_where_their_sequence_does(model, monkeypatch, broken):
-    """Negative controls: outcomes get the states that another has by now, and states keep what was there before."""
-    options = {"params": SAMPLING, "n": 3, "page_size": 7}
-    expected, _ = generated(model, **options)
-    assert generated(model, num_pages=18, **options)[0] == expected
-    monkeypatch.setattr(RecurrentStates, "fork" if broken is late else "_take", broken)
-    other, _ = generated(model, num_pages=18, **options)
-    assert other[0] == expected[0] and other != expected
-
-
-def test_tokens_keep_the_rule_by_which_they_were_read(monkeypatch):
-    """Nemotron-H bounds dt in prompts alone: a text that is read again as a prompt would go on differently."""
-    other, of = tiny_hybrid("nemotron_h"), RecurrentStep.of
-    expected = [greedy(other, prompt) for prompt in prompts_of(LENGTHS)]
-    for all_generated in (True, False):
-        rule = torch.ones_like if all_generated else torch.zeros_like
-
-        def changed(*args, rule=rule):
-            step = of(*args)
-            step.is_generated = rule(step.is_generated)
-            return step
-
-        with monkeypatch.context() as patch:
-            patch.setattr(RecurrentStep, "of", changed)
-            found, _ = generated(other, page_size=7)
-        assert all(a != b for a, b in zip(found[:2], expected, strict=False))
 
 
 def test_larger_trees_are_refused(model):
