@@ -15,14 +15,13 @@ import torch
 pytest.importorskip("transformers")
 
 from block_case import block_model
+from command_case import calls_of_generate, check_refused, command_of
 from generate_case import VOCAB, tiny, tiny_eagle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from pagedtree.integrations.transformers import MedusaHeads, command_models
-from pagedtree.integrations.transformers import cli as command_module
 from pagedtree.integrations.transformers.chat import chat_prompt, turn_ends
-from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,28 +64,12 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture
 def run(folder, capsys):
-    """Runs the command; returns status, text and standard error."""
-
-    def run(*options, count=4):
-        arguments = ["--model", folder, "--prompt", folder / "prompt.txt", "--device", "cpu"]
-        status = cli.main(["generate", *map(str, (*arguments, "--max-new-tokens", count, *options))])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
-
-    return run
+    return command_of(folder, capsys, 4)
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records what `generate` is given, in each call."""
-    seen, own = [], command_module.generate
-
-    def watched(model, prompts, **more):
-        seen.append(SimpleNamespace(model=model, prompts=prompts, **more))
-        return own(model, prompts, **more)
-
-    monkeypatch.setattr(command_module, "generate", watched)
-    return seen
+    return calls_of_generate(monkeypatch)
 
 
 @pytest.fixture
@@ -105,14 +88,14 @@ def template(folder):
 
 def test_chat_puts_the_prompt_into_the_template(run, calls, monkeypatch):
     """With one <s>, the template's; line breaks at the end of the message are no part of it."""
-    assert run()[0] == 0 and calls[-1].prompts == [ids("<s>w7 w8")]
-    assert run("--chat")[0] == 0
-    assert calls[-1].prompts == [ids("<s><start>user w7 w8<end><start>assistant")]
-    assert run("--chat", "--system", "w5")[0] == 0
-    assert calls[-1].prompts == [ids("<s><start>system w5<end><start>user w7 w8<end><start>assistant")]
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"w9\r\n")))
-    assert run("--chat", "--prompt", "-")[0] == 0
-    assert calls[-1].prompts == [ids("<s><start>user w9<end><start>assistant")]
+    for options, prompt in (
+        ([], "<s>w7 w8"),
+        (["--chat"], "<s><start>user w7 w8<end><start>assistant"),
+        (["--chat", "--system", "w5"], "<s><start>system w5<end><start>user w7 w8<end><start>assistant"),
+        (["--chat", "--prompt", "-"], "<s><start>user w9<end><start>assistant"),
+    ):
+        assert run(*options).status == 0 and calls[-1].prompts == [ids(prompt)]
 
 
 def test_line_breaks_at_the_end_are_no_part_of_the_message():
@@ -125,8 +108,7 @@ def test_line_breaks_at_the_end_are_no_part_of_the_message():
 
 def test_the_templates_end_ends_the_text(folder, run, calls, model, template):
     """Beside the EOS tokens of the generation config, which may lack it."""
-    out = run()[1]
-    assert len(out.split()) == 4
+    assert len(run().out.split()) == 4
     GenerationConfig(eos_token_id=IDS["w3"]).save_pretrained(folder)
     try:
         run()
@@ -145,16 +127,13 @@ def test_the_templates_end_ends_the_text(folder, run, calls, model, template):
 
 
 def test_templates_that_will_not_do(run, template):
-    status, _, error = run("--system", "w5")
-    assert status == 2 and error.endswith("--system: needs --chat\n")
+    check_refused(run, "--system", "w5", message="--system: needs --chat\n")
     template(REFUSING)
-    assert run("--chat")[0] == 0
-    status, _, error = run("--chat", "--system", "w5")
-    assert status == 2 and error.count("\n") == 2
-    assert "the tokenizer's template refuses messages of system and user: no system role" in error
+    assert run("--chat").status == 0
+    refusal = "the tokenizer's template refuses messages of system and user: no system role\n"
+    check_refused(run, "--chat", "--system", "w5", message=refusal)
     template(None)
-    status, _, error = run("--chat")
-    assert status == 2 and "--chat" in error and "expected a tokenizer with a chat template, got one without" in error
+    check_refused(run, "--chat", message="expected a tokenizer with a chat template, got one without\n")
 
 
 @pytest.mark.parametrize(
@@ -186,30 +165,15 @@ def test_templates_that_fail_or_leave_a_message_out(folder, text, message):
         chat_prompt(tokenizer, "w7 w8", "w5")
 
 
-@pytest.mark.parametrize("more", [[], ["--num-nodes", "5"], ["--rule", "block", "--temperature", "0.9"]])
-def test_block_drafter(folder, run, calls, more):
-    sampling = more[2:]
-    status, out, error = run("--block", folder / "block", *more, count=12)
-    assert status == 0 and "12 tokens in" in error and calls[-1].drafter.max_depth == (4 if "5" in more else 5)
-    if not sampling:
-        assert out == run(count=12)[1]
-    else:
-        assert calls[-1].drafter.is_chain
-    status, _, error = run("--block", folder / "nowhere")
-    assert status == 2 and "--block: expected a folder, got " in error
-    status, _, error = run("--block", folder / "eagle")
-    assert status == 2 and f"--block {folder / 'eagle'}: " in error
-
-
 def test_any_folder(folder, run, calls):
+    _, plain, _ = run(count=12)
     for name, kind in (("eagle", "EagleDrafter"), ("block", "BlockDrafter"), ("medusa", "MedusaDrafter")):
         status, out, error = run("--drafter", folder / name, "--num-nodes", "5", count=12)
-        assert status == 0 and "12 tokens in" in error and out == run(count=12)[1]
-        assert type(calls[-2].drafter).__name__ == kind and calls[-2].drafter.max_nodes == 5
-    status, _, error = run("--drafter", folder / "nowhere")
-    assert status == 2 and "--drafter: expected a folder, got " in error
-    status, _, error = run("--drafter", folder)
-    assert status == 2 and "expected a draft head, or a model with MTP layers" in error
+        assert (status, out) == (0, plain) and "12 tokens in" in error
+        assert type(calls[-1].drafter).__name__ == kind and calls[-1].drafter.max_nodes == 5
+    message = "expected a draft head, or a model with MTP layers"
+    check_refused(run, "--drafter", folder, message=message)
+    check_refused(run, "--block", folder / "eagle", message=f"--block {folder / 'eagle'}: ")
 
 
 def test_packed_weights(run, calls):
@@ -220,21 +184,23 @@ def test_packed_weights(run, calls):
 
 def test_drafters_have_their_own_sizes(folder, run, calls):
     """Unless an option says otherwise."""
+    _, plain, _ = run(count=12)
     for options, nodes, depth, chain in (
-        (["--draft", folder], 16, 4, 5), (["--eagle", folder / "eagle"], 16, 5, 6), (["--ngram"], 32, 16, 16),
-        (["--medusa", folder / "medusa"], 16, 3, None), (["--block", folder / "block"], 16, 5, 16),
-    ):  # fmt: skip
-        run(*options)
+        (["--draft", folder], 16, 4, 5),
+        (["--eagle", folder / "eagle"], 16, 5, 6),
+        (["--ngram"], 32, 16, 16),
+        (["--medusa", folder / "medusa"], 16, 3, None),
+        (["--block", folder / "block"], 16, 5, 16),
+    ):
+        assert run(*options, count=12)[:2] == (0, plain)
         drafter = calls[-1].drafter
         assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (nodes, depth, False)
         run(*options, "--num-nodes", "7")
         assert calls[-1].drafter.max_nodes == 7
-        if chain:
-            law = ["--draft-law", "iid"] if "--draft" in options else []
-            assert run(*options, *law, "--rule", "block", "--temperature", "0.9")[0] == 0
-            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth < nodes
-            assert run(*options, *law, "--rule", "block", "--temperature", "0.9", "--num-nodes", "4")[0] == 0
-            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
+        law = ["--draft-law", "iid"] if "--draft" in options else []
+        for more, deepest in (([], nodes - 1), (["--num-nodes", "4"], 3)) if chain else ():
+            assert run(*options, *law, "--rule", "block", "--temperature", "0.9", *more).status == 0
+            assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth <= deepest
 
 
 def test_options_set_the_sizes_of_trees(folder, run, calls):
@@ -247,26 +213,25 @@ def test_options_set_the_sizes_of_trees(folder, run, calls):
         assert getattr(drafter, "num_children", [2] * 3) == [2] * 3
         assert run(*options, "--width", "1", "--num-nodes", "4")[0] == 0
         assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth == 3
-        status, _, error = run(*options, "--width", "0")
-        assert status == 2 and error.endswith("--width: expected at least 1, got 0\n")
+        check_refused(run, *options, "--width", "0", message="--width: expected at least 1, got 0\n")
     for option in ("--depth", "--width"):
-        status, _, error = run("--medusa", folder / "medusa", option, "2")
-        assert status == 2 and "not with --medusa" in error
+        check_refused(run, "--medusa", folder / "medusa", option, "2", message="not with --medusa")
+
+
+AVX512 = ["portable", "avx2", "avx512"]
 
 
 @pytest.mark.parametrize(
     ("own", "isas", "used"),
     [
-        ("float32", ["portable", "avx2", "avx512"], "float32"),
+        ("float32", AVX512, "float32"),
         ("bfloat16", ["portable", "avx2"], "float32"),
-        ("bfloat16", ["portable", "avx2", "avx512"], "bfloat16"),
-        ("bfloat16", ["portable", "avx2", "avx512", "amx"], "bfloat16"),
-        ("float16", ["portable", "avx2", "avx512", "amx"], "float32"),
+        ("bfloat16", AVX512, "bfloat16"),
+        ("bfloat16", [*AVX512, "amx"], "bfloat16"),
+        ("float16", [*AVX512, "amx"], "float32"),
     ],
 )
-def test_dtype_is_the_checkpoints_where_the_cpu_is_fast_in_it(
-    folder, run, calls, tmp_path, monkeypatch, own, isas, used
-):
+def test_dtype_is_the_checkpoints_where_the_cpu_is_fast(folder, run, calls, tmp_path, monkeypatch, own, isas, used):
     monkeypatch.setattr(command_models, "_C", SimpleNamespace(available_isas=lambda: isas))
     tiny(0).to(getattr(torch, own)).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
@@ -327,12 +292,10 @@ def test_a_real_model(run, tmp_path, monkeypatch):
 
 
 def test_gguf_files_that_will_not_do(run, gguf_file, monkeypatch, tmp_path):
-    (tmp_path / "cut.gguf").write_bytes(gguf_file.read_bytes()[:-1000])
-    status, out, error = run("--model", tmp_path / "cut.gguf")
-    assert (status, out) == (2, "") and "Traceback" not in error
-    assert f"--model {tmp_path / 'cut.gguf'}: path: expected a GGUF file" in error.splitlines()[-1]
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(gguf_file.read_bytes()[:-1000])
+    check_refused(run, "--model", cut, message=f"--model {cut}: path: expected a GGUF file")
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "gguf" else find(name, *more))
-    status, _, error = run("--model", gguf_file)
-    assert status == 2
-    assert error.endswith(f"--model {gguf_file}: a GGUF file needs gguf: pip install gguf accelerate\n")
+    message = f"--model {gguf_file}: a GGUF file needs gguf: pip install gguf accelerate\n"
+    check_refused(run, "--model", gguf_file, message=message)

@@ -13,12 +13,10 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
+from command_case import calls_of_generate, check_refused, command_of
 from generate_case import tiny
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-
-from pagedtree.integrations.transformers import cli as command_module
-from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,88 +46,67 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def run(folder, capsys):
-    """Runs the command; returns status, text and the last line of standard error that it wrote itself."""
-
-    def run(*options, count=4):
-        arguments = ["--model", str(folder), "--prompt", str(folder / "prompt.txt"), "--device", "cpu"]
-        status = cli.main(["generate", *arguments, "--max-new-tokens", str(count), *map(str, options)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err.strip().splitlines()[-1]
-
-    return run
+    return command_of(folder, capsys, 4)
 
 
 @pytest.fixture
-def prompts(monkeypatch):
-    """The prompts that `generate` is given."""
-    seen, own = [], command_module.generate
-    monkeypatch.setattr(
-        command_module, "generate", lambda model, given, **more: seen.extend(given) or own(model, given, **more)
-    )
-    return seen
+def calls(monkeypatch):
+    return calls_of_generate(monkeypatch)
 
 
 @pytest.mark.parametrize("source", ["file", "standard input"])
-def test_line_ends_reach_the_model(folder, run, prompts, tmp_path, monkeypatch, source):
+def test_line_ends_reach_the_model(run, calls, tmp_path, monkeypatch, source):
     data = b"\xef\xbb\xbfab\r\ncd\n\re\r\n"
     (tmp_path / "prompt.txt").write_bytes(data)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    status, _, _ = run("--prompt", tmp_path / "prompt.txt" if source == "file" else "-")
-    assert status == 0
-    assert ["".join(TOKENS[token] for token in prompt) for prompt in prompts] == ["ab\r\ncd\n\re\r\n"]
+    assert run("--prompt", tmp_path / "prompt.txt" if source == "file" else "-").status == 0
+    (prompt,) = calls[-1].prompts
+    assert "".join(TOKENS[token] for token in prompt) == "ab\r\ncd\n\re\r\n"
 
 
-def test_an_empty_prompt(folder, run, prompts, tmp_path):
+def test_an_empty_prompt(folder, run, calls, tmp_path):
     """It is refused where the tokenizer makes no token of it, and fine where it puts one in front."""
+    file = tmp_path / "empty.txt"
     for data in (b"", b"\xef\xbb\xbf"):
-        (tmp_path / "empty.txt").write_bytes(data)
-        status, out, error = run("--prompt", tmp_path / "empty.txt")
-        assert (status, out) == (2, "")
-        assert error.endswith(
-            f"--prompt: expected a text of at least one token, got {tmp_path / 'empty.txt'}, which has none"
-        )
+        file.write_bytes(data)
+        message = f"--prompt: expected a text of at least one token, got {file}, which has none\n"
+        check_refused(run, "--prompt", file, message=message)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<eos> $A", special_tokens=[("<eos>", len(TOKENS) - 1)]
-    )
-    other = tmp_path / "other"
+    eos, other = len(TOKENS) - 1, tmp_path / "other"
+    tokenizer.post_processor = processors.TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", eos)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(other)
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other)
-    status, _, _ = run("--model", other, "--prompt", tmp_path / "empty.txt")
-    assert status == 0 and prompts == [[len(TOKENS) - 1]]
+    assert run("--model", other, "--prompt", file).status == 0 and calls[-1].prompts == [[eos]]
 
 
-def test_files_that_cannot_be_read(run, tmp_path):
+@pytest.mark.parametrize("option", ["--prompt", "--json-schema", "--grammar"])
+@pytest.mark.parametrize(
+    ("name", "expected", "reason"),
+    [
+        ("nothing.txt", "a file that can be read", ": No such file or directory"),
+        (".", "a file that can be read", ": Is a directory"),
+        ("latin1.txt", "text in UTF-8", " with byte 0xe9 at offset 3"),
+    ],
+)
+def test_files_that_cannot_be_read(run, tmp_path, option, name, expected, reason):
     """One line names the option and the file, before a checkpoint is loaded."""
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9")
-    for option in ("--prompt", "--json-schema", "--grammar"):
-        for name, expected, reason in (
-            ("nothing.txt", "a file that can be read", ": No such file or directory"),
-            (".", "a file that can be read", ": Is a directory"),
-            ("latin1.txt", "text in UTF-8", " with byte 0xe9 at offset 3"),
-        ):
-            status, out, error = run(option, tmp_path / name)
-            assert (status, out) == (2, "")
-            assert (
-                error == f"python -m pagedtree generate: {option}: expected {expected}, got {tmp_path / name}{reason}"
-            )
+    message = f"python -m pagedtree generate: {option}: expected {expected}, got {tmp_path / name}{reason}\n"
+    check_refused(run, option, tmp_path / name, message=message)
 
 
-@pytest.mark.parametrize("option", ["--model", "--draft", "--medusa", "--eagle", "--block"])
+@pytest.mark.parametrize("option", ["--model", "--draft", "--drafter", "--medusa", "--eagle", "--block"])
 def test_folders_that_are_not_there(run, tmp_path, option):
     """None of these is asked for on the hub."""
-    (tmp_path / "file").touch()
-    is_model = option in ("--model", "--draft")
+    file, is_model = tmp_path / "file", option in ("--model", "--draft")
+    file.touch()
     kind = "a folder, a GGUF file or a name on the hub" if is_model else "a folder"
     for name in (tmp_path / "nowhere", "./nowhere", "../nowhere", "a/b/nowhere", "nowhere/"):
-        status, out, error = run(option, name)
-        assert (status, out) == (2, "")
-        assert error.endswith(f"{option}: expected {kind}, got {name}, which does not exist")
+        check_refused(run, option, name, message=f"{option}: expected {kind}, got {name}, which does not exist\n")
     found = "another file" if is_model else "a file"
-    assert run(option, tmp_path / "file")[2].endswith(f"{option}: expected {kind}, got {tmp_path / 'file'}, {found}")
-    assert run(option, tmp_path)[2].endswith(
-        f"{option}: expected a checkpoint, got {tmp_path}, a folder without config.json"
-    )
+    check_refused(run, option, file, message=f"{option}: expected {kind}, got {file}, {found}\n")
+    message = f"{option}: expected a checkpoint, got {tmp_path}, a folder without config.json\n"
+    check_refused(run, option, tmp_path, message=message)
 
 
 @pytest.mark.parametrize(("option", "loader"), [("--model", "AutoTokenizer"), ("--draft", "AutoModelForCausalLM")])
@@ -144,18 +121,14 @@ def test_names_on_the_hub(folder, run, monkeypatch, option, loader):
     own = getattr(transformers, loader).from_pretrained
     monkeypatch.setattr(getattr(transformers, loader), "from_pretrained", load)
     for name in ("owner/nowhere-1.5b", "nowhere"):
-        status, _, error = run(option, name)
-        assert status == 2
-        assert error.endswith(
-            f"{option} {name}: no folder here, and not loaded from the hub: {name} is not a local folder and more"
-        )
+        reason = f"no folder here, and not loaded from the hub: {name} is not a local folder and more\n"
+        check_refused(run, option, name, message=f"{option} {name}: {reason}")
 
 
 @pytest.mark.parametrize("option", ["--medusa", "--eagle"])
 def test_heads_that_cannot_be_loaded(run, tmp_path, option):
     (tmp_path / "config.json").write_text("[]")
-    status, _, error = run(option, tmp_path)
-    assert status == 2 and f"{option} {tmp_path}: " in error
+    check_refused(run, option, tmp_path, message=f"{option} {tmp_path}: ")
 
 
 def gaps(text):
@@ -167,10 +140,9 @@ def test_white_space_of_json_is_bounded(folder, run, tmp_path):
     """A model that likes blanks comes to an end."""
     pytest.importorskip("xgrammar")
     schema = ["--json-schema", folder / "schema.json"]
-    status, out, _ = run(*schema, count=400)
-    assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == 20
-    status, out, _ = run(*schema, "--max-whitespace", "3", count=400)
-    assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == 3
+    for more, most in (([], 20), (["--max-whitespace", "3"], 3)):
+        status, out, _ = run(*schema, *more, count=400)
+        assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == most
     status, out, _ = run(*schema, "--max-whitespace", "0", count=400)
     assert (status, out) == (0, '{"a": [1, 1]}\n')
     # A byte order mark and other line ends do not matter.
@@ -184,11 +156,10 @@ def test_white_space_of_json_is_bounded(folder, run, tmp_path):
 
 def test_white_space_and_grammars_that_will_not_do(folder, run, tmp_path):
     pytest.importorskip("xgrammar")
-    schema = folder / "schema.json"
-    for options in (["--max-whitespace", "3"], ["--json-schema", schema, "--max-whitespace", "-1"]):
-        status, _, error = run(*options)
-        assert status == 2 and "--max-whitespace: expected 0 or more, with --json-schema, got " in error
+    for options in (["--max-whitespace", "3"], ["--json-schema", folder / "schema.json", "--max-whitespace", "-1"]):
+        message = f"--max-whitespace: expected 0 or more, with --json-schema, got {options[-1]}\n"
+        check_refused(run, *options, message=message)
     (tmp_path / "wrong").write_text("root ::= é(", encoding="utf-8")
     for option in ("--json-schema", "--grammar"):
-        status, _, error = run(option, tmp_path / "wrong")
-        assert status == 2 and f"{option}: expected what xgrammar can read, got {tmp_path / 'wrong'}: " in error
+        message = f"{option}: expected what xgrammar can read, got {tmp_path / 'wrong'}: "
+        check_refused(run, option, tmp_path / "wrong", message=message)
