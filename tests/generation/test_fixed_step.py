@@ -21,7 +21,7 @@ from generate_case import (
     SAMPLING,
     VOCAB,
     Oracle,
-    lists,
+    generated,
     prompts_of,
     tiny,
     tiny_eagle,
@@ -51,7 +51,6 @@ from pagedtree.integrations.transformers import (
     MtpDrafter,
     NgramDrafter,
     PagedCache,
-    generate,
     load_drafter,
 )
 from pagedtree.integrations.transformers.model import TransformersModel
@@ -116,22 +115,20 @@ CASES = [
 ]
 
 
-def both(model, drafter, prompts, **options):
+def both(model, drafter, prompts=None, **options):
     """The results of the ordinary engine (on a GPU: of the uncaptured step) and of the fixed step."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(FixedStep, "captures", False)
-        plain, plain_stats = generate(model, prompts, drafter=drafter(), cuda_graph=DEVICE == "cuda", **options)
-    fixed, stats = generate(model, prompts, drafter=drafter(), cuda_graph=True, **options)
-    return lists(plain), plain_stats, lists(fixed), stats
+        plain, plain_stats = generated(model, drafter(), prompts, cuda_graph=DEVICE == "cuda", **options)
+    fixed, stats = generated(model, drafter(), prompts, cuda_graph=True, **options)
+    return plain, plain_stats, fixed, stats
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule):
-    options = {"max_new_tokens": NEW_TOKENS, "params": params, "rule": rule, "page_size": 7}
-    plain, plain_stats, fixed, stats = both(
-        model, lambda: DRAFTERS[name](model, draft_model), prompts_of(LENGTHS)[:3], **options
-    )
+    drafter, options = lambda: DRAFTERS[name](model, draft_model), {"params": params, "rule": rule, "page_size": 7}
+    plain, plain_stats, fixed, stats = both(model, drafter, prompts_of(LENGTHS)[:3], **options)
     assert fixed == plain
     assert [s.accepted for s in stats.sequences] == [s.accepted for s in plain_stats.sequences]
     if name == "itself" and params is None:
@@ -140,20 +137,16 @@ def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule
         assert stats.packed_tokens > plain_stats.packed_tokens
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "drawn tree",
-        "EAGLE",
-        *[pytest.param(name, marks=pytest.mark.slow) for name in ("Medusa", "n-gram tree", "draft model")],
-    ],
-)
+COMING = ["drawn tree", "EAGLE", *[pytest.param(name, marks=pytest.mark.slow) for name in ("Medusa", "draft model")]]
+
+
+@pytest.mark.parametrize("name", COMING)
 def test_sequences_come_and_go(model, draft_model, name):
     """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
     prompts = prompts_of((9, 40, 13, 1, 8, 30), seed=2)
-    options = {"max_new_tokens": NEW_TOKENS, "params": SAMPLING, "n": 2, "page_size": 2}
+    options = {"params": SAMPLING, "n": 2, "page_size": 2}
     drafter = lambda: DRAFTERS[name](model, draft_model)  # noqa: E731
-    plain = lists(generate(model, prompts, **options)[0])
+    plain, _ = generated(model, None, prompts, **options)
     few = {"num_pages": 50, "max_batch_tokens": 24}
     expected, _, fixed, stats = both(model, drafter, prompts, **options, **few)
     assert fixed == expected and stats.evictions > 0
@@ -161,14 +154,14 @@ def test_sequences_come_and_go(model, draft_model, name):
     ended, _, fixed, stats = both(model, drafter, prompts, **options, **few)
     assert fixed == ended and stats.sequences[3].finish_reason == "eos"
     if DEVICE == "cpu":
-        assert expected == plain and ended == lists(generate(model, prompts, **options)[0])
+        assert expected == plain and ended == generated(model, None, prompts, **options)[0]
 
 
 def test_what_a_trained_head_drafts():
     """Tokens that were accepted in the step before are read with their features: the same trees in every step."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target").to(DEVICE)
     prompts = [list(b"import os\n\n\ndef read("), list(b"class Log:\n"), list(b"for line in ")]
-    options = {"max_new_tokens": 40, "page_size": 3, "tree": None}
+    options = {"count": 40, "page_size": 3, "tree": None}
     plain, stats, fixed, found = both(
         model, lambda: load_drafter(CHECKPOINTS / "eagle", model, num_nodes=9, depth=4, width=3), prompts, **options
     )
@@ -210,26 +203,36 @@ def no_values():
         yield
 
 
+def step_without_host(model, drafter, sampling, requests=None, reader=None, is_recurrent=False):
+    """A step for up to four of three sequences, which was run without the host; and its history."""
+    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
+    with AnyValue():
+        drafter.begin(4, sampling)
+    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    cache = PagedCache(20, 4, torch.device("meta"), is_recurrent)
+    packed = TransformersModel(model)
+    rows = None if requests is None else requests(sequences)
+    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids, reader), sampling, history, sequences, 4, rows)
+    with packed.use():
+        step.run()  # caches and constants are made, as before a capture
+        with NoHost(), NoConstants():
+            step.run()
+    drafter.end()
+    return step, rows, history
+
+
+def seeded_by_zeros(rule, params):
+    return Sampling(rule, params, torch.zeros(3, dtype=torch.int64))
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_the_step_stays_on_the_device(no_values, name, params, rule):
     model, draft_model = tiny(0).to(torch.bfloat16), tiny(1, num_hidden_layers=1).to(torch.bfloat16)
     with AnyValue():
         drafter = as_drafter(DRAFTERS[name](model, draft_model))
-        sampling = Sampling(
-            check_rule(rule, params, drafter.draft_law, drafter.is_chain), params, torch.zeros(3, dtype=torch.int64)
-        )
-        drafter.begin(4, sampling)
-    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
-    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    cache = PagedCache(20, 4, torch.device("meta"))
-    packed = TransformersModel(model)
-    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids), sampling, history, sequences, 4)
-    with packed.use():
-        step.run()  # caches and constants are made, as before a capture
-        with NoHost(), NoConstants():
-            step.run()
-    drafter.end()
+    rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain)
+    step, *_ = step_without_host(model, drafter, seeded_by_zeros(rule, params))
     assert step._report.shape == (4, step._result.trees.max_depth + 4)
 
 
@@ -239,20 +242,11 @@ def test_recurrent_layers_stay_on_the_device(no_values, monkeypatch, name):
     """transformers asks whether a stream is being captured before it reads values of its masks."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     model = tiny_hybrid(name).to(torch.bfloat16)
-    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
-    drafter, sampling = NgramDrafter(8), Sampling("greedy", None, torch.zeros(3, dtype=torch.int64))
-    drafter.begin(4, sampling)
-    cache = PagedCache(20, 4, torch.device("meta"), is_recurrent=True)
-    packed = TransformersModel(model)
-    history = torch.zeros((4, 20), dtype=torch.int64)
-    step = FixedStep(DecodeStep(packed, cache, drafter, None), sampling, history, sequences, 4)
-    with packed.use():
-        step.run()
-        with NoHost(), NoConstants():
-            step.run()
-    assert step._report.shape[0] == 4 and cache.states.num_states == 3
+    step, *_ = step_without_host(model, NgramDrafter(8), seeded_by_zeros("greedy", None), is_recurrent=True)
+    assert step._report.shape[0] == 4 and step.cache.states.num_states == 3
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_processed", [None, False, True])
 @pytest.mark.parametrize("temperature", [0.8, torch.tensor([0.0, 1.0, 0.7])])
 def test_request_options_stay_on_the_device(no_values, is_processed, temperature):
@@ -260,21 +254,14 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to("meta")
     params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
-    sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     each = TokenOptions(bias={3: 1.0}, allowed_tokens=range(9), bad_words=[[1], [2, 3]])
-    device = torch.device("meta")
-    requests = option_rows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, device)
     reader = None if is_processed is None else LogprobReader(3, is_processed)
-    drafter, sampling = NgramDrafter(8), Sampling("sampled", params, torch.zeros(3, dtype=torch.int64))
-    drafter.begin(4, sampling)
-    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    packed = TransformersModel(tiny(0).to(torch.bfloat16))
-    decode_step = DecodeStep(packed, PagedCache(20, 4, device), drafter, eos_ids, reader)
-    step = FixedStep(decode_step, sampling, history, sequences, 4, requests)
-    with packed.use():
-        step.run()
-        with NoHost(), NoConstants():
-            step.run()
+
+    def rows_of(sequences):
+        return option_rows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, torch.device("meta"))
+
+    model, sampling = tiny(0).to(torch.bfloat16), seeded_by_zeros("sampled", params)
+    step, requests, history = step_without_host(model, NgramDrafter(8), sampling, rows_of, reader)
     before = {name: tensor for name, tensor in step.options.tensors().items() if tensor is not None}
     requests.refresh(step.options, [0, 2, 3, 3], history, [4, 5, 0, 0])
     assert len(before) == 11 and all(getattr(step.options, name) is tensor for name, tensor in before.items())
@@ -311,10 +298,8 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
     if FixedStep.captures:
         pytest.skip("a captured graph could not do otherwise")
     monkeypatch.setattr(FixedStep, "run", noted)
-    generate(
-        model, prompts_of((5, 9, 3)), drafter=ModelDrafter(draft_model, num_nodes=6), max_new_tokens=80, page_size=2,
-        cuda_graph=True,
-    )  # fmt: skip
+    drafter = ModelDrafter(draft_model, num_nodes=6)
+    generated(model, drafter, prompts_of((5, 9, 3)), 80, page_size=2, cuda_graph=True)
     assert len(places) > 10
     assert len(set(places)) == len({size for size, _ in places})
 
@@ -326,14 +311,14 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
     monkeypatch.setattr(FixedStep, "captures", False)
     small = tiny(0, num_hidden_layers=1).to(torch.float16)
     phrase = [3, 9, 4, 7]
-    given = {"params": params, "max_new_tokens": 5}
+    given = {"params": params, "count": 5}
     if params is not None and params.repetition_penalty != 1:
         given |= {"options": TokenOptions(bias={9: 1.0}, bad_words=[[4]]), "logprobs": 2, "logprobs_mode": "processed"}
     prompts = [[*phrase, *phrase], [5, *phrase, 5]]
     with use_backend("simt"):
-        sequences, stats = generate(small, prompts, drafter=NgramDrafter(4), page_size=4, cuda_graph=True, **given)
-    expected, plain = generate(small, prompts, **given)
-    assert lists(sequences) == lists(expected)
+        texts, stats = generated(small, NgramDrafter(4), prompts, page_size=4, cuda_graph=True, **given)
+    expected, plain = generated(small, None, prompts, **given)
+    assert texts == expected
     for one, other in zip(stats.sequences, plain.sequences, strict=True):
         if one.logprobs is not None:
             both = torch.tensor([one.logprobs.logprobs, other.logprobs.logprobs])
@@ -341,18 +326,16 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):
-    options = {"max_new_tokens": 4, "cuda_graph": True}
-    with pytest.raises(
-        ValueError, match=r"cuda_graph: expected a drafter of NoDrafter, NgramDrafter, .* got _Stateless"
+    for message, more in (
+        (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
+        (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
+        ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
     ):
-        generate(model, [[1, 2]], drafter=Oracle([[1, 2, 3]], 1.0), **options)
-    with pytest.raises(ValueError, match=r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3"):
-        generate(model, [[1, 2]], drafter=NgramDrafter(4, remember=3), **options)
-    with pytest.raises(ValueError, match="share_prefix: expected None or False with cuda_graph"):
-        generate(model, [[1, 2]], share_prefix=True, **options)
+        with pytest.raises(ValueError, match=message):
+            generated(model, cuda_graph=True, **more)
     monkeypatch.setattr(FixedStep, "captures", True)
     with pytest.raises(ValueError, match="cuda_graph: expected a model on a CUDA device, got one on cpu"):
-        generate(tiny(0), [[1, 2]], **options)
+        generated(tiny(0), cuda_graph=True)
 
 
 class Repeats(Drafter):
@@ -370,7 +353,7 @@ class Repeats(Drafter):
 
 def test_a_drafter_of_ones_own(model):
     prompts = [[5, 5, 5, 5], [1, 2, 3]]
-    plain, _, fixed, stats = both(model, Repeats, prompts, max_new_tokens=NEW_TOKENS)
+    plain, _, fixed, stats = both(model, Repeats, prompts)
     assert fixed == plain and stats.steps <= NEW_TOKENS
 
     class Changed(Repeats):  # does not say that it can be captured
@@ -381,4 +364,4 @@ def test_a_drafter_of_ones_own(model):
 
     for drafter in (Changed(), ChangedLookup(4)):
         with pytest.raises(ValueError, match=f"cuda_graph: expected .* got {type(drafter).__name__}"):
-            generate(model, prompts, drafter=drafter, max_new_tokens=4, cuda_graph=True)
+            generated(model, drafter, prompts, cuda_graph=True)
