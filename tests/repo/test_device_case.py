@@ -9,10 +9,8 @@ from device_case import only_on, to_device
 
 from pagedtree import DraftTree, TreeBatch, merge_states
 from pagedtree._ops import ops
-from pagedtree.check.case import Place
-from pagedtree.check.cases.attention import Batch
 from pagedtree.check.cases.inputs import paged_views
-from pagedtree.testing import backends, use_backend
+from pagedtree.testing import use_backend
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -23,15 +21,6 @@ def test_strides_are_kept(layout: str) -> None:
         assert there.is_meta and there.dtype == cache.dtype and there.shape == cache.shape
         assert there.stride() == cache.stride() and there.storage_offset() == cache.storage_offset()
     assert moved[0].untyped_storage()._cdata == moved[1].untyped_storage()._cdata
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("stored", ["", "fp8"])
-def test_cases_keep_strides(layout: str, stored: str) -> None:
-    batch = Batch([DraftTree([-1, 0])], [5], cache=stored, layout=layout)
-    here, there = (batch.build(Place(torch.device(name), "cpu")) for name in ("cpu", "meta"))
-    assert {name: t.device.type for name, t in there.items()} == dict.fromkeys(here, "meta")
-    assert {name: t.stride() for name, t in there.items()} == {name: t.stride() for name, t in here.items()}
 
 
 def test_broadcast_rows_and_empty_tensors_are_moved() -> None:
@@ -55,12 +44,3 @@ def test_tests_of_cuda_do_not_run_on_the_cpu() -> None:
         assert DraftTree([-1, 0, 0]).depths.tolist() == [0, 1, 1]
     assert merge_states(out, lse, out, lse)[0].shape == out.shape
     assert TreeBatch.from_trees([DraftTree([-1, 0])]).valid.all()
-
-
-@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-def test_tests_of_simt_run_on_simt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "unknown")  # which simt alone reads
-    with only_on("simt"), pytest.raises(RuntimeError, match="PAGEDTREE_SIMT_ORDER"):
-        DraftTree([-1, 0])
-    with only_on("cpu"):
-        DraftTree([-1, 0])

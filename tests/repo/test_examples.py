@@ -40,23 +40,6 @@ def test_the_toy_is_exact(monkeypatch, tmp_path, capsys):
     assert "draft-model tree" in out and "drawn tree, traversal" in out and "typical is lossy" in out
 
 
-def test_the_toy_fails_on_wrong_output(monkeypatch, tmp_path, capsys):
-    import toy
-
-    without_compaction(monkeypatch)
-    load = toy.load
-
-    def load_trees(args):  # a chain's accepted rows are where they belong
-        *models, drafters = load(args)
-        return *models, {name: drafters[name] for name in ("plain", "draft-model tree")}
-
-    monkeypatch.setattr(toy, "load", load_trees)
-    code, rows = run_toy(monkeypatch, tmp_path)
-    assert code == 1 and not all(row["identical"] for row in rows)
-    out = capsys.readouterr().out
-    assert "THE TEXTS DIFFER" in out and "first difference" in out
-
-
 def without_compaction(monkeypatch):
     """Accepted rows stay where their draft nodes were."""
     from pagedtree.generation import decode_step

@@ -131,10 +131,6 @@ def test_calls_are_valid(name: str) -> None:
     call.function(**call.arguments)
 
 
-def unnamed(q: Any) -> None:
-    raise ValueError("wrong")
-
-
 def crashing(q: Any) -> None:
     raise IndexError("`q`")
 
@@ -143,31 +139,11 @@ def writing_behind(q: Any) -> None:
     torch.as_strided(q, (1,), (1,), q.storage_offset() + q.numel()).fill_(7)
 
 
-def writing_inside(q: Any) -> None:
-    q.fill_(7)
-
-
-def token_outside(q: Any) -> pt.Verdict:
-    return pt.Verdict(int32([[0]]), int32([0]), torch.tensor([[2**32 - 1]]), int32([0]))
-
-
-@pytest.mark.parametrize("function", [unnamed, crashing, writing_behind, writing_inside, token_outside])
+@pytest.mark.parametrize("function", [crashing, writing_behind])
 def test_planted_errors_are_found(function: Any) -> None:
     with pytest.raises(AssertionError):
         run(Call(function, {"q": torch.zeros(4)}))
     run(Call(lambda q: None, {"q": torch.zeros(4)}))
-    run(Call(writing_inside, {"q": torch.zeros(4)}, written=("q",)))
-
-
-def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FUZZ), "--seed", "1", *arguments]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
-
-
-@pytest.mark.slow
-def test_the_command() -> None:
-    done = fuzz("--cases", "60", "--only", "build_trees", "slot_mapping")
-    assert done.returncode == 0 and "60 calls" in done.stdout and "0 findings" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -181,5 +157,6 @@ def test_a_crash_is_reported(tmp_path: Path) -> None:
         "def dying():\n"
         "    return Call(lambda size: size == 3 or os.abort(), {'size': 3})\n"
     )
-    done = fuzz("--cases", "60", "--calls", str(calls), "--only", "dying")
+    command = [sys.executable, str(FUZZ), "--seed", "1", "--cases", "60", "--calls", str(calls), "--only", "dying"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "status -6 in dying(size: " in done.stdout, done.stdout + done.stderr

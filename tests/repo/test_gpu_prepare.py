@@ -70,14 +70,10 @@ def checkout(tmp_path):
 
 
 def prepare(checkout: Path) -> tuple[int, str, dict]:
-    tools = checkout / "tools"
-    done = subprocess.run(
-        [checkout / "benchmarks" / "gpu_run" / "prepare.sh", "out"],
-        cwd=checkout,
-        env=os.environ
-        | {"HOME": str(checkout), "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    tools, command = checkout / "tools", [checkout / "benchmarks" / "gpu_run" / "prepare.sh", "out"]
+    own = {"HOME": str(checkout), "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(command, cwd=checkout, env=os.environ | own, text=True, **streams)
     manifest = checkout / "out" / "manifest.json"
     return done.returncode, done.stdout, json.loads(manifest.read_text()) if manifest.exists() else {}
 

@@ -67,22 +67,10 @@ def test_includes_follow_the_arrows() -> None:
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("core/a.h", '"cpu/isa.h"'),
         ("core/a.h", "<torch/csrc/stable/tensor.h>"),
-        ("core/a.h", "<cuda_runtime.h>"),
-        ("cpu/a.cpp", '"torch/check.h"'),
-        ("cpu/a.cpp", '"isa.h"'),
-        ("cpu/a.cpp", '"cpu/isa/tile/vec.h"'),
-        ("cpu/isa/a.cpp", '"cpu/backend.h"'),
         ("cpu/isa/tile/a.h", '"cpu/isa/logits/row.h"'),
         ("cuda/a.cu", '"cpu/parallel.h"'),
-        ("cuda/a.cu", '"simt/machine.h"'),
-        ("cuda/tile/a.cuh", '"cuda/kernels.h"'),
-        ("simt/a.h", '"cuda/kernels.h"'),
-        ("torch/a.cpp", '"cpu/kernels.h"'),
-        ("torch/a.cpp", '"cuda/kernels.h"'),
         ("torch/a.cpp", "<ATen/ATen.h>"),
-        ("torch/a.cpp", "<torch/extension.h>"),
         ("torch/a.cpp", "<pybind11/pybind11.h>"),
     ],
 )
@@ -138,27 +126,9 @@ def test_imports_follow_the_arrows() -> None:
 @pytest.mark.parametrize(
     ("path", "line", "module"),
     [
-        ("generation/engine.py", "from transformers import X", "transformers.X"),
         ("generation/engine.py", "def f():\n    import transformers.generation", "transformers.generation"),
-        (
-            "generation/drafters/model.py",
-            "from pagedtree.integrations.transformers.model import X",
-            "pagedtree.integrations.transformers.model.X",
-        ),
-        (
-            "generation/drafters/ngram.py",
-            "from pagedtree.generation.engine import X",
-            "pagedtree.generation.engine.X",
-        ),
-        ("generation/rules.py", "from pagedtree import integrations", "pagedtree.integrations"),
-        ("distributed/shards.py", "from pagedtree.generation.rules import X", "pagedtree.generation.rules.X"),
+        ("generation/drafters/a.py", "from pagedtree.generation.engine import X", "pagedtree.generation.engine.X"),
         ("verify.py", "import pagedtree.integrations", "pagedtree.integrations"),
-        ("grammars/masks.py", "import xgrammar", "xgrammar"),
-        (
-            "integrations/transformers/model.py",
-            "import pagedtree.integrations.vllm",
-            "pagedtree.integrations.vllm",
-        ),
     ],
 )
 def test_a_wrong_import_is_found(path: str, line: str, module: str) -> None:
@@ -186,10 +156,9 @@ def test_tensors_are_made_with_a_dtype() -> None:
     assert {path: calls for path, text in modules.items() if (calls := without_dtype(text))} == {}
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_tensor_without_dtype_is_found(name: str) -> None:
-    call = f"torch.{name}(3)"
-    assert without_dtype(f"x = [{call}.int(), torch.{name}(3, dtype=torch.int32), x.new_zeros(3)]") == [call]
+def test_a_tensor_without_dtype_is_found() -> None:
+    text = "x = [torch.ones(3).int(), torch.ones(3, dtype=torch.int32), x.new_zeros(3)]"
+    assert without_dtype(text) == ["torch.ones(3)"]
 
 
 CODE = (".py", ".h", ".cpp", ".cu", ".cuh")

@@ -19,10 +19,8 @@ FAMILIES = {
     "tree": ("build_trees",),
     "logprobs": ("token_logprobs",),
     "recurrent": ("tree_delta_rule", "advance_state", "tree_conv1d", "advance_conv"),
-    "verify": (
-        "verify_greedy", "verify_sampled", "verify_rejection", "verify_block", "verify_typical", "verify_traversal",
-    ),
-}  # fmt: skip
+    "verify": tuple(f"verify_{rule}" for rule in ("greedy", "sampled", "rejection", "block", "typical", "traversal")),
+}
 FLOORS = ("python/pagedtree", "csrc/torch", "csrc/cpu", "csrc/cuda")
 TABLE = (CSRC / "core" / "ops.h").read_text()
 
