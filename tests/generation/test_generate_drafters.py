@@ -69,11 +69,11 @@ def test_wider_trees_keep_the_draft_models_cache_right(model):
                 self.forget(sequence)
 
     for kind in (ModelDrafter, Fresh):
-        drafter = kind(tiny(0, num_hidden_layers=1), num_nodes=20, depth=4, width=4)
+        drafter = kind(model, num_nodes=20, depth=4, width=4)
         run = []
         on_step = lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist()))  # noqa: E731
         params = SamplingParams(temperature=0.5)
-        generate(model, prompts(), drafter=drafter, max_new_tokens=20, params=params, on_step=on_step)
+        generate(model, prompts(), drafter=drafter, max_new_tokens=30, params=params, on_step=on_step)
         runs.append(run)
     assert runs[0] == runs[1]
 
