@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -233,34 +234,7 @@ def test_checkpoints_are_saved_and_loaded(model, tmp_path):
 
 
 # What z-lab's config.json of Qwen3-8B holds in the keys that tell the model, with fewer layers.
-PUBLISHED = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "block_size": 16,
-    "dflash_config": {"mask_token_id": 127, "target_layer_ids": [0, 1, 1]},
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "initializer_range": 0.02,
-    "intermediate_size": 96,
-    "layer_types": ["full_attention", "full_attention"],
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_target_layers": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 128,
-}
+PUBLISHED = json.loads(Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8"))["DFlash"]
 NORMS = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
 PROJECTIONS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 

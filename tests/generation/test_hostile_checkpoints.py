@@ -8,8 +8,6 @@ import os
 import pickle
 import shutil
 from dataclasses import MISSING
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,8 +24,12 @@ from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.formats import rows_of
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
 
-KINDS = {"eagle": EagleHead, "block": BlockDraftModel, "medusa": MedusaHeads}
-WEIGHTS = {"eagle": "model.safetensors", "block": "model.safetensors", "medusa": "medusa.safetensors"}
+# For each kind: an example, its class, and the file of its weights.
+KINDS = {
+    "eagle": (tiny_eagle, EagleHead, "model.safetensors"),
+    "block": (block_model, BlockDraftModel, "model.safetensors"),
+    "medusa": (lambda model: MedusaHeads(128, 3, model.lm_head), MedusaHeads, "medusa.safetensors"),
+}
 
 # What no size, number, flag ... is.
 NAN, INF = math.nan, math.inf
@@ -137,20 +139,41 @@ def model():
     return tiny(0)
 
 
+class Folder:
+    """A checkpoint, and the class that reads it."""
+
+    def __init__(self, kind, folder, model):
+        make, self.reader, weights = KINDS[kind]
+        self.kind, self.folder, self.model = kind, folder, model
+        self.head = make(model)
+        self.head.save_pretrained(folder, dtype=torch.float32)
+        self.path, self.weights = folder / "config.json", folder / weights
+        self.config, self.tensors = json.loads(self.path.read_text()), load_file(self.weights)
+
+    def load(self):
+        return self.reader.from_pretrained(self.folder, self.model)
+
+    def write(self, entries=None, **tensors):
+        """Writes other entries and tensors in place of these; a tensor that is None is left out."""
+        self.path.write_text(json.dumps({**self.config, **(entries or {})}))
+        if tensors:
+            found = {**self.tensors, **tensors}
+            save_file({name: t.contiguous() for name, t in found.items() if t is not None}, self.weights)
+
+    def refuses(self, message, error=ValueError):
+        with pytest.raises(error, match=message) as found:
+            self.load()
+        return str(found.value)
+
+
 @pytest.fixture(params=KINDS)
 def case(request, model, tmp_path):
-    """A checkpoint of each kind: how it is loaded, its folder, and the contents of its config."""
-    heads = {
-        "eagle": lambda: tiny_eagle(model),
-        "block": lambda: block_model(model),
-        "medusa": lambda: MedusaHeads(128, 3, model.lm_head),
-    }[request.param]()
-    heads.save_pretrained(tmp_path, dtype=torch.float32)
-    path = tmp_path / "config.json"
-    files = {"folder": tmp_path, "path": path, "weights": tmp_path / WEIGHTS[request.param]}
-    config = json.loads(path.read_text())
-    load = partial(KINDS[request.param].from_pretrained, tmp_path, model)
-    return SimpleNamespace(kind=request.param, config=config, heads=heads, load=load, **files)
+    return Folder(request.param, tmp_path, model)
+
+
+@pytest.fixture
+def eagle(model, tmp_path):
+    return Folder("eagle", tmp_path, model)
 
 
 @pytest.fixture
@@ -160,7 +183,7 @@ def nothing_is_made(case, monkeypatch):
     def made(*args, **options):
         raise AssertionError("a module is made")
 
-    monkeypatch.setattr(KINDS[case.kind], "__init__", made)
+    monkeypatch.setattr(case.reader, "__init__", made)
 
 
 def changed(config, key, value):
@@ -176,10 +199,8 @@ def changed(config, key, value):
 def test_hostile_values_are_refused_by_name(case, nothing_is_made):
     for key, values in HOSTILE[case.kind].items():
         for value in values:
-            case.path.write_text(json.dumps(changed(case.config, key, value)))
-            with pytest.raises(ValueError) as error:
-                case.load()
-            message = str(error.value)
+            case.write(changed(case.config, key, value))
+            message = case.refuses(None)
             assert key.rpartition(".")[2] in message and str(case.folder) in message, (key, value, message)
             assert len(message) < 500, (key, value)
 
@@ -221,16 +242,14 @@ CONTRADICTIONS = {
 
 def test_entries_that_contradict_each_other(case, nothing_is_made):
     for changes, message in CONTRADICTIONS[case.kind]:
-        case.path.write_text(json.dumps({**case.config, **changes}))
-        with pytest.raises(ValueError, match=message):
-            case.load()
+        case.write(changes)
+        case.refuses(message)
 
 
 def test_entries_that_are_needed(case, nothing_is_made):
     for key in NEEDED[case.kind]:
-        case.path.write_text(json.dumps(changed(case.config, key, None)))
-        with pytest.raises(ValueError, match=f"{key.rpartition('.')[2]}: expected .*, got nothing"):
-            case.load()
+        case.write(changed(case.config, key, None))
+        case.refuses(f"{key}: expected .*, got nothing")
 
 
 def test_null_is_as_good_as_nothing(case):
@@ -238,7 +257,7 @@ def test_null_is_as_good_as_nothing(case):
     others = ("something_new", "eagle_config", "rope_scaling", "rope_parameters", "quantization_config")
     for key in (*case.config, *others):
         if key not in spared:
-            case.path.write_text(json.dumps({**case.config, key: None}))
+            case.write({key: None})
             case.load()
 
 
@@ -249,55 +268,45 @@ BROKEN += [b"[" * 100_000, b'{"a": ' + b"1" * 5000 + b"}", b" " * (1 << 24) + b"
 @pytest.mark.parametrize("contents", BROKEN, ids=lambda contents: repr(contents[:12]))
 def test_files_that_hold_no_object_are_refused(case, nothing_is_made, contents):
     case.path.write_bytes(contents)
-    with pytest.raises(ValueError, match=r"config\.json"):
-        case.load()
+    case.refuses(r"config\.json")
 
 
 def test_files_that_are_not_there(case, nothing_is_made):
-    case.path.rename(case.folder / "elsewhere")
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        case.load()
+    case.path.unlink()
+    case.refuses(r"config\.json", FileNotFoundError)
     case.path.mkdir()
-    with pytest.raises(OSError, match=r"config\.json"):
-        case.load()
+    case.refuses(r"config\.json", OSError)
     case.path.rmdir()
     case.path.write_text("\ufeff" + json.dumps(case.config), encoding="utf-8")  # a byte order mark is no fault
     case.weights.unlink()
-    with pytest.raises(FileNotFoundError, match="safetensors"):
-        case.load()
+    case.refuses("safetensors", FileNotFoundError)
 
 
 def test_weights_of_another_form_are_refused(case, nothing_is_made):
-    tensors = load_file(case.weights)
+    tensors = case.tensors
     name = next(name for name in sorted(tensors) if tensors[name].is_floating_point() and tensors[name].ndim > 1)
     tensor = tensors[name]
     for new in (tensor[:-1], tensor[None], tensor[..., :0], tensor.to(torch.int8), tensor.to(torch.float8_e4m3fn)):
-        save_file({**tensors, name: new.contiguous()}, case.weights)
-        with pytest.raises(ValueError, match=f"safetensors: {name}: expected"):
-            case.load()
-    save_file({other: tensor for other, tensor in tensors.items() if other != name}, case.weights)
-    with pytest.raises(ValueError, match=f"expected a tensor {name}, .*, got none"):
-        case.load()
-    save_file({**tensors, "more.weight": torch.zeros(3)}, case.weights)
-    with pytest.raises(ValueError, match=r"more\.weight: expected no such tensor"):
-        case.load()
+        case.write(**{name: new})
+        case.refuses(f"safetensors: {name}: expected")
+    case.write(**{name: None})
+    case.refuses(f"expected a tensor {name}, .*, got none")
+    case.write(**{"more.weight": torch.zeros(3)})
+    case.refuses(r"more\.weight: expected no such tensor")
 
 
 def test_broken_weights_are_refused(case, nothing_is_made):
     raw = case.weights.read_bytes()
     for contents in (b"", raw[:7], raw[: len(raw) // 2], raw[:-1], raw + b"x", b"junk" * 99, b"\xff" * 99):
         case.weights.write_bytes(contents)
-        with pytest.raises(ValueError, match="safetensors: expected a file in the format of safetensors"):
-            case.load()
+        case.refuses("safetensors: expected a file in the format of safetensors")
 
 
-def test_a_tensor_in_two_files_is_refused(model, tmp_path):
-    tiny_eagle(model).save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
-    EagleHead.from_pretrained(tmp_path, model)
-    shutil.copy(tmp_path / "model-1.safetensors", tmp_path / "model-2.safetensors")
-    with pytest.raises(ValueError, match=r"model-2.safetensors: expected each tensor once"):
-        EagleHead.from_pretrained(tmp_path, model)
+def test_a_tensor_in_two_files_is_refused(eagle):
+    eagle.weights.rename(eagle.folder / "model-1.safetensors")
+    eagle.load()
+    shutil.copy(eagle.folder / "model-1.safetensors", eagle.folder / "model-2.safetensors")
+    eagle.refuses(r"model-2.safetensors: expected each tensor once")
 
 
 class Trap:
@@ -308,31 +317,24 @@ class Trap:
         return os.mkdir, (str(self.path),)
 
 
-def test_pickled_weights(model, tmp_path, monkeypatch):
-    head = tiny_eagle(model)
-    head.save_pretrained(tmp_path, dtype=torch.float32)
-    tensors, path = load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin"
-    (tmp_path / "model.safetensors").unlink()
+def test_pickled_weights(eagle, monkeypatch):
+    path, tensors, trap = eagle.folder / "pytorch_model.bin", eagle.tensors, Trap(eagle.folder / "trap")
+    eagle.weights.unlink()
     torch.save(tensors, path)
-    loaded = EagleHead.from_pretrained(tmp_path, model)
-    assert torch.equal(loaded.fc.weight, head.fc.weight)
-    name = "midlayer.mlp.gate_proj.weight"
-    shape = tensors[name].shape
-    monkeypatch.setattr(EagleHead, "__init__", None)
-    for value in (Trap(tmp_path / "trap"), 3, torch.zeros(1).expand(shape), tensors[name].to_sparse(), [tensors[name]]):
-        torch.save({**tensors, name: value}, path)
-        with pytest.raises(ValueError, match=r"pytorch_model.bin: (midlayer.mlp.gate_proj.weight: )?expected"):
-            EagleHead.from_pretrained(tmp_path, model)
     raw = path.read_bytes()
-    for contents in (b"", b"junk", raw[: len(raw) // 2], pickle.dumps(Trap(tmp_path / "trap")), pickle.dumps({"a": 1})):
+    assert torch.equal(eagle.load().fc.weight, eagle.head.fc.weight)
+    name = "midlayer.mlp.gate_proj.weight"
+    monkeypatch.setattr(EagleHead, "__init__", None)
+    for value in (trap, 3, torch.zeros(1).expand(tensors[name].shape), tensors[name].to_sparse(), [tensors[name]]):
+        torch.save({**tensors, name: value}, path)
+        eagle.refuses(r"pytorch_model.bin: (midlayer.mlp.gate_proj.weight: )?expected")
+    for contents in (b"", b"junk", raw[: len(raw) // 2], pickle.dumps(trap), pickle.dumps({"a": 1})):
         path.write_bytes(contents)
-        with pytest.raises(ValueError, match=r"pytorch_model.bin: expected tensors as torch.save writes them"):
-            EagleHead.from_pretrained(tmp_path, model)
+        eagle.refuses(r"pytorch_model.bin: expected tensors as torch.save writes them")
     for value in (tensors["fc.weight"], [1], {1: tensors["fc.weight"]}):
         torch.save(value, path)
-        with pytest.raises(ValueError, match=r"pytorch_model.bin: expected tensors by name"):
-            EagleHead.from_pretrained(tmp_path, model)
-    assert not (tmp_path / "trap").exists()
+        eagle.refuses(r"pytorch_model.bin: expected tensors by name")
+    assert not trap.path.exists()
 
 
 @pytest.mark.parametrize(
@@ -349,59 +351,45 @@ def test_pickled_weights(model, tmp_path, monkeypatch):
         (torch.zeros(64).long(), "t2d: expected the 64 tokens of d2t, got 64 that differ"),
     ],
 )
-def test_draft_tokens_that_the_target_lacks(model, tmp_path, ids, message):
-    tiny_eagle(model).save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), "d2t": ids}, path)
-    with pytest.raises(ValueError, match=message):
-        EagleHead.from_pretrained(tmp_path, model)
+def test_draft_tokens_that_the_target_lacks(eagle, ids, message):
+    eagle.write(d2t=ids)
+    eagle.refuses(message)
+
+
+def test_many_draft_tokens_take_no_memory(eagle):
+    """Rows of the target's output layer are copied for each draft token: the file says only that they are many."""
+    for size in (None, 100_000):
+        eagle.write({"draft_vocab_size": size}, d2t=-torch.arange(100_000))
+        eagle.refuses("draft_vocab_size: expected vocab_size 128, or less .* got 100000")
 
 
 def test_a_block_drafter_has_the_embedding_and_output_layer_of_the_target(model, tmp_path):
-    block_model(model).save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    for name, weight in (
-        ("embed_tokens.weight", model.model.embed_tokens.weight.detach()),
-        ("lm_head.weight", model.lm_head.weight.detach()),
-    ):
-        save_file({**tensors, name: weight.clone()}, path)
-        BlockDraftModel.from_pretrained(tmp_path, model)
-        save_file({**tensors, name: weight.flip(0).contiguous()}, path)
-        with pytest.raises(ValueError, match=f"{name}: expected the target's values, which are used, got others"):
-            BlockDraftModel.from_pretrained(tmp_path, model)
-
-
-def test_many_draft_tokens_take_no_memory(model, tmp_path):
-    """Rows of the target's output layer are copied for each draft token: the file says only that they are many."""
-    tiny_eagle(model).save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), "d2t": -torch.arange(100_000)}, path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    for size in (None, 100_000):
-        (tmp_path / "config.json").write_text(json.dumps({**config, "draft_vocab_size": size}))
-        with pytest.raises(ValueError, match=r"draft_vocab_size: expected vocab_size 128, or less .* got 100000"):
-            EagleHead.from_pretrained(tmp_path, model)
+    block = Folder("block", tmp_path, model)
+    ends = {"embed_tokens.weight": model.model.embed_tokens.weight, "lm_head.weight": model.lm_head.weight}
+    for name, weight in ends.items():
+        block.write(**{name: weight.detach().clone()})
+        block.load()
+        block.write(**{name: weight.detach().flip(0)})
+        block.refuses(f"{name}: expected the target's values, which are used, got others")
 
 
 def test_a_head_of_another_width_needs_its_own_layers(model, tmp_path, monkeypatch):
     narrow = tiny(0, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
     sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 1, "vocab_size": 128}
     head = EagleHead({**sizes, "target_hidden_size": 128}, narrow.model.embed_tokens, narrow.lm_head, (0, 1))
+    folder = Folder("eagle", tmp_path, model)
     head.save_pretrained(tmp_path, dtype=torch.float32)  # with an output layer, without an embedding
-    path, own = tmp_path / "model.safetensors", torch.randn(128, 64)
-    save_file({**load_file(path), "embed_tokens.weight": own}, path)
-    assert torch.equal(EagleHead.from_pretrained(tmp_path, model).input_rows, own)
+    folder.config, folder.tensors = json.loads(folder.path.read_text()), load_file(folder.weights)
+    own = torch.randn(128, 64)
+    folder.write(**{"embed_tokens.weight": own})
+    assert torch.equal(folder.load().input_rows, own)
     monkeypatch.setattr(EagleHead, "__init__", None)
-    tensors = load_file(path)
-    for name in ("embed_tokens.weight", "lm_head.weight"):
-        save_file({other: tensor for other, tensor in tensors.items() if other != name}, path)
-        with pytest.raises(ValueError, match=f"{name}: expected it with hidden_size 64, the target's has width 128"):
-            EagleHead.from_pretrained(tmp_path, model)
+    for name, others in (("embed_tokens.weight", {}), ("lm_head.weight", {"embed_tokens.weight": own})):
+        folder.write(**{**others, name: None})
+        folder.refuses(f"{name}: expected it with hidden_size 64, the target's has width 128")
 
 
 def test_a_target_without_an_output_layer_is_refused(case, model, monkeypatch):
     for layer in (None, nn.Identity()):
         monkeypatch.setattr(model, "get_output_embeddings", lambda layer=layer: layer)
-        with pytest.raises(ValueError, match="model: expected an output layer with weights"):
-            case.load()
+        case.refuses("model: expected an output layer with weights")
