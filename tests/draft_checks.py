@@ -35,6 +35,14 @@ def packed_trees(draft: Draft) -> list[tuple[list[int], list[int]]]:
     return [(tokens[a:b], parents[a:b]) for a, b in pairwise(cu_nodes)]
 
 
+def paths_of(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+    """The tokens from the root to each node of a tree, without the root's."""
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tokens[1:], parents[1:], strict=True):
+        paths.append((*paths[parent], token))
+    return paths
+
+
 def mask_sets(mask: Tensor) -> list[set[int]]:
     """The set bits of each mask row."""
     return [

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 from generate_case import VOCAB
+from torch.nn import functional as F
 
 from pagedtree.integrations.transformers import EagleHead
 
@@ -61,6 +62,12 @@ def features_of(model, text, layers=LAYERS):
     for handle in handles:
         handle.remove()
     return torch.cat([found[i].view(len(text), -1) for i in layers], dim=-1)
+
+
+def causal(q, k, v, layer=0):
+    """Plain attention of queries [T, Hq, D] to keys and values [T, Hkv, D]."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
 
 def head_of_speculators(model, **more):

@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from draft_checks import paths_of
 from generate_case import VOCAB, prompts_of, room_of, tiny
 
 from pagedtree import DraftTree, SamplingParams
@@ -184,9 +185,7 @@ def test_medusa_takes_the_best_tree_of_each_sequence(model):
                 longer = {(*path, token): paths[path] + level[token] for path in longest for token in best}
                 paths |= dict(sorted(longer.items(), key=lambda item: -item[1])[:8])
             expected = sorted(paths, key=lambda path: -paths[path])[:9]
-            found = [()]
-            for row in range(begin + 1, end):
-                found.append((*found[parents[row]], tokens[row]))
+            found = paths_of(tokens[begin:end], parents[begin:end])
             assert set(found) == {path for path in expected if len(path) <= most}
             shapes.add(tuple(parents[begin:end]))
     assert len(shapes) > 1

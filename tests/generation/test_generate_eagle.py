@@ -7,11 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 pytest.importorskip("transformers")
 
-from eagle_case import SIZES, eagle_head, features_of
+from draft_checks import paths_of
+from eagle_case import SIZES, causal, eagle_head, features_of
 from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
 from safetensors.torch import load_file, save_file
 
@@ -47,12 +47,6 @@ def prompts():
     return prompts_of(LENGTHS, seed=3)
 
 
-def causal(q, k, v):
-    """Plain attention of queries [T, Hq, D] to keys and values [T, Hkv, D]."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
-
-
 @torch.no_grad()
 def guess(head, features, text, path):
     """Log-probabilities [draft vocabulary] of what follows the text and a path of drafted tokens, without any cache."""
@@ -80,13 +74,6 @@ def best_tree(head, features, text, num_nodes, depth, width):
     return dict(ranked[: num_nodes - 1]), gap
 
 
-def paths_of(draft_tokens, parents):
-    paths = [()]
-    for token, parent in zip(draft_tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return set(paths[1:])
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", RUNS)
 @pytest.mark.parametrize("tree", [{"num_nodes": 8, "depth": 3, "width": 2}, {"num_nodes": 4, "depth": 3, "width": 1}])
@@ -109,7 +96,7 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
     for text, draft_tokens, parents, room in grown[:: max(len(grown) // 24, 1)]:
         expected, gap = best_tree(head, features_of(model, text), text, **tree)
         if gap > 1e-3:  # nearer ones are decided by rounding
-            assert paths_of(draft_tokens, parents) == {path for path in expected if len(path) <= room}
+            assert {*paths_of(draft_tokens, parents)[1:]} == {path for path in expected if len(path) <= room}
             compared += 1
     assert compared > 12
 

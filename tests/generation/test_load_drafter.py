@@ -12,7 +12,8 @@ pytest.importorskip("transformers")
 
 from block_case import DFLASH2, block_model
 from device_case import default_dtype
-from eagle_case import SPECULATORS, features_of, head_of_speculators, parallel_head
+from draft_checks import paths_of
+from eagle_case import SPECULATORS, causal, features_of, head_of_speculators, parallel_head
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
 
@@ -100,35 +101,19 @@ def test_what_a_parallel_head_guesses(model, texts):
     """Each level by the text, the tokens that are not known before it, and nothing of the levels themselves."""
     head, seen = parallel_head(model), []
     drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
-    generate(
-        model,
-        prompts_of((5, 12))[1:],
-        drafter=drafter,
-        max_new_tokens=8,
-        tree=None,
-        on_step=lambda result: seen.append((result, drafter.confidence())),
-    )
+    note = lambda result: seen.append((result, drafter.confidence()))  # noqa: E731
+    generate(model, prompts_of((5, 12))[1:], drafter=drafter, max_new_tokens=8, tree=None, on_step=note)
     features, checked = features_of(model, texts[1], (0, 1)), 0
-
-    def attend(q, k, v, layer=0):
-        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
-
     for result, log_probs in seen[1:]:
         if result.trees.max_nodes < 9 or len(result.draft_tokens) < 9:
             continue
         root = int(result.start[0])
         tokens = torch.tensor([*texts[1][1 : root + 1], 3, 3])
         fused = torch.cat([head.fuse(features[:root]), head.unknown_state().expand(2, -1)])
-        logits = head.logits(head(tokens, fused, torch.arange(root + 2), attend)[-3:])
+        logits = head.logits(head(tokens, fused, torch.arange(root + 2), causal)[-3:])
         levels = logits.detach().log_softmax(-1)
-        for node in range(1, 9):
-            path, at = [], node
-            while at > 0:
-                path.append(int(result.draft_tokens[at]))
-                at = int(result.trees.parents[at])
-            joint = sum(float(levels[depth, token // 2]) for depth, token in enumerate(reversed(path)))
+        for node, path in enumerate(paths_of(result.draft_tokens.tolist(), result.trees.parents.tolist())):
+            joint = sum(float(levels[depth, token // 2]) for depth, token in enumerate(path))
             assert abs(joint - float(log_probs[node])) < 1e-3
             checked += 1
     assert checked >= 16
@@ -170,19 +155,15 @@ def test_what_published_medusa_heads_compute(model, tmp_path, name, prefix):
     assert torch.equal(MedusaHeads.from_pretrained(tmp_path / "again", model)(states), heads(states))
 
 
-def change(**entries):
-    return lambda config: {**config, **entries}
-
-
 REFUSED = [
-    ("EAGLE-3", change(architectures=["Eagle2Model"]), "architectures: expected a draft head: EAGLE-3"),
-    ("EAGLE-3", change(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "expected a draft head, or a model"),
-    ("EAGLE-3", change(speculators_model_type="dspark"), "speculators_model_type: expected one of eagle3, peagle,"),
-    ("EAGLE-3", change(scale_emb=2.0), "scale_emb: expected no such entry"),
-    ("DFlash", change(architectures=["DFlash2DraftModel"]), "vocab_size: expected an integer"),
-    ("Medusa", change(medusa_num_layers=2), "medusa_num_layers: expected 1"),
-    ("Medusa", change(medusa_num_heads=4), "medusa_num_heads: expected at most the 3 heads of the file, got 4"),
-    ("Medusa", change(medusa_choices=[1]), "medusa_choices: expected no such entry"),
+    ("EAGLE-3", dict(architectures=["Eagle2Model"]), "architectures: expected a draft head: EAGLE-3"),
+    ("EAGLE-3", dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "expected a draft head, or a model"),
+    ("EAGLE-3", dict(speculators_model_type="dspark"), "speculators_model_type: expected one of eagle3, peagle,"),
+    ("EAGLE-3", dict(scale_emb=2.0), "scale_emb: expected no such entry"),
+    ("DFlash", dict(architectures=["DFlash2DraftModel"]), "vocab_size: expected an integer"),
+    ("Medusa", dict(medusa_num_layers=2), "medusa_num_layers: expected 1"),
+    ("Medusa", dict(medusa_num_heads=4), "medusa_num_heads: expected at most the 3 heads of the file, got 4"),
+    ("Medusa", dict(medusa_choices=[1]), "medusa_choices: expected no such entry"),
 ]
 
 
@@ -190,7 +171,7 @@ REFUSED = [
 def test_other_folders_are_refused(model, tmp_path, name, changed, message):
     FOLDERS[name][0](model, tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(changed(json.loads(path.read_text()))))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changed}))
     with pytest.raises(ValueError, match=message) as error:
         load_drafter(tmp_path, model)
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
+from draft_checks import paths_of
 from eagle_case import features_of as outputs_of_layers
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
@@ -73,12 +74,8 @@ def test_what_is_drafted(case):
     features, checked = features_of(model, text), 0
     assert torch.allclose(head.fuse(outputs_of_layers(model, text, (-1,))), features, atol=1e-4)
     for result, log_probs in seen[1:-3]:
-        root, tokens = int(result.start[0]), result.draft_tokens.tolist()
-        parents = result.trees.parents.tolist()
-        for node in range(1, len(tokens)):
-            path, at = [], node
-            while at > 0:
-                path, at = [tokens[at], *path], parents[at]
+        root, paths = int(result.start[0]), paths_of(result.draft_tokens.tolist(), result.trees.parents.tolist())
+        for node, path in enumerate(paths[1:], 1):
             states, joint = features[:root], 0.0
             read = [*text[1 : root + 1], *path]
             with torch.no_grad():
