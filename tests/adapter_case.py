@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,12 @@ from pagedtree import DraftTree
 
 
 def dense_attention(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float | None = None, softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, *, scale: float = 0.0, softcap: float = 0.0, sinks: Any = None
+) -> tuple[Tensor, Tensor]:
     """(out [n, H, D], lse [n, H]) of one sequence: q [n, H, D], k and v [s, Hkv, D], seen bool [n, s]; in float32."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.float().repeat_interleave(group, 1) for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (q.shape[2] ** -0.5 if scale is None else scale)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * (scale or q.shape[2] ** -0.5)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen, -torch.inf)
@@ -59,18 +59,15 @@ class Pages:
 
     @classmethod
     def random(
-        cls, lens: list[int], page_size: int, heads: int = 2, dim: int = 64, dtype: torch.dtype = torch.float32,
-        seed: int = 0, dim_v: int | None = None,
-    ) -> Pages:  # fmt: skip
+        cls, lens: list[int], page_size: int, heads: int, dim: int, dtype: torch.dtype, dim_v: int | None = None
+    ) -> Pages:
         with torch.device("cpu"):
-            k, v, k_cache, v_cache, pages = cls._random(lens, page_size, heads, (dim, dim_v or dim), dtype, seed)
+            k, v, k_cache, v_cache, pages = cls._random(lens, page_size, heads, (dim, dim_v or dim), dtype)
         return cls([placed(x) for x in k], [placed(x) for x in v], placed(k_cache), placed(v_cache), pages)
 
     @staticmethod
-    def _random(
-        lens: list[int], page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype, seed: int
-    ) -> tuple:
-        generator = torch.Generator().manual_seed(seed)
+    def _random(lens: list[int], page_size: int, heads: int, dims: tuple[int, int], dtype: torch.dtype) -> tuple:
+        generator = torch.Generator().manual_seed(0)
         counts = [-(-s // page_size) for s in lens]
         order = torch.randperm(sum(counts) + 2, generator=generator).tolist()
         caches = [torch.full((len(order), page_size, heads, dim), torch.nan, dtype=dtype) for dim in dims]

@@ -1,4 +1,4 @@
-"""`model.generate(custom_generate=tree_generate)`: the text, or the distribution, is that of `model.generate` alone."""
+"""`model.generate(**OURS)`: the text, or the distribution, is that of `model.generate` alone."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ from pagedtree.integrations.transformers.logits_processors import read_processor
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 COUNT = 14
+GREEDY = {"max_new_tokens": COUNT, "do_sample": False}
+OURS = {"custom_generate": tree_generate}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
@@ -52,7 +54,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def drafters(model, batch):
-    text = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    text = model.generate(**batch, **GREEDY)
     rows = [row[kept:].tolist() for row, kept in zip(text, (batch["attention_mask"] == 0).sum(1), strict=True)]
     return {
         "none": lambda: None,
@@ -68,12 +70,10 @@ NAMES = ("none", "ngram", "draft model", "itself", "oracle")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_the_models_own(model, batch, drafters, name):
-    expected = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    expected = model.generate(**batch, **GREEDY)
     seen = []
-    text = model.generate(
-        **batch, max_new_tokens=COUNT, do_sample=False, custom_generate=tree_generate, drafter=drafters[name](),
-        page_size=7, on_stats=seen.append,
-    )  # fmt: skip
+    options = {"drafter": drafters[name](), "page_size": 7, "on_stats": seen.append}
+    text = model.generate(**batch, **GREEDY, **OURS, **options)
     assert torch.equal(text, expected)
     (stats,) = seen
     assert stats.num_tokens == 3 * COUNT
@@ -83,12 +83,12 @@ def test_greedy_text_is_the_models_own(model, batch, drafters, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_eos_padding_and_lengths(model, batch, drafters, name):
-    text = model.generate(**batch, max_new_tokens=COUNT, do_sample=False)
+    text = model.generate(**batch, **GREEDY)
     eos = [int(text[0, 12 + 5]), int(text[2, 12 + 2])]
     for options in ({"eos_token_id": eos, "pad_token_id": 7, "max_length": 12 + COUNT}, {"max_new_tokens": 1}):
         options = {**batch, **options, "do_sample": False, "return_dict_in_generate": True}
         expected = model.generate(**options).sequences
-        got = model.generate(**options, custom_generate=tree_generate, drafter=drafters[name]()).sequences
+        got = model.generate(**options, **OURS, drafter=drafters[name]()).sequences
         assert torch.equal(got, expected)
 
 
@@ -96,10 +96,8 @@ def test_eos_padding_and_lengths(model, batch, drafters, name):
 def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
     prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     options = {"do_sample": True, "temperature": SAMPLING.temperature, "top_p": SAMPLING.top_p, "top_k": 0}
-    text = model.generate(
-        **batch, **options, max_new_tokens=COUNT, custom_generate=tree_generate, drafter=drafters[name](),
-        seeds=[4, 5, 6],
-    )  # fmt: skip
+    ours = {**OURS, "drafter": drafters[name](), "seeds": [4, 5, 6]}
+    text = model.generate(**batch, **options, max_new_tokens=COUNT, **ours)
     for row, seed, prompt in zip(text, (4, 5, 6), prompts, strict=True):
         assert row[12 - len(prompt) :].tolist() == seeded(model, prompt, seed, count=COUNT)
 
@@ -107,10 +105,8 @@ def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
 def test_seeds_come_from_torch(model, batch):
     def text(seed):
         torch.manual_seed(seed)
-        return model.generate(
-            **batch, max_new_tokens=COUNT, do_sample=True, num_return_sequences=2, custom_generate=tree_generate,
-            drafter=NgramDrafter(8),
-        )  # fmt: skip
+        options = {"max_new_tokens": COUNT, "do_sample": True, "num_return_sequences": 2}
+        return model.generate(**batch, **options, **OURS, drafter=NgramDrafter(8))
 
     first = text(0)
     assert first.shape == (6, 12 + COUNT) and torch.equal(first, text(0))
@@ -133,7 +129,7 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
     received = []
     own = custom_generate.generate
     monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or own(*a, **k))
-    model.generate(**options, custom_generate=tree_generate)
+    model.generate(**options, **OURS)
     (given,) = received
     params = read_processors(given["logits_processor"], [[1]], None, [], VOCAB).on_params(given["params"])
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
@@ -148,10 +144,8 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
     """Two tokens of one prompt, drawn 3000 times with drafts: chi-square against the model's own probabilities."""
     prompt, draws = batch["input_ids"][:1], 3000
     torch.manual_seed(0)
-    text = model.generate(
-        prompt, max_new_tokens=2, do_sample=True, top_k=4, num_return_sequences=draws, custom_generate=tree_generate,
-        drafter=NgramDrafter(4), max_batch_tokens=1 << 16,
-    )  # fmt: skip
+    ours = {**OURS, "drafter": NgramDrafter(4), "max_batch_tokens": 1 << 16}
+    text = model.generate(prompt, max_new_tokens=2, do_sample=True, top_k=4, num_return_sequences=draws, **ours)
     pairs, counts = torch.unique(text[:, 12:], dim=0, return_counts=True)
     torch.manual_seed(0)
     options = {"do_sample": True, "top_k": 4, "max_new_tokens": 1, "return_dict_in_generate": True}
@@ -193,23 +187,20 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
 def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, message):
     options = {"do_sample": False, "max_new_tokens": 4, "drafter": NgramDrafter(4), **options}
     with pytest.raises(ValueError, match=message):
-        model.generate(**batch, **options, custom_generate=tree_generate)
+        model.generate(**batch, **options, **OURS)
 
 
 def test_a_cache_that_holds_tokens_is_refused(model, batch):
     cache = DynamicCache(config=model.config)
     model(batch["input_ids"][:1, :4], past_key_values=cache)
     with pytest.raises(ValueError, match="past_key_values: expected an empty cache, got one of 4 tokens"):
-        model.generate(
-            batch["input_ids"][:1], past_key_values=cache, do_sample=False, max_new_tokens=4,
-            custom_generate=tree_generate,
-        )  # fmt: skip
+        model.generate(batch["input_ids"][:1], past_key_values=cache, **GREEDY, **OURS)
 
 
 def test_stop_strings(model, batch, tmp_path, monkeypatch):
     """transformers hands no tokenizer to a decoding loop: it has another name, but for a function from a folder."""
     tokenizer = words(VOCAB)
-    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    options = {**batch, **GREEDY}
     expected = model.generate(**options)
     stops = {int(expected[0, 15]), int(expected[1, 18])}
     ends = [next((i + 1 for i in range(12, len(row)) if int(row[i]) in stops), len(row)) for row in expected]
@@ -218,7 +209,7 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
     assert len(set(ends)) > 1 and min(ends) <= 16
     expected = expected[:, : max(ends)]
     options["stop_strings"] = [f"w{token}" for token in stops]
-    ours = {"custom_generate": tree_generate, "drafter": NgramDrafter(4)}
+    ours = {**OURS, "drafter": NgramDrafter(4)}
     assert torch.equal(model.generate(**options, **ours, stop_tokenizer=tokenizer), expected)
     for given in ({}, {"tokenizer": tokenizer}):
         with pytest.raises(ValueError, match="stop_strings: expected stop_tokenizer="):
@@ -231,7 +222,7 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
 def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
     """transformers copies the file where its modules lie, and asks whether to trust it."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
-    options = {**batch, "max_new_tokens": COUNT, "do_sample": False}
+    options = {**batch, **GREEDY}
     load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
     expected, seen = model.generate(**options), []
     for more in ({}, {"drafter": NgramDrafter(6)}):

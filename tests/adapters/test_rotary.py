@@ -44,10 +44,8 @@ def longrope(seed=0, **options):
 
 def phimoe():
     """This model's embedding looks at the longest sequence itself, too."""
-    rope = {
-        "rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.4,
-        "original_max_position_embeddings": LIMIT,
-    }  # fmt: skip
+    rope = {"rope_type": "longrope", **FACTORS, "short_mscale": 1.1, "long_mscale": 1.4}
+    rope["original_max_position_embeddings"] = LIMIT
     options = {"hidden_size": 256, "max_position_embeddings": 128, "num_local_experts": 2, "num_experts_per_tok": 1}
     return rotated(PhimoeForCausalLM, PhimoeConfig, rope, **options)
 

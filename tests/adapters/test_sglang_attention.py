@@ -32,21 +32,18 @@ class AttentionType(Enum):
 
 
 def layer_of(**options):
-    values = dict(
-        tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.2, layer_id=3,
-        logit_cap=0.0, logit_capping_method="tanh", sliding_window_size=-1, is_cross_attention=False,
-        attn_type=AttentionType.DECODER, xai_temperature_len=-1, k_scale=None, v_scale=None,
-    )  # fmt: skip
-    return SimpleNamespace(**{**values, **options})
+    heads = dict(tp_q_head_num=HEADS, tp_k_head_num=KV_HEADS, qk_head_dim=DIM, v_head_dim=DIM, scaling=0.2, layer_id=3)
+    kind = dict(is_cross_attention=False, attn_type=AttentionType.DECODER, xai_temperature_len=-1)
+    scores = dict(logit_cap=0.0, logit_capping_method="tanh", sliding_window_size=-1, k_scale=None, v_scale=None)
+    return SimpleNamespace(**{**heads, **kind, **scores, **options})
 
 
 class Server:
     """Requests of which `news[b]` tokens are new, in a pool whose newest rows hold NaN until they are written."""
 
     def __init__(
-        self, lens: list[int], news: list[int], page_size: int, device: torch.device, dtype: torch.dtype,
-        dims: tuple[int, int] = (DIM, DIM), latent: bool = False,
-    ):  # fmt: skip
+        self, lens: list[int], news: list[int], page_size: int, device, dtype, dims=(DIM, DIM), latent: bool = False
+    ):
         self.lens, self.news, self.dims = lens, news, dims
         self.paged = Pages.random(lens, page_size, 1 if latent else KV_HEADS, dims[0], dtype, dim_v=dims[1])
         if latent:  # V is part of K's rows
@@ -81,10 +78,9 @@ class Server:
                 context_len=req_to_token.shape[1], kv_lora_rank=dims[1], qk_rope_head_dim=dims[0] - dims[1]
             ),
         )
-        self.common = dict(
-            batch_size=len(lens), req_pool_indices=ids.to(device), out_cache_loc=self.out_cache_loc.to(device),
-            spec_info=None, extend_seq_lens=None, extend_seq_lens_cpu=None, seq_lens_cpu=torch.tensor(lens),
-        )  # fmt: skip
+        places = dict(req_pool_indices=ids.to(device), out_cache_loc=self.out_cache_loc.to(device))
+        absent = dict.fromkeys(("spec_info", "extend_seq_lens", "extend_seq_lens_cpu"))
+        self.common = {"batch_size": len(lens), **places, **absent, "seq_lens_cpu": torch.tensor(lens)}
 
     def run(self, mode: Mode, **fields) -> Tensor:
         widths = {"qk_head_dim": self.dims[0], "v_head_dim": self.dims[1], "tp_k_head_num": self.buffers[0].shape[1]}
@@ -230,11 +226,9 @@ def test_drafting_steps(backend, device, dtype, page_size, topk, known_on_host) 
     # The slots of branches are laid behind the prefix, branch after branch.
     server = Server([p + topk * steps for p in prefixes], [topk * steps] * 3, page_size, device, dtype)
     drafts = server.common["out_cache_loc"]
-    batch = dict(
-        seq_lens=torch.tensor(prefixes, device=device), batch_size=3, out_cache_loc=drafts,
-        req_pool_indices=server.common["req_pool_indices"],
-        seq_lens_cpu=torch.tensor(prefixes) if known_on_host else None,
-    )  # fmt: skip
+    lens = {"seq_lens": torch.tensor(prefixes, device=device), "seq_lens_cpu": None}
+    lens |= {"seq_lens_cpu": torch.tensor(prefixes)} if known_on_host else {}
+    batch = {**server.common, **lens}
     container = PagedTreeDraftBackend(server.runner, topk, steps)
     container.init_forward_metadata(SimpleNamespace(**batch))
     assert len(container.attn_backends) == steps - 1

@@ -72,10 +72,8 @@ def build(parent_list, selected, seq_lens, topk, depth, mode, *, dtype=torch.int
     mask = mask.bool() if mode != PACKED else mask
     positions = torch.full((bs * n,), 77, dtype=dtype)
     outs = {f"{spelling}_{x}": torch.full((bs, n), 77, dtype=dtype) for x in ("index", "next_token", "next_sibling")}
-    build_tree_kernel_efficient(
-        parent_list, selected, seq_lens, mask, positions, **outs, topk=topk, depth=depth, draft_token_num=n,
-        tree_mask_mode=int(mode),
-    )  # fmt: skip
+    sizes = {"topk": topk, "depth": depth, "draft_token_num": n, "tree_mask_mode": int(mode)}
+    build_tree_kernel_efficient(parent_list, selected, seq_lens, mask, positions, **outs, **sizes)
     return mask, positions, *outs.values()
 
 
