@@ -14,6 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("transformers")
+
+import calls
+import calls.adapters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from pagedtree import integrations
@@ -87,70 +92,44 @@ def test_each_argument_is_read_or_a_hint(function) -> None:
     assert unread <= set(re.findall(r"\w+", " ".join(text)))
 
 
-# Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails.
+# Valid calls of these that depend on no value of a tensor, and what they are given instead.
+INTEGERS = torch.zeros(2, 4, dtype=torch.int64)
+LENS, ROTARY = INTEGERS.int()[:, 0], torch.zeros(2, 9, 16)
+CALLS: list[tuple[str, dict[str, Any]]] = [
+    ("sglang_verify_greedy", {}),
+    ("sglang_sampling", {}),
+    ("sglang_build_tree", {}),
+    ("sglang_build_tree", {"tree_mask_mode": 1}),
+    ("sglang_build_tree", {"tree_mask_mode": 2, "tree_mask": INTEGERS.clone()}),
+    ("sglang_move_kv", {"tgt_loc": torch.zeros(1500).long(), "src_loc": torch.zeros(1500).long()}),
+    ("flashinfer_chain_sampling", {"seed": None}),
+    ("flashinfer_page_table", {}),
+    ("flashinfer_append", {}),
+    ("flash_attn_with_kvcache", {}),
+    ("flash_attn_with_kvcache", {"causal": False, "window_size": (-1, -1)}),
+    ("flash_attn_with_kvcache", {"causal": False, "window_size": (2, 3)}),
+    ("flash_attn_with_kvcache", {"rotary_cos": ROTARY[0], "rotary_sin": ROTARY[1]}),
+    ("flash_attn_varlen", {}),
+    ("flash_attn_varlen", {"causal": False, "window_size": (2, 3)}),
+]
 
 
-def integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+@pytest.mark.parametrize(("name", "change"), CALLS)
+def test_nothing_is_read_on_the_host(name, change) -> None:
+    """Fake tensors have no values: whoever reads one on the host, or needs one for a size, fails."""
+    call = calls.make(name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        call.function(**calls.mapped({**call.arguments, **change}, mode.from_tensor))
 
 
-def call_build_tree() -> None:
-    for mode, mask in ((0, torch.zeros(999).bool()), (1, torch.zeros(99).bool()), (2, integers(99))):
-        links = [integers(2, 4) for _ in range(3)]
-        lens = integers(2)
-        form = integers(2, 5), integers(2, 3), lens, mask, integers(8)
-        sglang.build_tree_kernel_efficient(*form, *links, 2, 3, 4, mode)
+@pytest.mark.parametrize("mode", sglang.TreeMaskMode)
+def test_masks_of_sglang_are_not_read_on_the_host(mode) -> None:
+    with FakeTensorMode():
+        lens, mask = torch.zeros(2, dtype=torch.int64), torch.zeros(99, dtype=torch.uint8)
         sglang.tree_mask_words(mask, lens, 4, mode)
-    sglang.reconstruct_indices_from_tree_mask(torch.zeros(32).bool(), lens, integers(8), *links, 2, 4)
-
-
-def call_verify() -> None:
-    outs = integers(12), integers(2, 3), integers(2)
-    trees = [integers(2, 6) for _ in range(4)]
-    sglang.verify_tree_greedy(*outs, *trees, integers(2, 6))
-    probs = torch.zeros(2, 6, 9)
-    sglang.tree_speculative_sampling_target_only(
-        *outs, *trees, torch.zeros(2, 6), torch.zeros(2), probs, probs, 0.5, 0.5
-    )
-
-
-def call_move() -> None:
-    sglang.move_kv_cache([torch.zeros(9, 2, 8)], [torch.zeros(9, 2, 8)], integers(1500), integers(1500))
-
-
-def call_chain() -> None:
-    probs = torch.zeros(2, 4, 9)
-    flashinfer.chain_speculative_sampling(probs[:, :3], integers(2, 3, dtype=torch.int32), probs)
-
-
-def call_paged() -> None:
-    cache, indices, indptr = torch.zeros(4, 2, 4, 2, 64), integers(3, dtype=torch.int32), integers(3, dtype=torch.int32)
-    flashinfer.page_table(indptr, indices, integers(2, dtype=torch.int32), 4, max_pages=2)
-    flashinfer.get_batch_indices_positions(indptr, integers(2), 5)
-    new = torch.zeros(5, 2, 64)
-    flashinfer.append_paged_kv_cache(new, new, integers(5), integers(5), cache, indices, indptr, integers(2))
-
-
-def call_flash_attn() -> None:
-    q, k, cache = torch.zeros(2, 3, 4, 64), torch.zeros(2, 3, 2, 64), torch.zeros(5, 4, 2, 64)
-    table, lens = integers(2, 2, dtype=torch.int32), integers(2, dtype=torch.int32)
-    for options in ({"causal": True}, {"causal": False}, {"window_size": (2, 3)}):
-        flash_attn.flash_attn_with_kvcache(
-            q, cache, cache, k, k, cache_seqlens=lens, block_table=table, return_softmax_lse=True, **options
-        )
-        cos = torch.zeros(9, 16)
-        flash_attn.flash_attn_with_kvcache(q, cache, cache, k, k, cos, cos, lens, page_table=table, **options)
-        offsets = integers(3, dtype=torch.int32)
-        flash_attn.flash_attn_varlen_func(q[0], k[0], k[0], offsets, offsets, 3, 3, **options)
-
-
-CALLS = [call_build_tree, call_verify, call_move, call_chain, call_paged, call_flash_attn]
-
-
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_nothing_is_read_on_the_host(call) -> None:
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        call()
+        links = [torch.zeros(2, 4, dtype=torch.int64) for _ in range(3)]
+        sglang.reconstruct_indices_from_tree_mask(mask[:32], lens, torch.zeros(8).int(), *links, 2, 4)
+        flashinfer.get_batch_indices_positions(torch.zeros(3).int(), lens, 5)
 
 
 def test_values_that_the_adapters_make_pass_the_checks(value_checks, on_device) -> None:
@@ -159,12 +138,14 @@ def test_values_that_the_adapters_make_pass_the_checks(value_checks, on_device) 
     assert pool[:, 0, 0].tolist() == [3, 1, 2, 3, 2]
     for n in (0, 1, 3):
         probs = torch.full((2, n + 1, 5), 0.2)
-        tokens = flashinfer.chain_speculative_sampling(probs[:, :n], integers(2, n), probs)[0]
+        drafts = torch.zeros(2, n, dtype=torch.int64)
+        tokens = flashinfer.chain_speculative_sampling(probs[:, :n], drafts, probs)[0]
         assert tokens[:, :n].eq(0).all() and tokens[:, n].ge(0).all()  # equal distributions: all drafts are accepted
-    call_build_tree()
-    call_verify()
+    device = pool.device
+    for name in ("sglang_build_tree", "sglang_verify_greedy", "sglang_sampling"):
+        calls.make(name).mapped(lambda tensor: tensor.to(device)).results()
 
 
 def test_a_read_on_the_host_is_noticed() -> None:
     with FakeTensorMode(), pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-        flashinfer.page_table(integers(3), integers(3), integers(2), 4)
+        flashinfer.page_table(torch.zeros(3).int(), torch.zeros(3).int(), torch.zeros(2).int(), 4)

@@ -72,15 +72,6 @@ def test_text_is_that_of_the_model(name, page_size, max_batch_tokens, calls):
     assert max(tokens for tokens, _ in calls) <= max_batch_tokens
 
 
-@pytest.mark.parametrize("name", [pytest.param("full", marks=pytest.mark.slow), "sinks"])
-def test_sampled_text_is_that_of_the_model(name):
-    model, prompts = tiny_of(name), prompts_of(LENGTHS)
-    expected = stock(model, prompts, **SAMPLING)
-    with continuous_batching(model):
-        assert batched(model, prompts, **SAMPLING) == expected
-    assert expected != stock(model, prompts)
-
-
 @pytest.mark.skipif(not IS_5, reason="transformers 4.57 shares no pages")
 def test_requests_that_share_pages(calls):
     model = tiny_of("full")
@@ -92,22 +83,6 @@ def test_requests_that_share_pages(calls):
         assert batched(model, prompts, **options) == expected
     read = sum(tokens for tokens, _ in calls) // 2
     assert len(expected) == 8 and read < sum(map(len, prompts)) + len(expected) * (COUNT - 1)
-
-
-def test_requests_one_by_one():
-    model, prompts = tiny_of("full"), prompts_of((5, 40))
-    expected = [greedy(model, prompt, COUNT)[len(prompt) :] for prompt in prompts]
-    arguments = configs(16, 64, {})
-    with continuous_batching(model):
-        manager = model.init_continuous_batching(**arguments)
-        manager.start()
-        for prompt, text in zip(prompts, expected, strict=True):
-            manager.add_request(prompt.tolist(), request_id=str(len(prompt)), max_new_tokens=COUNT)
-            result = None
-            while result is None:
-                result = manager.get_result(timeout=60)
-            assert result.generated_tokens == text
-        manager.stop(block=True)
 
 
 def test_the_name_is_lent(calls):
