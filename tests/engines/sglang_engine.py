@@ -14,6 +14,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CHECKPOINTS = ROOT / "examples" / "checkpoints"
 STANDINS = Path(__file__).parent / "sglang_standins"
+SETTINGS = {"model_path": str(CHECKPOINTS / "target"), "device": "cpu", "dtype": "float32", "log_level": "error"}
+SETTINGS |= {"attention_backend": "pagedtree", "max_total_tokens": 8192, "max_running_requests": 8}
 
 
 def prompts() -> list[list[int]]:
@@ -31,12 +33,8 @@ def run(options: dict) -> dict:
 
     copies = options.pop("copies", None)
     sampling = {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24, **options.pop("sampling", {})}
-    defaults = {
-        "model_path": str(CHECKPOINTS / "target"), "device": "cpu", "dtype": "float32",
-        "disable_cuda_graph": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.8, "max_total_tokens": 8192,
-        "attention_backend": "pagedtree", "max_running_requests": 8, "log_level": "error",
-    }  # fmt: skip
-    engine = sglang.Engine(**{**defaults, **options})
+    flags = {"disable_cuda_graph": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.8}
+    engine = sglang.Engine(**{**SETTINGS, **flags, **options})
     try:
         given = prompts() if copies is None else [prompts()[3]] * copies
         outs = engine.generate(input_ids=given, sampling_params=sampling)

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from package_sources import Sources, own_parameters
-from sglang_engine import environment, prompts
+from sglang_engine import SETTINGS, environment, prompts
 
 from pagedtree.integrations.sglang import on_cpu
 
@@ -27,10 +27,8 @@ SOURCES = Sources("sglang")
 pytest.importorskip("xgrammar", reason="SGLang's dependencies are not installed: make test-engines ENGINE=sglang")
 FOLDER = Path(__file__).parent
 TARGET, EAGLE = (FOLDER.parents[1] / "examples" / "checkpoints" / name for name in ("target", "eagle"))
-TREES = {
-    "speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 3,
-    "speculative_num_draft_tokens": 8,
-}  # fmt: skip
+TREES = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 3}
+TREES |= {"speculative_num_draft_tokens": 8}
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +77,11 @@ def test_latent_attention(tmp_path) -> None:
 
     torch.manual_seed(0)
     rotary = {"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 2048, "rope_theta": 10000.0}
-    config = DeepseekV2Config(
-        vocab_size=2048, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, first_k_dense_replace=2, n_routed_experts=4, moe_layer_freq=1, kv_lora_rank=512,
-        q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, initializer_range=0.05,
-        max_position_embeddings=2048, bos_token_id=0, eos_token_id=1, rope_parameters=rotary,
-    )  # fmt: skip
+    sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "max_position_embeddings": 2048}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "initializer_range": 0.05}
+    latents = {"kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+    dense = {"first_k_dense_replace": 2, "n_routed_experts": 4, "moe_layer_freq": 1, "v_head_dim": 128}
+    config = DeepseekV2Config(**sizes, **latents, **dense, bos_token_id=0, eos_token_id=1, rope_parameters=rotary)
     DeepseekV2ForCausalLM(config).float().save_pretrained(tmp_path)
     given = {"model_path": str(tmp_path)}
     plain, trees = run(given, {**given, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8})
@@ -102,10 +99,7 @@ def server(**options: Any) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {
-        "model_path": TARGET, "device": "cpu", "dtype": "float32", "attention_backend": "pagedtree", "port": port,
-        "max_total_tokens": 8192, "max_running_requests": 8, "log_level": "error", **options,
-    }  # fmt: skip
+    options = {**SETTINGS, "port": port, **options}
     given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *given]
     flags = "--disable-cuda-graph", "--skip-server-warmup"
@@ -157,10 +151,9 @@ def test_sampled_requests_keep_their_distribution(head) -> None:
     """Three tokens of 256 equal requests, two choices each; a threshold of SGLang's that is not lossless is found."""
     count, expected = 256, exact_texts(prompts()[3], 3)
     assert min(expected.values()) * count > 10
-    sampled = {
-        **TREES, "speculative_draft_model_path": head, "copies": count, "random_seed": 1, "max_running_requests": 64,
-        "sampling": {"temperature": 1, "top_k": 2, "max_new_tokens": 3},
-    }  # fmt: skip
+    sampling = {"temperature": 1, "top_k": 2, "max_new_tokens": 3}
+    sampled = {**TREES, "speculative_draft_model_path": head, "sampling": sampling}
+    sampled |= {"copies": count, "random_seed": 1, "max_running_requests": 64}
     squares = []
     for result in run(sampled, {**sampled, "speculative_accept_threshold_acc": 0.4}):
         found = Counter(map(tuple, result["ids"]))

@@ -36,34 +36,28 @@ PROMPTS = token_prompts()
 STOCK = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 CUSTOM = {"attention_backend": "CUSTOM"}
 HEADS = {"env": {"VLLM_MLA_DISABLE": "1"}}  # vLLM expands the latents to ordinary heads
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0,
-    "mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1,
-}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256, "rope_theta": 10000.0}
+YARN |= {"mscale": 0.7, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
+SIZES = dict(vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4)
+SIZES |= dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, max_position_embeddings=1024)
+SIZES |= dict(initializer_range=0.1, bos_token_id=0, eos_token_id=1)
+EXPERTS = dict(moe_intermediate_size=64, n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1)
+EXPERTS |= dict(first_k_dense_replace=1)
+GREEDY = dict(topk_method="greedy", n_group=1, topk_group=1)
+NOAUX = dict(topk_method="noaux_tc", n_group=2, topk_group=1)
 # Heads of 192, 96 and 256 columns where vLLM expands them, values padded to that.
 MODELS: dict[str, dict[str, Any]] = {
-    "DeepseekV2": dict(
-        q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128, topk_method="greedy", n_group=1, topk_group=1,
-        rope_parameters=YARN,
-    ),
-    "DeepseekV3": dict(
-        q_lora_rank=64, qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc", n_group=2, topk_group=1,
-        num_nextn_predict_layers=0,
-    ),
+    "DeepseekV2": dict(q_lora_rank=None, qk_nope_head_dim=128, v_head_dim=128, rope_parameters=YARN, **GREEDY),
+    "DeepseekV3": dict(q_lora_rank=64, qk_nope_head_dim=32, v_head_dim=32, num_nextn_predict_layers=0, **NOAUX),
     "Glm4MoeLite": dict(q_lora_rank=64, qk_nope_head_dim=192, v_head_dim=256, n_group=1, topk_group=1),
-}  # fmt: skip
+}
 
 
 def write_model(name: str, folder: Path) -> str:
     """A random model with a dense layer and two of experts."""
     import transformers
 
-    config = getattr(transformers, f"{name}Config")(
-        vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, moe_intermediate_size=64, n_routed_experts=4,
-        num_experts_per_tok=2, n_shared_experts=1, first_k_dense_replace=1, bos_token_id=0, eos_token_id=1,
-        max_position_embeddings=1024, initializer_range=0.1, **MODELS[name],
-    )  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**SIZES, **EXPERTS, **MODELS[name])
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     with torch.no_grad():

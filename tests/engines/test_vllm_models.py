@@ -42,12 +42,10 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("gemma")
     torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64, sliding_window=24, attn_logit_softcapping=5.0,
-        max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, initializer_range=0.3,
-    )  # fmt: skip
-    model = Gemma2ForCausalLM(config)
+    sizes = dict(vocab_size=2048, hidden_size=256, intermediate_size=256, num_hidden_layers=4, initializer_range=0.3)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, query_pre_attn_scalar=64, sliding_window=24)
+    ends = dict(max_position_embeddings=1024, bos_token_id=0, eos_token_id=1)
+    model = Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **ends, attn_logit_softcapping=5.0))
     with torch.no_grad():
         model.model.embed_tokens.weight *= 0.03  # the layers have a say, else each token repeats itself
     model.save_pretrained(folder)

@@ -37,11 +37,12 @@ BASES: dict[tuple[str, str], list[tuple[str, str]]] = {
         ("v1/attention/backend.py", name) for name in ("AttentionImpl", "AttentionImplBase")
     ],
     ("platform.py", "PagedTreeCpuPlatform"): [
-        ("platforms/cpu.py", "CpuPlatform"), ("platforms/interface.py", "Platform")
+        ("platforms/cpu.py", "CpuPlatform"),
+        ("platforms/interface.py", "Platform"),
     ],
     ("worker.py", "TreeCPUWorker"): [("v1/worker/cpu_worker.py", "CPUWorker")],
     ("worker.py", "TreeGPUWorker"): [("v1/worker/gpu_worker.py", "Worker")],
-}  # fmt: skip
+}
 OWNERS = {
     ("runner_v2.py", "batch"): ("v1/worker/gpu/input_batch.py", "InputBatch"),
     ("runner_v2.py", "input_batch"): ("v1/worker/gpu/input_batch.py", "InputBatch"),

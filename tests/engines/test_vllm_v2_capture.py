@@ -57,10 +57,9 @@ def capture(llm: Any, varlen: bool = False) -> None:
     support = PagedTreeMetadataBuilder.get_cudagraph_support(runner.vllm_config, None)
     config.cudagraph_mode, config.max_cudagraph_capture_size = CAPTURED, 64
     config.cudagraph_capture_sizes = [16, 32, 64]
-    config.resolve_cudagraph_mode_and_sizes(
-        support, "CUSTOM", runner.decode_query_len, use_v2_model_runner=True, kv_cache_config=runner.kv_cache_config,
-        max_num_reqs=runner.max_num_reqs, is_profiling=False, piecewise_capture_available=False,
-    )  # fmt: skip
+    sizes = {"kv_cache_config": runner.kv_cache_config, "max_num_reqs": runner.max_num_reqs}
+    flags = {"use_v2_model_runner": True, "is_profiling": False, "piecewise_capture_available": False}
+    config.resolve_cudagraph_mode_and_sizes(support, "CUSTOM", runner.decode_query_len, **sizes, **flags)
     assert config.cudagraph_mode == CAPTURED
     for layer in config.static_forward_context.values():
         layer.use_direct_call = True  # a graph holds what the op of an attention layer calls
