@@ -115,17 +115,12 @@ def test_decode(backend, device, dtype, page_size) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("known_on_host", [True, False])
-def test_extend(backend, device, dtype, page_size, known_on_host) -> None:
-    server = Server([9, 40, 17], [9, 5, 1], page_size, device, dtype)
+@pytest.mark.parametrize("dims", [(DIM, DIM), (192, 128)])
+def test_extend(backend, device, dtype, page_size, known_on_host, dims) -> None:
+    server = Server([9, 40, 17], [9, 5, 1], page_size, device, dtype, dims=dims)
     fields = {"extend_seq_lens": torch.tensor(server.news, dtype=torch.int32, device=device)}
     fields |= {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
     out = server.run(Mode.EXTEND, **fields)
-    server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
-
-
-def test_values_of_another_width(backend, device, dtype) -> None:
-    server = Server([9, 40, 17], [9, 5, 1], 4, device, dtype, dims=(192, 128))
-    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor(server.news, dtype=torch.int32, device=device))
     server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
 
 

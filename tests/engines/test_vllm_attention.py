@@ -84,14 +84,6 @@ def test_compiled_model(stock, tmp_path):
         assert generate(llm, PROMPTS) == stock
 
 
-def test_many_requests_at_once():
-    prompts = token_prompts(of_runner(32, 20))
-    with engine(max_num_seqs=32) as llm:
-        expected = generate(llm, prompts)
-    with engine(attention_backend="CUSTOM", max_num_seqs=32, block_size=16) as llm:
-        assert generate(llm, prompts) == expected
-
-
 def test_half_precision_is_as_exact_as_stock():
     """In bf16 every layer rounds, whichever the backend, and nearly tied tokens may swap; so errors are compared."""
     exact = prompt_logprobs()

@@ -109,11 +109,6 @@ def test_prefix_cache_hits(stock):
         assert continued == generate(llm, longer)
 
 
-def test_separate_processes(stock):
-    with engine(**tree_options("ngram"), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}) as llm:
-        assert generate(llm, PROMPTS) == stock
-
-
 @V1_ONLY  # Triton's interpreter and torch.compile exclude each other
 @pytest.mark.slow
 def test_compiled_model(stock, tmp_path):
