@@ -221,9 +221,8 @@ class OptionRows:
         self.is_used = bool(lists) or has_counts
         self.idle_row = len(prompt_lens)
         idle = {"prompts": [], "min_positions": 0}
-        every = RequestOptions()
-        if lists:
-            every = RequestOptions.from_lists(vocab, **{name: [*of, idle.get(name)] for name, of in lists.items()})
+        given: dict[str, Any] = {name: [*entries, idle.get(name)] for name, entries in lists.items()}
+        every = RequestOptions.from_lists(vocab, **given) if given else RequestOptions()
         self._prompt_lens = self._put(np.array([*prompt_lens, 0], np.int64))
         self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(every, name)) is not None}
         self._bias, self._bad_words = _arrays(every, _BIAS), _arrays(every, _BAD_WORDS)
