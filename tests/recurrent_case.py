@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pytest
 import torch
 from draft_checks import seeded
 from step_case import int32
@@ -13,7 +16,14 @@ from torch import Tensor
 import pagedtree as pt
 from pagedtree import TreeBatch, build_trees
 
-PLAIN = torch.float32  # where a test has no dtype of its own; the tests' fixture sets that of their backend
+PLAIN = torch.float32  # where a test has no dtype of its own
+
+
+@pytest.fixture(autouse=True)
+def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For files that import it: float32 is the cpu backend's."""
+    if backend != "cpu":
+        monkeypatch.setattr(sys.modules[__name__], "PLAIN", torch.float16)
 
 
 def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
@@ -57,6 +67,17 @@ class Layer:
     state_index: Tensor
     trees: TreeBatch | None
     options: dict = field(default_factory=dict)
+
+    def part(self, rows: slice | Tensor, **changes: Any) -> Layer:
+        """The same layer on some of its rows; `changes` has the trees or cu_seqlens that they make up."""
+        names = ("q", "k", "v", "g", "beta")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names}, **changes)
+
+    def as_batch(self) -> tuple[list[Tensor], dict[str, Any]]:
+        """The arguments of transformers' functions: q, k, v, g, beta of one sequence, and its state."""
+        assert self.beta is not None
+        rows = [t[None] for t in (self.q, self.k, self.v, self.g, self.beta)]
+        return rows, {"initial_state": self.state[:1], "output_final_state": True}
 
     def run(self, op: Callable = pt.tree_delta_rule) -> Tensor:
         return op(self.q, self.k, self.v, self.g, self.beta, self.state, self.state_index, self.trees, **self.options)

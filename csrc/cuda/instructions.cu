@@ -27,6 +27,13 @@ struct Shared {
 
 __device__ inline uint32_t* own_words(Shared& s) { return s.words + threadIdx.x * 4; }
 
+// Shared memory into which each thread has put its first four words, plus `more`.
+__device__ inline Shared& filled(const uint32_t* in, uint32_t more = 0) {
+  auto& s = ptx::shared<Shared>();
+  for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i] + more;
+  return s;
+}
+
 __device__ inline float as_float(uint32_t word) {
   float value;
   memcpy(&value, &word, sizeof(value));
@@ -41,8 +48,7 @@ __device__ inline uint32_t as_word(float value) {
 template <bool kTransposed>
 struct LdMatrix {
   static __device__ void run(const uint32_t* in, uint32_t* out) {
-    auto& s = ptx::shared<Shared>();
-    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    Shared& s = filled(in);
     __syncthreads();
     uint32_t d[4];
     if constexpr (kTransposed) {
@@ -102,18 +108,18 @@ struct CpAsyncGroups {  // the older of two groups has arrived; the newer may be
   }
 };
 
-struct Ex2 {
-  static __device__ void run(const uint32_t* in, uint32_t* out) {
-    for (int i = 0; i < 4; ++i) out[i] = as_word(ptx::ex2(as_float(in[i])));
-  }
-};
-
+// What gives each of the four words by itself.
+#define PT_EACH_WORD(Name, word)                                    \
+  struct Name {                                                     \
+    static __device__ void run(const uint32_t* in, uint32_t* out) { \
+      for (int i = 0; i < 4; ++i) out[i] = word;                    \
+    }                                                               \
+  };
+PT_EACH_WORD(Ex2, as_word(ptx::ex2(as_float(in[i]))))
+PT_EACH_WORD(MoveFloat8, move_e4m3(in[i]))
 template <typename T>
-struct MaxNan {
-  static __device__ void run(const uint32_t* in, uint32_t* out) {
-    for (int i = 0; i < 4; ++i) out[i] = ptx::max_nan<T>(in[i], in[4 + i]);
-  }
-};
+PT_EACH_WORD(MaxNan, ptx::max_nan<T>(in[i], in[4 + i]))
+#undef PT_EACH_WORD
 
 struct Float8 {  // the two codes in the low half of each word
   static __device__ void run(const uint32_t* in, uint32_t* out) {
@@ -141,12 +147,6 @@ struct ToFloat8 {  // two numbers for each word
   }
 };
 
-struct MoveFloat8 {
-  static __device__ void run(const uint32_t* in, uint32_t* out) {
-    for (int i = 0; i < 4; ++i) out[i] = move_e4m3(in[i]);
-  }
-};
-
 struct Increment {  // a counter before and after; twice
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -160,8 +160,7 @@ struct Increment {  // a counter before and after; twice
 
 struct Barrier {  // each warp reads what the other wrote
   static __device__ void run(const uint32_t* in, uint32_t* out) {
-    auto& s = ptx::shared<Shared>();
-    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    const Shared& s = filled(in);
     ptx::barrier_sync(1, kThreads);
     for (int i = 0; i < 4; ++i) out[i] = s.words[(threadIdx.x ^ 32) * 4 + i];
   }
@@ -169,8 +168,7 @@ struct Barrier {  // each warp reads what the other wrote
 
 struct BarrierArrive {  // the second warp reads what the first wrote, which does not wait, and the first its own
   static __device__ void run(const uint32_t* in, uint32_t* out) {
-    auto& s = ptx::shared<Shared>();
-    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i];
+    const Shared& s = filled(in);
     if (threadIdx.x < 32) {
       ptx::barrier_arrive(1, kThreads);
     } else {
@@ -192,8 +190,7 @@ struct Address {  // the thread's identity, and where its words lie: shared memo
 
 struct Cluster {  // what the next CTA of the cluster has in shared memory, and the thread's identity
   static __device__ void run(const uint32_t* in, uint32_t* out) {
-    auto& s = ptx::shared<Shared>();
-    for (int i = 0; i < 4; ++i) own_words(s)[i] = in[i] + ptx::cluster_rank();
+    Shared& s = filled(in, ptx::cluster_rank());
     ptx::cluster_sync();
     const uint32_t next = (ptx::cluster_rank() + 1) % ptx::cluster_size();
     for (int i = 0; i < 3; ++i) out[i] = *ptx::of_cta(own_words(s) + i, next);

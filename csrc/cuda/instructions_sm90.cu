@@ -291,6 +291,10 @@ const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluste
   });
 }
 
+#define PT_MULTIPLICATIONS(name, type, operands)                                                            \
+  {name "/N 64", run<Multiply<type, 64, operands>>}, {name "/N 128", run<Multiply<type, 128, operands>>}, { \
+    name "/N 256", run<Multiply<type, 256, operands>>                                                       \
+  }
 constexpr Instruction kInstructions[] = {
     {"mbar_arrive", run<Phases>},
     {"cp_async_mbar_arrive", run<CopiesArrive>},
@@ -299,25 +303,14 @@ constexpr Instruction kInstructions[] = {
     {"matrix_descriptor", run<Descriptor>},
     {"wgmma_wait", run<Groups>},
     {"setmaxnreg", run<Multiply<__half, 256, kKMajor, true>>},
-    {"wgmma_ss/bf16/N 64", run<Multiply<__nv_bfloat16, 64, kBothShared>>},
-    {"wgmma_ss/bf16/N 128", run<Multiply<__nv_bfloat16, 128, kBothShared>>},
-    {"wgmma_ss/bf16/N 256", run<Multiply<__nv_bfloat16, 256, kBothShared>>},
-    {"wgmma_ss/fp16/N 64", run<Multiply<__half, 64, kBothShared>>},
-    {"wgmma_ss/fp16/N 128", run<Multiply<__half, 128, kBothShared>>},
-    {"wgmma_ss/fp16/N 256", run<Multiply<__half, 256, kBothShared>>},
-    {"wgmma_rs/K-major/bf16/N 64", run<Multiply<__nv_bfloat16, 64, kKMajor>>},
-    {"wgmma_rs/K-major/bf16/N 128", run<Multiply<__nv_bfloat16, 128, kKMajor>>},
-    {"wgmma_rs/K-major/bf16/N 256", run<Multiply<__nv_bfloat16, 256, kKMajor>>},
-    {"wgmma_rs/K-major/fp16/N 64", run<Multiply<__half, 64, kKMajor>>},
-    {"wgmma_rs/K-major/fp16/N 128", run<Multiply<__half, 128, kKMajor>>},
-    {"wgmma_rs/K-major/fp16/N 256", run<Multiply<__half, 256, kKMajor>>},
-    {"wgmma_rs/N-major/bf16/N 64", run<Multiply<__nv_bfloat16, 64, kNMajor>>},
-    {"wgmma_rs/N-major/bf16/N 128", run<Multiply<__nv_bfloat16, 128, kNMajor>>},
-    {"wgmma_rs/N-major/bf16/N 256", run<Multiply<__nv_bfloat16, 256, kNMajor>>},
-    {"wgmma_rs/N-major/fp16/N 64", run<Multiply<__half, 64, kNMajor>>},
-    {"wgmma_rs/N-major/fp16/N 128", run<Multiply<__half, 128, kNMajor>>},
-    {"wgmma_rs/N-major/fp16/N 256", run<Multiply<__half, 256, kNMajor>>},
+    PT_MULTIPLICATIONS("wgmma_ss/bf16", __nv_bfloat16, kBothShared),
+    PT_MULTIPLICATIONS("wgmma_ss/fp16", __half, kBothShared),
+    PT_MULTIPLICATIONS("wgmma_rs/K-major/bf16", __nv_bfloat16, kKMajor),
+    PT_MULTIPLICATIONS("wgmma_rs/K-major/fp16", __half, kKMajor),
+    PT_MULTIPLICATIONS("wgmma_rs/N-major/bf16", __nv_bfloat16, kNMajor),
+    PT_MULTIPLICATIONS("wgmma_rs/N-major/fp16", __half, kNMajor),
 };
+#undef PT_MULTIPLICATIONS
 
 constexpr Instructions kTable{1,
                               kThreads,

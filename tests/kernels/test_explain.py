@@ -105,8 +105,9 @@ def test_large_calls_take_no_longer() -> None:
 def test_tile_follows_the_rows(queries: int, head_dim: int, m_tile: int) -> None:
     for kv_bytes in (1, 2):
         for shared in (99 << 10, 163 << 10, 227 << 10):
-            (launch,) = explain([queries] * 3, [500] * 3, **{**SIZES, "head_dim": head_dim}, kv_bytes=kv_bytes,
-                                max_shared_bytes=shared).launches  # fmt: skip
+            (launch,) = explain(
+                [queries] * 3, [500] * 3, **{**SIZES, "head_dim": head_dim}, kv_bytes=kv_bytes, max_shared_bytes=shared
+            ).launches
             assert launch.m_tile == m_tile
             assert launch.row_warps * launch.key_warps in (4, 8) and launch.column_warps == 1
             assert 2 <= launch.stages <= 4

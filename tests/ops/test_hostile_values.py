@@ -69,12 +69,13 @@ def test_flashinfer_masks() -> None:
     bits, one = torch.zeros(8, dtype=torch.uint8), int32([4], "cpu")
     for match, call in {
         "mask_indptr: expected 1 offsets of at least 0": lambda: flashinfer.import_packed_custom_mask(
-            bits, int32([-4, 0], "cpu"), int32([0, 2], "cpu"), one),
+            bits, int32([-4, 0], "cpu"), int32([0, 2], "cpu"), one
+        ),
         "qo_indptr: expected offsets": lambda: flashinfer.import_custom_mask(bits.bool(), int32([2, 0], "cpu"), one),
         "seq_lens: expected shape": lambda: flashinfer.import_custom_mask(bits.bool(), int32([0, 2], "cpu"), TABLE),
         "seq_lens: expected at least 0": lambda: flashinfer.import_custom_mask(bits.bool(), int32([0, 2], "cpu"), -one),
         "tree_mask: expected a row": lambda: flashinfer.export_custom_mask(TABLE, int32([0, 3], "cpu"), one),
-    }.items():  # fmt: skip
+    }.items():
         with pytest.raises(ValueError, match=match):
             call()
 

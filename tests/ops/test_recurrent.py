@@ -9,7 +9,7 @@ import pytest
 import recurrent_case as case
 import torch
 from draft_checks import seeded
-from recurrent_case import Layer, error, layer, paths_to, trees_of
+from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 from step_case import int32
 from torch import Tensor
 
@@ -23,12 +23,6 @@ BOUNDS = {torch.float32: 1e-4, torch.float16: 2.5e-3, torch.bfloat16: 1e-2}
 ISAS = [isa for isa in _C.available_isas() if not isa.startswith("amx")]
 
 pytestmark = pytest.mark.usefixtures("on_device")
-
-
-@pytest.fixture(autouse=True)
-def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend != "cpu":
-        monkeypatch.setattr(case, "PLAIN", torch.float16)
 
 
 @pytest.fixture(params=[*ISAS, "kernels"])
@@ -66,10 +60,7 @@ def test_invariance(channels: bool) -> None:
         for size in {1, (end - begin) // 2 + 1, end - begin}:
             part = slice(begin, begin + size)
             few = build_trees(trees.parents[part].clone(), int32([0, size]), max_nodes=256, max_depth=255)
-            alone = replace(
-                of, q=of.q[part], k=of.k[part], v=of.v[part], g=of.g[part], beta=of.beta[part], trees=few,  # type: ignore[index]
-                state_index=of.state_index[b : b + 1],
-            )  # fmt: skip
+            alone = of.part(part, trees=few, state_index=of.state_index[b : b + 1])
             assert torch.equal(alone.run(), out[part])
 
 
@@ -82,10 +73,8 @@ def test_value_heads_share_nothing_but_keys(channels: bool, rows: str) -> None:
     out, state = of.run(), of.advance(pt.advance_state, *path)
     for head in range(6):
         mine, key = slice(head, head + 1), slice(head // 3, head // 3 + 1)
-        alone = replace(
-            of, q=of.q[:, key], k=of.k[:, key], v=of.v[:, mine], g=of.g[:, mine], beta=of.beta[:, mine],  # type: ignore[index]
-            state=of.state[:, mine],
-        )  # fmt: skip
+        places = {"q": key, "k": key, **dict.fromkeys(("v", "g", "beta", "state"), mine)}
+        alone = replace(of, **{name: getattr(of, name)[:, heads] for name, heads in places.items()})
         assert torch.equal(alone.run(), out[:, mine])
         assert torch.equal(alone.advance(pt.advance_state, *path), state[:, mine])
 
@@ -152,16 +141,22 @@ def test_slots() -> None:
 
 
 BAD_PATHS = {
-    "no tree": [-1, -1, -1, -1], "not the root": [1, 2, -1, -1], "not a child": [0, 3, -1, -1],
-    "out of the tree": [0, 99, -1, -1], "below zero": [0, -5, -1, -1], "descends": [0, 1, 0, -1],
-}  # fmt: skip
+    "no tree": ([-1, -1, -1, -1], 0),
+    "not the root": ([1, 2, -1, -1], 1),
+    "not a child": ([0, 3, -1, -1], 1),
+    "out of the tree": ([0, 99, -1, -1], 1),
+    "below zero": ([0, -5, -1, -1], 1),
+    "descends": ([0, 1, 0, -1], 2),
+    "too long": ([0, 1, 2, 3], 4),
+    "negative": ([0, 1, 2, 3], -1),
+}
 
 
-@pytest.mark.parametrize("name", [*BAD_PATHS, "too long", "negative"])
+@pytest.mark.parametrize("name", BAD_PATHS)
 def test_bad_paths_write_nothing(name: str) -> None:
     trees = build_trees(int32([-1, 0, 1, 2, -1, 0]), int32([0, 4, 6]), max_nodes=4, max_depth=3)
-    accepted = {"no tree": 0, "too long": 4, "negative": -1, "descends": 2}.get(name, 1)
-    path = (int32([BAD_PATHS.get(name, [0, 1, 2, 3]), [0, 1, -1, -1]]), int32([accepted, 1]))
+    nodes, accepted = BAD_PATHS[name]
+    path = (int32([nodes, [0, 1, -1, -1]]), int32([accepted, 1]))
     of = layer(trees, slots=[0, 1])
     found = of.advance(pt.advance_state, *path)
     assert torch.equal(found[0], of.state[0]) and not torch.equal(found[1], of.state[1])
@@ -189,9 +184,9 @@ def test_a_sequence_may_come_in_parts() -> None:
     """Advancing by one part after the other gives the states of the whole, and the second part's outputs."""
     of = layer([100], slots=[0])
     whole, state = of.run(), of.advance()
-    parts = [replace(of, **{n: getattr(of, n)[part] for n in ("q", "k", "v", "g", "beta")},
-                     options={"cu_seqlens": int32([0, part.stop - part.start])})
-             for part in (slice(0, 37), slice(37, 100))]  # fmt: skip
+    parts = [
+        of.part(part, options={"cu_seqlens": int32([0, n])}) for part, n in ((slice(37), 37), (slice(37, 100), 63))
+    ]
     parts[1].state = parts[0].advance()
     assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == case.PLAIN else 1e-3)
     assert error(parts[1].advance(), state.double()) < 1e-5
@@ -216,11 +211,9 @@ def test_transformers_gated_delta_rule(l2norm: bool) -> None:
         if dtype == torch.float32 != case.PLAIN:
             continue
         of = layer([70], dims=(64, 64), heads=(2, 4), dtype=dtype, l2norm=l2norm, slots=[0])
-        q, k = (x.repeat_interleave(2, 1)[None] for x in (of.q, of.k))
-        theirs, state = module.torch_chunk_gated_delta_rule(
-            q, k, of.v[None], of.g[None], of.beta[None], initial_state=of.state[:1],  # type: ignore[index]
-            output_final_state=True, use_qk_l2norm_in_kernel=l2norm,
-        )  # fmt: skip
+        (q, k, *rest), options = of.as_batch()
+        q, k = (x.repeat_interleave(2, 2) for x in (q, k))
+        theirs, state = module.torch_chunk_gated_delta_rule(q, k, *rest, use_qk_l2norm_in_kernel=l2norm, **options)
         expected = of.run(loops.tree_delta_rule)
         assert error(theirs[0], expected) <= bound  # the loops mean what transformers means
         assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
@@ -230,10 +223,8 @@ def test_transformers_gated_delta_rule(l2norm: bool) -> None:
 def test_transformers_kimi_delta_attention() -> None:
     module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     of = layer([90], dims=(64, 64), heads=(4, 4), channels=True, slots=[0])
-    theirs, state = module.recurrent_kimi_delta_attention(
-        of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
-        initial_state=of.state[:1], output_final_state=True,
-    )  # fmt: skip
+    rows, options = of.as_batch()
+    theirs, state = module.recurrent_kimi_delta_attention(*rows, **options)
     assert error(of.run(), theirs[0].double()) <= BOUNDS[case.PLAIN]
     assert error(of.advance()[:1], state.double()) <= 1e-4
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import recurrent_case as case
 import torch
-from recurrent_case import Layer, error, layer, paths_to, trees_of
+from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 from step_case import int32
 
 import pagedtree as pt
@@ -19,12 +19,6 @@ BOUNDS = {torch.float32: 2e-6, torch.float16: 2.5e-3}
 STRENGTHS = [0.02, 1.0, 4.0, 60.0]
 
 pytestmark = pytest.mark.usefixtures("on_device")
-
-
-@pytest.fixture(autouse=True)
-def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend != "cpu":
-        monkeypatch.setattr(case, "PLAIN", torch.float16)
 
 
 def decayed(rows: object, strength: float, **options: object) -> Layer:
@@ -69,10 +63,7 @@ def test_a_path_alone_decides(strength: float, reach: int, channels: bool) -> No
     for leaf in sorted(set(range(48)) - set(parents))[::3]:
         accept, accepted = paths_to(trees, [leaf], 48)
         path = accept[0, : int(accepted) + 1].long()
-        chain = replace(
-            of, q=of.q[path], k=of.k[path], v=of.v[path], g=of.g[path], beta=of.beta[path],  # type: ignore[index]
-            trees=None, options={"cu_seqlens": int32([0, len(path)])},
-        )  # fmt: skip
+        chain = of.part(path, trees=None, options={"cu_seqlens": int32([0, len(path)])})
         assert torch.equal(chain.run(), out[path])
         assert torch.equal(chain.advance(), of.advance(pt.advance_state, accept, accepted))
 
@@ -83,10 +74,8 @@ def test_not_worse_than_transformers(strength: float) -> None:
     module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     for dtype in {case.PLAIN, torch.bfloat16}:
         of = decayed([70], strength, dims=(32, 32), heads=(2, 2), dtype=dtype, slots=[0])
-        theirs, _ = module.chunk_kimi_delta_attention(
-            of.q[None], of.k[None], of.v[None], of.g[None], of.beta[None],  # type: ignore[index]
-            initial_state=of.state[:1], output_final_state=True,
-        )  # fmt: skip
+        rows, options = of.as_batch()
+        theirs, _ = module.chunk_kimi_delta_attention(*rows, **options)
         expected = of.run(loops.tree_delta_rule)
         assert error(of.run(), expected) <= 1.05 * error(theirs[0], expected) + 1e-6
 

@@ -6,9 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-import recurrent_case as case
 import torch
-from recurrent_case import Layer, error, layer, trees_of
+from recurrent_case import Layer, error, layer, plain_dtype, trees_of  # noqa: F401
 from step_case import int32
 
 from pagedtree import build_trees
@@ -17,12 +16,6 @@ from pagedtree.reference import recurrent as loops
 pytestmark = pytest.mark.usefixtures("on_device")
 
 SIZES = (64, 1, 0, 33, 16, 8, 17, 48, 9)
-
-
-@pytest.fixture(autouse=True)
-def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend != "cpu":
-        monkeypatch.setattr(case, "PLAIN", torch.float16)
 
 
 def without_words(of: Layer) -> Layer:

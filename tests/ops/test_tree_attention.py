@@ -265,8 +265,9 @@ def test_many_keys_are_counted(target: Target) -> None:
     cache[torch.arange(pages), :, :, torch.arange(pages)] = 1
     named = torch.arange(-(-length // page_size), dtype=torch.int32) ** 2 % 7
     q, lengths = torch.zeros(1, 2, 64, dtype=dtype), torch.tensor([length], dtype=torch.int32)
-    out, lse = tree_attention(q, cache, cache, named[None], lengths, torch.tensor([0, 1], dtype=torch.int32),
-                              return_lse=True)  # fmt: skip
+    out, lse = tree_attention(
+        q, cache, cache, named[None], lengths, torch.tensor([0, 1], dtype=torch.int32), return_lse=True
+    )
     counts = torch.bincount(named.repeat_interleave(page_size)[:length], minlength=64)
     torch.testing.assert_close(lse, lengths.float().log().expand(1, 2), atol=1e-5, rtol=1e-6)
     torch.testing.assert_close(out[0].double(), (counts / length).double().expand(2, 64), atol=1e-6, rtol=4e-3)

@@ -158,30 +158,23 @@ def test_prepared_calls_let_their_tensors_go(target: Target) -> None:
     assert torch._C._storage_Use_Count(storage._cdata) == 1
 
 
-def test_unknown_engine(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = target.case([3], ["causal"]).build()
-    monkeypatch.setenv("PAGEDTREE_ENGINE", "hmma")
-    with pytest.raises(RuntimeError, match=r"PAGEDTREE_ENGINE must be auto, mma\.sync or wgmma, got hmma"):
-        tree_attention(**case)
-
-
-def test_wgmma_is_refused_where_it_cannot_run(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    if target.backend != "simt":
-        pytest.skip("a device other than Hopper is needed")
-    case = target.case([3], ["causal"]).build()
-    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:163:8")
-    with pytest.raises(
-        RuntimeError, match=r"PAGEDTREE_ENGINE=wgmma needs a GPU .* with 227 KB .* got 9\.0 with 163 KB"
-    ):
-        tree_attention(**case)
-
-
-def test_unknown_isa(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    if target.backend != "cpu":
-        pytest.skip("cpu only")
-    monkeypatch.setenv("PAGEDTREE_CPU_ISA", "mmx")
-    with pytest.raises((ValueError, RuntimeError), match="PAGEDTREE_CPU_ISA must be one of"):
+@pytest.mark.parametrize(
+    ("backend", "settings", "message"),
+    [
+        ("", {"ENGINE": "hmma"}, r"PAGEDTREE_ENGINE must be auto, mma\.sync or wgmma, got hmma"),
+        ("cpu", {"CPU_ISA": "mmx"}, "PAGEDTREE_CPU_ISA must be one of"),
+        ("simt", {"ENGINE": "wgmma", "SIMT_DEVICE": "4:163:8"}, "ENGINE=wgmma needs .* 227 KB .* got 9.0 with 163 KB"),
+    ],
+    ids=["engine", "instruction set", "device"],
+)
+def test_settings_that_cannot_be(
+    target: Target, backend: str, settings: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend not in ("", target.backend):
+        pytest.skip(f"{backend} only")
+    for name, value in settings.items():
+        monkeypatch.setenv(f"PAGEDTREE_{name}", value)
+    with pytest.raises((ValueError, RuntimeError), match=message):
         tree_attention(**small(target))
 
 

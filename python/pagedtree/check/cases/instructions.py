@@ -146,17 +146,11 @@ def _by_warp(function: Callable[[Words], Words]) -> Callable[[Words], Words]:
     return lambda words: np.concatenate([function(words[:32]), function(words[32:])])
 
 
-def _ldmatrix(words: Words) -> Words:
+def _ldmatrix(words: Words, axes: tuple[int, ...] = (0, 1, 2)) -> Words:
     """Thread 8 i + r holds row r of 8x8 matrix i; thread l gets elements 2 (l % 4) and the next of row l // 4."""
-    matrices = words[:, :4].reshape(4, 8, 4)
-    return np.array([[matrices[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
-
-
-def _ldmatrix_trans(words: Words) -> Words:
-    """Returns the same for the transposed matrices."""
     matrices = np.ascontiguousarray(words[:, :4]).view(np.uint16).reshape(4, 8, 8)
-    turned = np.ascontiguousarray(matrices.transpose(0, 2, 1)).view(np.uint32)
-    return np.array([[turned[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
+    pairs = np.ascontiguousarray(matrices.transpose(axes)).view(np.uint32)
+    return np.array([[pairs[i, lane // 4, lane % 4] for i in range(4)] for lane in range(32)])
 
 
 def fragments(words: Words, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -222,14 +216,11 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
     return larger
 
 
-def _halves(codes: Words, scale: float) -> Words:
-    """Returns [64, 8] e4m3 codes times `scale`, two halves per word."""
-    values = torch.from_numpy(codes.astype(np.uint8)).view(torch.float8_e4m3fn).float() * scale
+def _halves(words: Words, which: slice, scale: float) -> Words:
+    """Returns two halves per word: those of its four e4m3 codes times `scale`."""
+    codes = words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, which].reshape(64, 8)
+    values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float() * scale
     return values.half().view(torch.int16).numpy().view(np.uint32)
-
-
-def _half2_from_e4m3(words: Words) -> Words:
-    return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, :2].reshape(64, 8), 1.0)
 
 
 def _e4m3_from_floats(words: Words) -> Words:
@@ -240,30 +231,10 @@ def _e4m3_from_floats(words: Words) -> Words:
     return codes[:, ::2] | codes[:, 1::2] << np.uint32(8)
 
 
-def _move_e4m3(words: Words) -> Words:
-    return _halves(words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, 1::2].reshape(64, 8), 1 / 256)
-
-
 def _increment(words: Words) -> Words:
     """Returns the counter as it was, and the counter plus one, or 0 where it was at the top or above."""
     old, top = words[:, :2], words[:, 4:6]
     return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
-
-
-def _cp_async(words: Words) -> Words:
-    return np.where(np.arange(64)[:, None] % 2 == 0, words[:, :4], 0)
-
-
-def _cp_async_wait(words: Words) -> Words:
-    return np.concatenate([words[:, :2], words[:, 6:8]], axis=1)
-
-
-def _barrier(words: Words) -> Words:
-    return words[np.arange(64) ^ 32, :4]
-
-
-def _barrier_arrive(words: Words) -> Words:
-    return words[np.arange(64) % 32, :4]
 
 
 def floats_within(limit: float, unit: float) -> Difference:
@@ -289,22 +260,22 @@ SUMS, POWERS = floats_within(2.0**-22, 66.0), floats_within(2.0**-22, 2.0**-126)
 # Name -> inputs, what is given for them, tolerance.
 GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Difference]] = {
     "ldmatrix_x4": (any_words, _by_warp(_ldmatrix), equal),
-    "ldmatrix_x4_trans": (any_words, _by_warp(_ldmatrix_trans), equal),
+    "ldmatrix_x4_trans": (any_words, _by_warp(lambda words: _ldmatrix(words, (0, 2, 1))), equal),
     "mma_m16n8k16/bf16": (numbers(torch.bfloat16), _by_warp(_mma(torch.bfloat16)), SUMS),
     "mma_m16n8k16/fp16": (numbers(torch.float16), _by_warp(_mma(torch.float16)), SUMS),
     "mma_m16n8k8/tf32": (tf32_numbers, _by_warp(_mma_tf32), SUMS),
-    "cp_async_16": (any_words, _cp_async, equal),
-    "cp_async_wait": (any_words, _cp_async_wait, equal),
+    "cp_async_16": (any_words, lambda words: words[:, :4] * (np.arange(64)[:, None] % 2 == 0), equal),
+    "cp_async_wait": (any_words, lambda words: words[:, [0, 1, 6, 7]], equal),
     "ex2": (exponents, _ex2, POWERS),
     "max_nan/fp32": (pairs(torch.float32), _max_nan(torch.float32), equal),
     "max_nan/bf16": (pairs(torch.bfloat16), _max_nan(torch.bfloat16), equal),
     "max_nan/fp16": (pairs(torch.float16), _max_nan(torch.float16), equal),
-    "half2_from_e4m3": (float8_words, _half2_from_e4m3, equal),
+    "half2_from_e4m3": (float8_words, lambda words: _halves(words, slice(2), 1.0), equal),
     "e4m3_from_floats": (float8_numbers, _e4m3_from_floats, equal),
-    "move_e4m3": (float8_words, _move_e4m3, equal),
+    "move_e4m3": (float8_words, lambda words: _halves(words, slice(1, None, 2), 1 / 256), equal),
     "increment": (any_words, _increment, equal),
-    "barrier_sync": (any_words, _barrier, equal),
-    "barrier_arrive": (any_words, _barrier_arrive, equal),
+    "barrier_sync": (any_words, lambda words: words[np.arange(64) ^ 32, :4], equal),
+    "barrier_arrive": (any_words, lambda words: words[np.arange(64) % 32, :4], equal),
 }
 
 
