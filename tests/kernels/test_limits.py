@@ -38,7 +38,6 @@ ARCHITECTURES = [
 ]
 REGISTERS = 65536  # of an SM, and of a CTA
 MOST_THREADS, GRID_X, GRID_YZ = 1024, 2**31 - 1, 65535
-PORTABLE_CLUSTER = 8
 
 
 # The runtime's functions that may be called while a stream is captured: none waits, allocates, or asks a stream.

@@ -27,12 +27,7 @@ TREES = pt.TreeBatch.from_trees([pt.DraftTree([-1])])
 
 # (call, its changed argument, the new value, how the message begins; None: the call returns)
 FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
-    ("expected_tokens", ("tree",), None, "tree: expected a DraftTree"),
-    ("batch_of_trees", ("trees",), None, "trees: expected a sequence"),
     ("batch_of_trees", ("capacity",), 2**62, "capacity: expected at least 4 rows"),
-    ("explain", ("query_lens",), None, "query_lens: expected a sequence"),
-    ("full_tree", ("branching",), None, "branching: expected a sequence"),
-    ("tree_of_a_chain", ("num_draft_tokens",), None, "num_draft_tokens: expected an integer"),
     ("tree_of_paths", ("paths",), [None], "paths: expected sequences of integers"),
     ("tree_of_paths", ("paths",), [["a"]], "paths: expected"),
     ("tree_of_paths", ("paths",), [[0.5]], "paths: expected"),
@@ -42,9 +37,7 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("joined_batches", ("batches",), [TREES, None], "batches[1]: expected"),
     ("joined_batches", ("batches",), TREES, "batches: expected"),
     ("choose_tree", ("max_depth",), 2**62, None),
-    ("choose_tree", ("max_depth",), None, "max_depth: expected an integer"),
     ("one_tree_of_a_batch", ("b",), 2, "b: expected 0 to 1"),
-    ("one_tree_of_a_batch", ("b",), None, "b: expected an integer"),
     ("flashinfer_append", ("batch_indices",), META, "append_paged_kv_cache: `batch_indices` must be on"),
     ("flashinfer_append", ("kv_indices",), int32([[1, 3, 0, 4, 2]]), "kv_indices: expected [pages]"),
     ("flashinfer_page_table", ("indptr",), META, "page_table: `indices` must be on"),
@@ -82,8 +75,6 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("copy_of_a_batch", ("other", "depths"), int32([0]), "depths: expected shape"),
     ("copy_of_a_batch", ("other", "mask"), int32([[0, 0]] * 8), "mask: expected shape [8, 1]"),
     ("one_tree_of_a_batch", ("trees", "cu_nodes"), torch.zeros(3), "cu_nodes: expected torch.int32"),
-    ("sharded_sample", ("params",), None, "params: expected a SamplingParams"),
-    ("sharded_verify_greedy", ("trees",), None, "trees: expected a TreeBatch"),
     ("sharded_verify_greedy", ("trees", "cu_nodes"), int32([0, 5, 0]), None),
     ("transformers_generate", ("input_ids",), None, "input_ids: expected prompts"),
     ("transformers_generate", ("input_ids",), [None], "input_ids: expected token ids"),
