@@ -12,7 +12,18 @@ pytest.importorskip("transformers")
 
 from architecture_case import KEPT, tiny_model
 from block_case import block_model
-from generate_case import SAMPLING, Oracle, gpt2, greedy, lists, prompts_of, room_of, tiny, tiny_eagle, tiny_heads
+from generate_case import (
+    SAMPLING,
+    Oracle,
+    generated,
+    gpt2,
+    greedy,
+    prompts_of,
+    room_of,
+    tiny,
+    tiny_eagle,
+    tiny_heads,
+)
 
 from pagedtree import DraftTree
 from pagedtree.distributed import DraftGroup
@@ -27,21 +38,18 @@ from pagedtree.integrations.transformers import (
     MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
-    generate,
     tensor_parallel,
 )
 from pagedtree.integrations.transformers.positions import has_position_table, num_positions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# The architectures that give the same text and have a table of positions.
-TABLES = [
-    "bert", "bert-generation", "biogpt", "camembert", "ctrl", "data2vec-text", "electra", "ernie", "gpt-sw3", "gpt2",
-    "gpt_bigcode", "opt", "roberta", "roberta-prelayernorm", "roc_bert", "whisper", "xlm-roberta", "xlm-roberta-xl",
-    "xmod",
-]  # fmt: skip
-# Tables that begin at position 0, at 2, at the padding's, and tables without weights.
+# The architectures that give the same text and have a table of positions: at first tables that begin at position 0, at
+# 2, at the padding's, and tables without weights.
 TABLES_IN_CORE = ["bert", "ctrl", "gpt2", "opt", "roberta", "whisper"]
+OF_BERT = ["bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta-prelayernorm", "roc_bert"]
+OTHERS = ["biogpt", "gpt-sw3", "gpt_bigcode", "xlm-roberta", "xlm-roberta-xl", "xmod"]
+TABLES = [*TABLES_IN_CORE, *OF_BERT, *OTHERS]
 SERVED = [
     name for name, outcome in json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"].items() if outcome == "same"
 ]
@@ -108,13 +116,10 @@ def test_no_node_is_deeper_than_its_sequence_may_grow(model, name, tree):
         sizes.append(max(result.trees.cu_nodes.diff().tolist()))
 
     for prompts in ([repeated(20), repeated(9, 5)], [repeated(20)]):
-        plain = lists(generate(model, prompts, max_new_tokens=NEW_TOKENS, params=params)[0])
+        plain, _ = generated(model, None, prompts, NEW_TOKENS, params=params)
         for rule in ("auto", "rejection") if name == "drawn" else ("auto",):
-            found, _ = generate(
-                model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, params=params, tree=tree, on_step=check,
-                rule=rule,
-            )  # fmt: skip
-            assert rule == "rejection" or lists(found) == plain
+            options = {"params": params, "tree": tree, "on_step": check, "rule": rule}
+            assert generated(model, drafter, prompts, NEW_TOKENS, **options)[0] == plain or rule == "rejection"
     if tree is None:
         assert max(sizes) > 2
 
@@ -124,13 +129,11 @@ def test_in_fixed_steps(model, name, monkeypatch):
     monkeypatch.setattr(FixedStep, "captures", False)
     params = None if name not in ("drawn", "coupled") else SAMPLING
     prompts = [repeated(20), repeated(9, 5), repeated(14, 3)]
-    options = {"max_new_tokens": NEW_TOKENS, "params": params, "n": 2}
-    plain, _ = generate(model, prompts, **options)
+    options = {"count": NEW_TOKENS, "params": params, "n": 2}
+    plain, _ = generated(model, None, prompts, **options)
     read = positions_read(model)
-    found, stats = generate(
-        model, prompts, drafter=DRAFTERS[name](model), cuda_graph=True, on_step=check_depths, **options
-    )
-    assert lists(found) == lists(plain)
+    found, stats = generated(model, DRAFTERS[name](model), prompts, cuda_graph=True, on_step=check_depths, **options)
+    assert found == plain
     assert max(read) == 20 + NEW_TOKENS - 2
     if name == "itself":
         assert stats.mean_accepted > 1.0
@@ -161,8 +164,8 @@ def test_one_sequence_ends_long_before_its_neighbour(model):
         for sequence, count in zip(result.sequences[result.num_read :], counts[result.num_read :], strict=True):
             (whole if count == oracle.tree.num_nodes else cut).append(sequence.index)
 
-    found, stats = generate(model, prompts, drafter=Known(), max_new_tokens=24, on_step=check)
-    assert lists(found) == [texts[0][:34], texts[1]]
+    found, stats = generated(model, Known(), prompts, 24, on_step=check)
+    assert found == [texts[0][:34], texts[1]]
     assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
     assert 0 in cut and whole.count(1) >= 4
 
@@ -208,7 +211,7 @@ def test_what_the_draft_model_read_stays_right_after_a_cut(model):
                 cut.add(sequence.index)
 
     prompts = [repeated(10 + i, 5, seed=i) for i in range(12)]
-    generate(model, prompts, drafter=ModelDrafter(draft, **tree), max_new_tokens=NEW_TOKENS, on_step=check)
+    generated(model, ModelDrafter(draft, **tree), prompts, NEW_TOKENS, on_step=check)
     assert compared > 2
 
 
@@ -230,8 +233,8 @@ def test_up_to_the_last_position_of_a_table(name):
     read, read_by_draft = positions_read(model), positions_read(draft)
     for drafter in (None, NgramDrafter(8), ModelDrafter(draft, num_nodes=8, depth=4, width=2)):
         with pytest.warns(UserWarning, match=f"max_new_tokens: prompt 0 of {count - 8} tokens gets at most 9 more, as"):
-            found, stats = generate(model, prompts, drafter=drafter, max_new_tokens=40, eos_token_id=[])
-        assert lists(found) == expected
+            found, stats = generated(model, drafter, prompts, 40, eos_token_id=[])
+        assert found == expected
         assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
     assert max(read) == count - 1
     assert max(read_by_draft) == count - 4
@@ -262,16 +265,11 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
     model, draft = gpt2(96), gpt2(40, seed=1)
     params = None if law == "topk" else SAMPLING
     prompts = [repeated(30), repeated(60, 5), repeated(10, 3)]
-    options = {"max_new_tokens": 30, "params": params}
-    plain, _ = generate(model, prompts, **options)
-    for drafter in (
-        ModelDrafter(draft, law=law, num_nodes=9, depth=4, width=2),
-        *(
-            []
-            if is_fixed or law != "topk"
-            else [CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2, costs=(0, 0))]
-        ),
-    ):
+    plain, _ = generated(model, None, prompts, 30, params=params)
+    drafters = [ModelDrafter(draft, law=law, num_nodes=9, depth=4, width=2)]
+    if not is_fixed and law == "topk":
+        drafters.append(CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2, costs=(0, 0)))
+    for drafter in drafters:
         read, drafted = positions_read(draft), []
 
         def check(result, drafted=drafted):
@@ -281,8 +279,8 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
                 start = int(result.start[b])
                 drafted += [start + depth for depth in depths[offsets[b] + 1 : offsets[b + 1]]]
 
-        found, _ = generate(model, prompts, drafter=drafter, cuda_graph=is_fixed, on_step=check, **options)
-        assert lists(found) == lists(plain)
+        found, _ = generated(model, drafter, prompts, 30, params=params, cuda_graph=is_fixed, on_step=check)
+        assert found == plain
         assert max(read) == 39
         if isinstance(drafter, ModelDrafter):
             assert max(drafted) == 40  # its parent stands at the draft model's last position
@@ -291,18 +289,18 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
 def test_a_rotary_draft_model_drafts_within_its_positions(model):
     draft = tiny(1, max_position_embeddings=40)
     read = positions_read(draft)
-    found, _ = generate(model, [repeated(30)], drafter=ModelDrafter(draft, depth=4), max_new_tokens=30)
-    assert lists(found) == [greedy(model, repeated(30), 30)]
+    found, _ = generated(model, ModelDrafter(draft, depth=4), [repeated(30)], 30)
+    assert found == [greedy(model, repeated(30), 30)]
     assert max(read) == 39
 
 
 def test_prompts_longer_than_the_table_are_refused():
     model = gpt2(32)
     with pytest.raises(ValueError, match=r"input_ids: expected prompts of at most 32 tokens, .* got 33 in prompt 1"):
-        generate(model, [repeated(32), repeated(33)], max_new_tokens=1)
+        generated(model, None, [repeated(32), repeated(33)], 1)
     with pytest.warns(UserWarning, match="gets at most 1 more"):
-        found, _ = generate(model, [repeated(32)], max_new_tokens=5, drafter=NgramDrafter(4))
-    assert lists(found) == [greedy(model, repeated(32), 1)]
+        found, _ = generated(model, NgramDrafter(4), [repeated(32)], 5)
+    assert found == [greedy(model, repeated(32), 1)]
 
 
 def with_draft_group(group, texts):
@@ -311,11 +309,8 @@ def with_draft_group(group, texts):
     shards = tensor_parallel(model, group=group)
     drafts = DraftGroup(lambda _: ModelDrafter(draft, num_nodes=9, depth=4, width=2), 1, shards=shards)
     read = positions_read(draft)
-    found, _ = generate(
-        model, [repeated(30), repeated(60, 5)], drafter=drafts, max_new_tokens=NEW_TOKENS, shards=shards,
-        on_step=check_depths,
-    )  # fmt: skip
-    assert lists(found) == texts
+    prompts, options = [repeated(30), repeated(60, 5)], {"shards": shards, "on_step": check_depths}
+    assert generated(model, drafts, prompts, NEW_TOKENS, **options)[0] == texts
     return max(read, default=None)
 
 

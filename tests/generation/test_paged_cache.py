@@ -13,10 +13,8 @@ from pagedtree import compact_kv
 from pagedtree.generation.paged_cache import PagedCache
 
 CPU = torch.device("cpu")
-ACTIONS = st.tuples(
-    st.sampled_from(["reserve", "trim", "release", "fork", "grow"]), st.integers(0, 3), st.integers(0, 3),
-    st.integers(0, 40),
-)  # fmt: skip
+NAMES = st.sampled_from(["reserve", "trim", "release", "fork", "grow"])
+ACTIONS = st.tuples(NAMES, st.integers(0, 3), st.integers(0, 3), st.integers(0, 40))
 
 
 @given(page_size=st.sampled_from([1, 3, 16]), actions=st.lists(ACTIONS, max_size=40))
@@ -70,19 +68,10 @@ def test_page_tables():
 def test_rows_move_in_the_caches_that_there_are_now():
     """Layers that came later, and a pool that has grown: what was prepared for older caches is not used."""
     cache, states = PagedCache(2, 4, CPU), torch.randn(1, 2, 8)
-    moves = (
-        torch.tensor([[1, 0]]).int(),
-        torch.tensor([2]).int(),
-        torch.tensor([[0, 2, 5]]).int(),
-        torch.tensor([2]).int(),
-    )
+    moves = tuple(torch.tensor(values).int() for values in ([[1, 0]], [2], [[0, 2, 5]], [2]))
     with torch.inference_mode():
-        for change in (
-            lambda: cache.layer(0, states, states),
-            lambda: cache.layer(1, states, None),
-            lambda: cache.grow(3),
-        ):
-            change()
+        for change in ((0, states, states), (1, states, None), None):
+            cache.grow(3) if change is None else cache.layer(*change)
             for tensor in cache.tensors():
                 tensor.copy_(torch.randn_like(tensor))
             expected = [tensor.clone() for tensor in cache.tensors()]

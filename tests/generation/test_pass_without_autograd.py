@@ -8,9 +8,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from generate_case import NEW_TOKENS, greedy, lists, prompts_of, tiny
+from generate_case import generated, greedy, prompts_of, tiny
 
-from pagedtree.integrations.transformers import NgramDrafter, generate
+from pagedtree.integrations.transformers import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -33,17 +33,14 @@ def test_only_passes_of_plain_weights_are_below_autograd(is_plain):
         norm = model.model.norm
         norm.weight = nn.Parameter(norm.weight.detach().as_subclass(OwnTensor))
     model.model.layers[0].register_forward_pre_hook(lambda *_: inside.add(is_below_autograd()))
-    sequences, _ = generate(
-        model, prompts, drafter=NgramDrafter(), max_new_tokens=NEW_TOKENS,
-        on_step=lambda _: outside.add(is_below_autograd()),
-    )  # fmt: skip
-    assert lists(sequences) == expected
+    texts, _ = generated(model, NgramDrafter(), prompts, on_step=lambda _: outside.add(is_below_autograd()))
+    assert texts == expected
     assert inside == {is_plain} and outside == {False} and not is_below_autograd()
 
 
 def test_what_a_pass_gives_can_be_trained_with():
     model, seen = tiny(0), []
-    generate(model, prompts_of((5,)), max_new_tokens=2, on_step=lambda result: seen.append(result.logits))
+    generated(model, None, prompts_of((5,)), 2, on_step=lambda result: seen.append(result.logits))
     scale = torch.ones(seen[0].shape[-1], requires_grad=True)
     (seen[0] * scale).sum().backward()
     torch.testing.assert_close(scale.grad, seen[0].sum(0))
@@ -59,5 +56,5 @@ def test_a_pass_that_fails_leaves_nothing_behind():
 
     model.model.layers[1].register_forward_pre_hook(stop)
     with pytest.raises(KeyError, match="stop"):
-        generate(model, prompts_of((5,)), max_new_tokens=2)
+        generated(model)
     assert not is_below_autograd()

@@ -8,19 +8,12 @@ import torch
 pytest.importorskip("transformers")
 
 from block_case import block_model
-from generate_case import NEW_TOKENS, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_of
+from generate_case import generated, greedy, prompts_of, tiny, tiny_eagle, tiny_of
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 from packed_case import of_any_size, packed_layers  # noqa: F401 - a fixture
 
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    EagleDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-    packed_weights,
-)
+from pagedtree.integrations.transformers import BlockDrafter, EagleDrafter, ModelDrafter, NgramDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,9 +52,10 @@ def compiled_model(how, backend):
     return model
 
 
-@pytest.mark.parametrize(("how", "is_warm"), [
-    ("model", False), ("in place", True), ("forward", False), ("layers", False), ("replaced layer", True),
-])  # fmt: skip
+WAYS = [("model", False), ("in place", True), ("forward", False), ("layers", False), ("replaced layer", True)]
+
+
+@pytest.mark.parametrize(("how", "is_warm"), WAYS)
 def test_compiled_models(how, is_warm):
     backend, prompts = Backend(), prompts_of(PROMPTS)
     expected = [greedy(tiny(0), prompt) for prompt in prompts]
@@ -71,8 +65,7 @@ def test_compiled_models(how, is_warm):
     before = backend.num_runs
     drafter = ModelDrafter(compiled_model(how, backend), num_nodes=4) if how == "model" else NgramDrafter(4)
     for pack_weights in (False, True):
-        sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=NEW_TOKENS, pack_weights=pack_weights)
-        assert lists(sequences) == expected
+        assert generated(model, drafter, prompts, pack_weights=pack_weights)[0] == expected
     with packed_weights(model) as count:
         assert count == 15 and greedy(model, prompts[0]) == expected[0]
     assert backend.num_runs == before
@@ -85,18 +78,16 @@ def test_compiled_recurrent_layers():
     model = tiny_hybrid()
     expected, layer = [greedy(model, prompt) for prompt in prompts], model.model.layers[0].linear_attn
     layer.forward = forward = torch.compile(layer.forward, backend=backend)
-    assert lists(generate(model, prompts, drafter=NgramDrafter(4), max_new_tokens=NEW_TOKENS)[0]) == expected
+    assert generated(model, NgramDrafter(4), prompts)[0] == expected
     assert layer.forward is forward and not backend.num_runs
 
 
-def draft(name, model):
-    if name == "model":
-        return ModelDrafter(tiny(1), num_nodes=8)
-    if name == "eagle":
-        return EagleDrafter(tiny_eagle(model), num_nodes=8)
-    return BlockDrafter(block_model(model), num_nodes=8) if name == "block" else NgramDrafter(8)
-
-
+DRAFTERS = {
+    "ngram": lambda model: NgramDrafter(8),
+    "model": lambda model: ModelDrafter(tiny(1), num_nodes=8),
+    "eagle": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=8),
+    "block": lambda model: BlockDrafter(block_model(model), num_nodes=8),
+}
 AUTOCAST = {
     "full": tiny_of,
     "window": tiny_of,
@@ -107,27 +98,25 @@ AUTOCAST = {
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own, of norms in autocast
-@pytest.mark.parametrize(("name", "drafter"), [
-    *((name, "ngram") for name in AUTOCAST), ("full", "model"), ("full", "eagle"), ("full", "block"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "drafter"), [*((name, "ngram") for name in AUTOCAST), *(("full", name) for name in [*DRAFTERS][1:])]
+)
 def test_autocast(name, drafter):
     model, prompts = AUTOCAST[name](name), prompts_of(PROMPTS)
     with torch.autocast("cpu", torch.float16):  # in bfloat16 tokens are nearly tied
         expected = [greedy(model, prompt) for prompt in prompts]
-        options = {"drafter": draft(drafter, model), "max_new_tokens": NEW_TOKENS}
-        assert lists(generate(model, prompts, **options)[0]) == expected
+        assert generated(model, DRAFTERS[drafter](model), prompts)[0] == expected
         with use_attention(model):
             assert [greedy(model, prompt) for prompt in prompts] == expected
 
 
 def test_nothing_is_packed_or_captured_within_autocast():
-    model, prompts = tiny(0), prompts_of(PROMPTS)
-    options = {"drafter": NgramDrafter(4), "max_new_tokens": 64}
+    model, drafter = tiny(0), NgramDrafter(4)
     with torch.autocast("cpu", torch.float16):
-        generate(model, prompts, **options, on_step=lambda _: not packed_layers(model) or pytest.fail("packed"))
+        generated(model, drafter, count=64, on_step=lambda _: not packed_layers(model) or pytest.fail("packed"))
         with pytest.raises(ValueError, match=r"pack_weights: expected None or False within torch\.autocast"):
-            generate(model, prompts, **options, pack_weights=True)
+            generated(model, drafter, pack_weights=True)
         with pytest.raises(ValueError, match=r"cuda_graph: expected False within torch\.autocast"):
-            generate(model, prompts, **options, cuda_graph=True)
+            generated(model, drafter, cuda_graph=True)
         with packed_weights(model), pytest.raises(RuntimeError, match=r"packed_weights: .* within torch\.autocast"):
-            generate(model, prompts, **options)
+            generated(model, drafter)
