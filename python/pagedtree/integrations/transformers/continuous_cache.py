@@ -61,11 +61,10 @@ def attend_continuous(
     else:
         k_cache, v_cache = _gathered(cache, key, value, layer, kwargs)
         index = torch.arange(k_cache.shape[0], device=query.device, dtype=torch.int64)
-    out = tree_attention(
-        query[0].transpose(0, 1), k_cache, v_cache, _page_table(index, cu_seqlens_k, int(longest), k_cache.shape[1]),
-        cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int(),
-        window=of_layer.window if window is None else window, **options,
-    )  # fmt: skip
+    table = _page_table(index, cu_seqlens_k, int(longest), k_cache.shape[1])
+    lens, offsets = cu_seqlens_k.diff().int(), kwargs["cu_seq_lens_q"].int()
+    options = {**options, "window": of_layer.window if window is None else window}
+    out = tree_attention(query[0].transpose(0, 1), k_cache, v_cache, table, lens, offsets, **options)
     return cast(Tensor, out).unsqueeze(0)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["compiled_from", "uncompiled", "with_forwards"]
+__all__ = ["compiled_from", "uncompiled", "with_forwards", "with_functions"]
 
 
 @contextmanager
@@ -25,6 +25,14 @@ def with_forwards(
             stack.callback(own.pop, name, None)
             own[name] = forward
         yield
+
+
+def with_functions(forward: Any, **functions: Callable[..., Any]) -> FunctionType:
+    """Returns a copy of a forward that finds these functions where it looks for its module's of the same names."""
+    named = {**forward.__globals__, **functions}
+    copy = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return copy
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pagedtree.generation.paged_step import Rotation
-from pagedtree.integrations.transformers.forwards import with_forwards
+from pagedtree.integrations.transformers.forwards import with_forwards, with_functions
 from pagedtree.integrations.transformers.packed_pass import PackedPass, current_pass
 
 __all__ = ["RotaryLayer", "rotary_layers", "rotated_in_attention", "rotation_of"]
@@ -44,11 +44,7 @@ class RotaryLayer:
 
     def forward(self) -> Callable[..., Any]:
         """Runs the module's own forward, but that it finds our function where it looks for transformers'."""
-        function = self._forward
-        named = {**function.__globals__, FUNCTION: self._rotate}
-        copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__, function.__closure__)
-        copy.__kwdefaults__ = function.__kwdefaults__
-        return MethodType(copy, self.module)
+        return MethodType(with_functions(self._forward, **{FUNCTION: self._rotate}), self.module)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         packed = current_pass.get()

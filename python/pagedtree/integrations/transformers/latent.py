@@ -9,14 +9,15 @@ half into what attention returns (the "absorption" of DeepSeek-V2's report, http
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagedtree.generation.paged_step import PagedStep
+from pagedtree.integrations.transformers.forwards import with_forwards
 
 __all__ = ["absorbed", "attend_latent", "is_absorbed", "latent_layers"]
 
@@ -56,17 +57,9 @@ def _is_served(module: Any) -> bool:
     return True
 
 
-@contextmanager
-def absorbed(layers: Iterable[nn.Module]) -> Iterator[None]:
+def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Inside the block these layers hand their latents to the attention interface in place of keys and values."""
-    layers = list(layers)
-    for layer in layers:
-        setattr(layer, "expand_kv", _latents)  # noqa: B010
-    try:
-        yield
-    finally:
-        for layer in layers:
-            delattr(layer, "expand_kv")
+    return with_forwards(((layer, _latents) for layer in layers), "expand_kv")
 
 
 def is_absorbed(module: nn.Module) -> bool:

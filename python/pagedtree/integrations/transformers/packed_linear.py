@@ -125,10 +125,8 @@ class PackedRows(Tensor):
 
     @staticmethod
     def __new__(cls, product: SharedProduct, place: int, like: Tensor, requires_grad: bool) -> PackedRows:
-        rows: PackedRows = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device, layout=product.packed.layout,
-            requires_grad=requires_grad,
-        )  # fmt: skip
+        kind: dict[str, Any] = {"dtype": like.dtype, "device": like.device, "layout": product.packed.layout}
+        rows: PackedRows = Tensor._make_wrapper_subclass(cls, like.shape, requires_grad=requires_grad, **kind)
         rows.product, rows.place = product, place
         rows._is_param = True  # by which isinstance knows an nn.Parameter
         return rows

@@ -12,14 +12,14 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pagedtree.generation.recurrent_step import RecurrentStep
-from pagedtree.integrations.transformers.forwards import compiled_from, with_forwards
+from pagedtree.integrations.transformers.forwards import compiled_from, with_forwards, with_functions
 from pagedtree.integrations.transformers.packed_pass import current_pass
 
 __all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
@@ -102,12 +102,11 @@ def _forward_of(layer: Any) -> Callable[..., Tensor]:
     """Runs the layer's own forward, but that it finds our functions where it looks for transformers'."""
     from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
 
-    function, rule = inspect.unwrap(type(layer).forward), KNOWN[type(layer).__name__]
-    named = dict(function.__globals__)
-    for name in {CONVOLUTION, rule}:
-        named[name] = partial(_in_packed_pass, _OURS[name], named[name], layer.layer_idx)
-    copy = FunctionType(function.__code__, named, function.__name__, function.__defaults__)
-    return MethodType(force_accelerate_hooks("conv1d" if hasattr(layer, "conv1d") else "conv")(copy), layer)
+    forward = inspect.unwrap(type(layer).forward)
+    own = {name: forward.__globals__[name] for name in (CONVOLUTION, KNOWN[type(layer).__name__])}
+    ours = {name: partial(_in_packed_pass, _OURS[name], own[name], layer.layer_idx) for name in own}
+    hooks = force_accelerate_hooks("conv1d" if hasattr(layer, "conv1d") else "conv")
+    return MethodType(hooks(with_functions(forward, **ours)), layer)
 
 
 def _in_packed_pass(ours: Callable[..., Any], own: Callable[..., Any], layer: int, *args: Any, **kwargs: Any) -> Any:
@@ -148,10 +147,8 @@ def _delta_rule(
 
     g: [1, T, H], or [1, T, H, Dk] of Kimi's rule. beta: [1, T, H].
     """
-    out = step.delta_rule(
-        layer, query[0], key[0], value[0], g[0].float(), beta[0].float(),
-        l2norm=use_qk_l2norm_in_kernel, scale=query.shape[-1] ** -0.5,
-    )  # fmt: skip
+    how = {"l2norm": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
+    out = step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0].float(), **how)
     return out[None], None
 
 

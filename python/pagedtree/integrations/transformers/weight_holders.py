@@ -40,9 +40,8 @@ class WeightHolders:
         """Tells whether anybody else holds the module's weight, a dense one on the CPU, or a part of its memory."""
         found, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
         is_whole = module.weight.untyped_storage().nbytes() == module.weight.nbytes and self._starts[start] == 1
-        is_referred_to = any(
-            count > own for count, own in zip((found[0] - users + 1, *found[1:]), self._fresh, strict=True)
-        )
+        counts = found[0] - users + 1, *found[1:]
+        is_referred_to = any(count > own for count, own in zip(counts, self._fresh, strict=True))
         return not is_whole or is_referred_to or any(start in addresses for addresses in self._shared)
 
 
