@@ -90,16 +90,13 @@ def bench_rank(rank: int, num_ranks: int, args: argparse.Namespace, folder: str)
                     dist.all_gather(parts, own)  # noqa: B023
                     unsharded(torch.cat(parts, dim=1))  # noqa: B023
 
-                rows.append(
-                    {
-                        "rule": name, "vocab": vocab, "nodes": nodes, "ranks": num_ranks,
-                        "exchanges": traffic.exchanges, "bytes_sent": traffic.bytes_sent(num_ranks),
-                        "bytes_to_gather": shards.gather_bytes(nodes, whole.dtype),
-                        "bytes_sent_8": traffic.bytes_sent(COMPUTED_RANKS),
-                        "bytes_to_gather_8": nodes * vocab * 2 * (COMPUTED_RANKS - 1) // COMPUTED_RANKS,
-                        "ms": median_ms(sharded, args.repeats), "gathered_ms": median_ms(gathered, args.repeats),
-                    }
-                )  # fmt: skip
+                row: dict[str, Any] = {"rule": name, "vocab": vocab, "nodes": nodes, "ranks": num_ranks}
+                row |= {"exchanges": traffic.exchanges, "bytes_sent": traffic.bytes_sent(num_ranks)}
+                row["bytes_to_gather"] = shards.gather_bytes(nodes, whole.dtype)
+                row["bytes_sent_8"] = traffic.bytes_sent(COMPUTED_RANKS)
+                row["bytes_to_gather_8"] = nodes * vocab * 2 * (COMPUTED_RANKS - 1) // COMPUTED_RANKS
+                row |= {"ms": median_ms(sharded, args.repeats), "gathered_ms": median_ms(gathered, args.repeats)}
+                rows.append(row)
     if rank == 0:
         torch.save(rows, f"{folder}/rows.pt")
     dist.barrier()

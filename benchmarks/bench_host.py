@@ -40,10 +40,8 @@ class Step:
         self.logits, self.tokens = torch.zeros(0, VOCAB), torch.zeros(0, dtype=torch.int64)
         self.out, self.lse = torch.empty_like(self.q), torch.zeros(0, HEADS)
         self.compact = pt.PreparedCompaction(self.caches)
-        self.sizes: dict[str, Any] = {
-            "num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "page_size": PAGE_SIZE,
-            "max_seqlen_q": 1,
-        }  # fmt: skip
+        self.sizes: dict[str, Any] = {"num_q_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        self.sizes |= {"page_size": PAGE_SIZE, "max_seqlen_q": 1}
         _, self.seq_lens, self.offsets, self.slots = self.prepare()
         self.plan = self.planned()
         self.attend = pt.PreparedAttention(*self.batch, plan=self.plan)
@@ -117,13 +115,11 @@ def measured(seconds: float) -> list[dict[str, Any]]:
         calls = calls_of(Step())
         samples = {" | ".join(key): lambda _, call=call: repeat(call) for key, call in calls.items()}
         timings = interleaved(samples, budget=seconds)
-    return [
-        {
-            "call": call, "form": form, "us": timing.median / CALLS * 1e6, "spread_us": timing.spread / CALLS * 1e6,
-            "repeats": timing.repeats,
-        }
-        for (call, form), timing in zip(calls, timings.values(), strict=True)
-    ]  # fmt: skip
+    rows = []
+    for (call, form), timing in zip(calls, timings.values(), strict=True):
+        median, spread = (seconds / CALLS * 1e6 for seconds in (timing.median, timing.spread))
+        rows.append({"call": call, "form": form, "us": median, "spread_us": spread, "repeats": timing.repeats})
+    return rows
 
 
 def main() -> int:

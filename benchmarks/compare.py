@@ -60,9 +60,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tolerance", type=float, default=0.05, help="default %(default)s")
     args = parser.parse_args(argv)
     old, new = (json.loads(path.read_text()) for path in (args.old, args.new))
-    different = [f"{name} {old['machine'].get(name)} and {new['machine'].get(name)}" for name in SAME
-                 if old["machine"].get(name) != new["machine"].get(name)]  # fmt: skip
-    if different:
+    machines = {name: [result["machine"].get(name) for result in (old, new)] for name in SAME}
+    if different := [f"{name} {before} and {after}" for name, (before, after) in machines.items() if before != after]:
         print(f"not the same machine: {'; '.join(different)}", file=sys.stderr)
         return 2
     common = timings_of(old).keys() & timings_of(new).keys()

@@ -28,9 +28,9 @@ HEAD_DIM, DTYPE = 128, torch.bfloat16  # what the source is compiled for
 INT_WORKSPACE = 8 << 20  # bytes, as in FlashInfer
 # As FlashInfer compiles it.
 FLAGS = [
-    "-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-DFLASHINFER_ENABLE_F16",
-    "-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_FP8_E4M3", "-DFLASHINFER_ENABLE_FP8_E5M2",
-]  # fmt: skip
+    *("-std=c++17", "-O3", "-DNDEBUG", "-use_fast_math", "--expt-relaxed-constexpr", "-DFLASHINFER_ENABLE_F16"),
+    *("-DFLASHINFER_ENABLE_BF16", "-DFLASHINFER_ENABLE_FP8_E4M3", "-DFLASHINFER_ENABLE_FP8_E5M2"),
+]
 CCCL = ("cub", "libcudacxx/include", "thrust")
 
 
@@ -101,10 +101,22 @@ class Wrapper:
         self.split = ctypes.create_string_buffer(lib.flashinfer_plan_bytes())
 
     def plan(
-        self, query_indptr: Tensor, page_indptr: Tensor, page_indices: Tensor, last_page_len: Tensor, num_heads: int,
-        num_kv_heads: int, head_dim: int, page_size: int, *, sm_scale: float, q_data_type: torch.dtype,
-        kv_data_type: torch.dtype, custom_mask: Tensor | None = None, causal: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        query_indptr: Tensor,
+        page_indptr: Tensor,
+        page_indices: Tensor,
+        last_page_len: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        custom_mask: Tensor | None = None,
+        causal: bool = False,
+    ) -> None:
         """As FlashInfer's: offsets int32 [B + 1] on the device; custom_mask bool, each sequence's [queries, keys]."""
         if (head_dim, q_data_type, kv_data_type) != (HEAD_DIM, DTYPE, DTYPE):
             raise ValueError(f"compiled for head size {HEAD_DIM} and bfloat16")
@@ -112,10 +124,9 @@ class Wrapper:
             raise ValueError("expected either custom_mask or causal")
         self.where = query_indptr, page_indptr, page_indices, last_page_len
         queries, pages = query_indptr.cpu(), page_indptr.cpu()
-        self.shape = Shape(
-            queries.numel() - 1, int(queries[-1]), num_heads, num_kv_heads, page_size, self.workspace.data_ptr(),
-            self.ints.data_ptr(), self.host.data_ptr(), self.workspace.numel(), self.ints.numel(), self.stream(),
-        )  # fmt: skip
+        sizes = queries.numel() - 1, int(queries[-1]), num_heads, num_kv_heads, page_size
+        places = (buffer.data_ptr() for buffer in (self.workspace, self.ints, self.host))
+        self.shape = Shape(*sizes, *places, self.workspace.numel(), self.ints.numel(), self.stream())
         self.scale, self.packed, self.packed_indptr = sm_scale, None, None
         if custom_mask is not None:
             keys = (pages.diff() - 1) * page_size + last_page_len.cpu()
@@ -137,10 +148,8 @@ class Wrapper:
         """q [T, Hq, 128]; caches [pages, page_size, Hkv, 128], contiguous; out as q."""
         out = torch.empty_like(q)
         self.shape.stream = self.stream()
-        self.call(
-            "flashinfer_run", self.split, q, *caches, out, *self.where, self.packed, self.packed_indptr,
-            ctypes.c_float(self.scale), int(self.overlaps),
-        )  # fmt: skip
+        how = self.packed, self.packed_indptr, ctypes.c_float(self.scale), int(self.overlaps)
+        self.call("flashinfer_run", self.split, q, *caches, out, *self.where, *how)
         return out
 
     def stream(self) -> int:

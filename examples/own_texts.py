@@ -89,8 +89,6 @@ def _answers(model: Any, asked: list[tuple[list[int], float]], max_new_tokens: i
     """asked: prompts and their temperatures, of which 0 is greedy."""
     prompts = [prompt for prompt, _ in asked]
     params = SamplingParams(temperature=torch.tensor([temperature for _, temperature in asked]), top_p=TOP_P)
-    sequences, _ = generate(
-        model, prompts, drafter=NgramDrafter(), max_new_tokens=max_new_tokens, max_sequences=BATCH,
-        params=params,
-    )  # fmt: skip
+    how = {"max_new_tokens": max_new_tokens, "max_sequences": BATCH, "params": params}
+    sequences, _ = generate(model, prompts, drafter=NgramDrafter(), **how)
     return [Text(len(prompt), row.tolist()) for prompt, row in zip(prompts, sequences, strict=True)]

@@ -79,10 +79,8 @@ class CountedRows:
 
 def run(args: argparse.Namespace, prompts: list[list[int]], target: Any, rule: str, **options: Any) -> tuple[Any, Any]:
     # Chosen trees depend on what steps cost, and under "rejection" the text depends on the trees.
-    return generate(
-        target, prompts, params=RULES[rule], rule=rule, max_new_tokens=args.max_new_tokens, eos_token_id=[],
-        tree=None, **options,
-    )  # fmt: skip
+    options |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": [], "tree": None}
+    return generate(target, prompts, params=RULES[rule], rule=rule, **options)
 
 
 def run_rank(rank: int, args: argparse.Namespace, prompts: list[list[int]], folder: str) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 __all__ = ["DOES", "NAMES", "PLACES", "TEXTS", "THINGS", "WHO"]
 
 NAMES = (
-    "Amara", "Bjorn", "Chen", "Dalia", "Emeka", "Freya", "Goran", "Hana", "Ilya", "Jonas", "Keiko", "Leila", "Mateo",
-    "Nadia", "Omar", "Petra", "Quentin", "Rosa", "Samir", "Tilda", "Uma", "Viktor", "Wanda", "Yusuf", "Zoe",
-)  # fmt: skip
+    *("Amara", "Bjorn", "Chen", "Dalia", "Emeka", "Freya", "Goran", "Hana", "Ilya", "Jonas", "Keiko", "Leila", "Mateo"),
+    *("Nadia", "Omar", "Petra", "Quentin", "Rosa", "Samir", "Tilda", "Uma", "Viktor", "Wanda", "Yusuf", "Zoe"),
+)
 PLACES = (
-    "Lisbon", "Osaka", "Nairobi", "Bergen", "Quito", "Gdansk", "Perth", "Tunis", "Halifax", "Lyon", "Busan", "Accra",
-)  # fmt: skip
+    *("Lisbon", "Osaka", "Nairobi", "Bergen", "Quito", "Gdansk", "Perth", "Tunis", "Halifax", "Lyon", "Busan", "Accra"),
+)
 WHO = (
-    "an old lighthouse keeper", "a nervous young pilot", "two sisters from a fishing village", "a retired chess master",
-    "a cat that lives in a bakery", "the last librarian of a desert town", "a clumsy apprentice wizard",
-    "a robot gardener", "the captain of a paper ship", "a street musician", "a girl who collects clocks",
-    "a tired detective", "a shy dragon", "an astronomer without a telescope", "a family of hedgehogs",
-    "the king of a very small island", "a night bus driver", "a beekeeper", "a boy with a borrowed violin",
-    "an honest thief", "a ghost who is afraid of the dark", "a mountain guide", "the cook of a submarine",
-    "a travelling dentist", "a teacher in a school on the moon", "a postman", "a knight who has lost his horse",
-    "a scientist in the Antarctic", "the smallest elephant of the herd", "a tailor",
-)  # fmt: skip
+    *("an old lighthouse keeper", "a nervous young pilot", "two sisters from a fishing village"),
+    *("a retired chess master", "a cat that lives in a bakery", "the last librarian of a desert town"),
+    *("a clumsy apprentice wizard", "a robot gardener", "the captain of a paper ship", "a street musician"),
+    *("a girl who collects clocks", "a tired detective", "a shy dragon", "an astronomer without a telescope"),
+    *("a family of hedgehogs", "the king of a very small island", "a night bus driver", "a beekeeper"),
+    *("a boy with a borrowed violin", "an honest thief", "a ghost who is afraid of the dark", "a mountain guide"),
+    *("the cook of a submarine", "a travelling dentist", "a teacher in a school on the moon", "a postman"),
+    *("a knight who has lost his horse", "a scientist in the Antarctic", "the smallest elephant of the herd"),
+    "a tailor",
+)
 DOES = (
     ("finds a map in an empty bottle", "found a map in an empty bottle"),
     ("has to cross a frozen lake at night", "had to cross a frozen lake at night"),
@@ -44,16 +45,17 @@ DOES = (
     ("saves the village from a flood", "saved the village from a flood"),
 )
 THINGS = (
-    "a heat pump", "the printing press", "photosynthesis", "a good night's sleep", "compound interest", "volcanoes",
-    "the Silk Road", "learning a language", "vaccines", "chess openings", "rainbows", "a bicycle gear", "composting",
-    "public libraries", "black holes", "bread baking", "the water cycle", "electric cars", "working from home",
-    "the Roman roads", "encryption", "coral reefs", "first aid for burns", "a sorting algorithm", "memory in computers",
-    "earthquakes", "growing tomatoes", "the stock market", "honey bees", "street photography", "a job interview",
-    "the human heart", "tea", "solar panels", "ocean tides", "the Olympic Games", "saving money", "jazz", "antibiotics",
-    "hiking in the mountains", "gravity", "the periodic table", "regular exercise", "democracy", "glass", "bridges",
-    "migrating birds", "public speaking", "the internet", "recycling paper", "snow", "the violin", "time zones",
-    "speed reading", "vegetarian food", "the steam engine", "dreams", "machine learning", "city traffic", "friendship",
-)  # fmt: skip
+    *("a heat pump", "the printing press", "photosynthesis", "a good night's sleep", "compound interest", "volcanoes"),
+    *("the Silk Road", "learning a language", "vaccines", "chess openings", "rainbows", "a bicycle gear", "composting"),
+    *("public libraries", "black holes", "bread baking", "the water cycle", "electric cars", "working from home"),
+    *("the Roman roads", "encryption", "coral reefs", "first aid for burns", "a sorting algorithm"),
+    *("memory in computers", "earthquakes", "growing tomatoes", "the stock market", "honey bees", "street photography"),
+    *("a job interview", "the human heart", "tea", "solar panels", "ocean tides", "the Olympic Games", "saving money"),
+    *("jazz", "antibiotics", "hiking in the mountains", "gravity", "the periodic table", "regular exercise"),
+    *("democracy", "glass", "bridges", "migrating birds", "public speaking", "the internet", "recycling paper", "snow"),
+    *("the violin", "time zones", "speed reading", "vegetarian food", "the steam engine", "dreams", "machine learning"),
+    *("city traffic", "friendship"),
+)
 TEXTS = (
     "The ferry leaves at 7 every morning, and Petra is always the first on board. She carries 2 baskets of bread for"
     " the hotel on the island and 1 bag of letters. The captain knows her step on the gangway and does not look up."

@@ -13,10 +13,8 @@ from peer_source import PeerSource
 from pagedtree import DraftTree, SamplingParams, TreeBatch, verify_greedy, verify_rejection
 
 SOURCE = PeerSource("eagle")
-KNOWN = {
-    "torch": torch, "TOPK": 10, "copy": copy, "random": random, "Timer": lambda name: contextlib.nullcontext(),
-    "List": list,
-}  # fmt: skip
+KNOWN = {"torch": torch, "TOPK": 10, "copy": copy, "random": random, "Timer": lambda name: contextlib.nullcontext()}
+KNOWN |= {"List": list}
 THEIRS = SOURCE.take("eagle/model/utils.py", "pad_path", "generate_tree_buffers", "evaluate_posterior", known=KNOWN)
 CHOICES = SOURCE.take("eagle/model/choices.py", "mc_sim_7b_63", known={})["mc_sim_7b_63"]
 PATHS = sorted(map(tuple, CHOICES), key=lambda path: (len(path), path))
@@ -77,10 +75,8 @@ def test_sampled_posterior(monkeypatch, seed, coin) -> None:
     enter(0)
     monkeypatch.setattr(random, "random", draw)
     best, length, _ = THEIRS["evaluate_posterior"](logits[paths], candidates, lambda _, rows: rows)
-    n = len(tokens)
-    verdict = verify_rejection(
-        logits, tokens, trees, SamplingParams(), draft_law="onehot", seeds=torch.zeros(1, dtype=torch.int64),
-        positions=torch.zeros(1, dtype=torch.int64), coins=torch.full((n,), coin), final_coins=torch.tensor([0.5]),
-    )  # fmt: skip
+    streams = dict.fromkeys(("seeds", "positions"), torch.zeros(1, dtype=torch.int64))
+    coins = {"coins": torch.full((len(tokens),), coin), "final_coins": torch.tensor([0.5])}
+    verdict = verify_rejection(logits, tokens, trees, SamplingParams(), draft_law="onehot", **streams, **coins)
     assert int(verdict.num_accepted) == int(length)
     assert verdict.accept_index[0, : int(length) + 1].tolist() == paths[int(best), : int(length) + 1].tolist()

@@ -35,12 +35,10 @@ def repeat(x: Tensor, pattern: str, g: int) -> Tensor:
     return x.repeat_interleave(g, 2)
 
 
-KNOWN = {
-    "torch": torch, "F": torch.nn.functional, "pytest": pytest, "repeat": repeat, "device": "cpu",
-    "IS_INTEL_ALCHEMIST": False, "logger": logging.getLogger("fla"), "FLA_CI_ENV": False, "warnings": logging,
-    "fused_recurrent_gated_delta_rule": recurrent, "fused_recurrent_kda": recurrent,
-    "triton": SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length()),
-}  # fmt: skip
+KNOWN = {"torch": torch, "F": torch.nn.functional, "pytest": pytest, "repeat": repeat, "device": "cpu"}
+KNOWN |= {"IS_INTEL_ALCHEMIST": False, "logger": logging.getLogger("fla"), "FLA_CI_ENV": False, "warnings": logging}
+KNOWN |= {"fused_recurrent_gated_delta_rule": recurrent, "fused_recurrent_kda": recurrent}
+KNOWN |= {"triton": SimpleNamespace(next_power_of_2=lambda n: 1 << (n - 1).bit_length())}
 SOURCE.take("fla/utils/_testing.py", "get_abs_err", "get_err_ratio", "assert_close", known=KNOWN)
 SOURCE.take("fla/ops/gated_delta_rule/naive.py", "naive_recurrent_gated_delta_rule", known=KNOWN)
 SOURCE.take("fla/ops/kda/naive.py", "naive_recurrent_kda", known=KNOWN)

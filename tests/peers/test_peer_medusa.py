@@ -10,9 +10,9 @@ from pagedtree import DraftTree, SamplingParams, TreeBatch, verify_greedy, verif
 
 SOURCE = PeerSource("medusa")
 TREES = [
-    "mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_7b_stage1_ablation", "vicuna_7b_stage1", "vicuna_13b_stage2",
-    "vicuna_13b_stage1", "vicuna_33b_stage2", "vicuna_33b_stage1", "zephyr_stage2",
-]  # fmt: skip
+    *("mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_7b_stage1_ablation", "vicuna_7b_stage1", "vicuna_13b_stage2"),
+    *("vicuna_13b_stage1", "vicuna_33b_stage2", "vicuna_33b_stage1", "zephyr_stage2"),
+]
 KNOWN = {"torch": torch, "F": torch.nn.functional, "TOPK": 10}
 THEIRS = SOURCE.take("medusa/model/utils.py", "pad_path", "generate_medusa_buffers", "evaluate_posterior", known=KNOWN)
 CHOICES = SOURCE.take("medusa/model/medusa_choices.py", *TREES, known={})

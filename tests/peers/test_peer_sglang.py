@@ -38,15 +38,17 @@ def attend(
     decodes, verifies = "new" in batch, "spec_info" in batch
     mode = SimpleNamespace(is_decode_or_idle=lambda: decodes, is_target_verify=lambda: verifies)
     runner = SimpleNamespace(
-        use_mla_backend=latent, page_size=1, req_to_token_pool=SimpleNamespace(req_to_token=req_to_token),
+        use_mla_backend=latent,
+        page_size=1,
+        req_to_token_pool=SimpleNamespace(req_to_token=req_to_token),
         model_config=SimpleNamespace(context_len=req_to_token.shape[1], kv_lora_rank=512, qk_rope_head_dim=64),
         token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda i: k_buffer, get_value_buffer=lambda i: v_buffer),
-    )  # fmt: skip
-    layer = SimpleNamespace(
-        tp_q_head_num=q.shape[1], tp_k_head_num=k_buffer.shape[1], qk_head_dim=q.shape[2], v_head_dim=v_buffer.shape[2],
-        scaling=scale, layer_id=0, logit_cap=logit_cap, logit_capping_method="tanh", sliding_window_size=window - 1,
-        is_cross_attention=is_cross_attention, attn_type="decoder", xai_temperature_len=-1, k_scale=None, v_scale=None,
-    )  # fmt: skip
+    )
+    sizes = {"tp_q_head_num": q.shape[1], "tp_k_head_num": k_buffer.shape[1]}
+    sizes |= {"qk_head_dim": q.shape[2], "v_head_dim": v_buffer.shape[2], "sliding_window_size": window - 1}
+    options = {"logit_cap": logit_cap, "logit_capping_method": "tanh", "is_cross_attention": is_cross_attention}
+    options |= {"attn_type": "decoder", "xai_temperature_len": -1, "k_scale": None, "v_scale": None}
+    layer = SimpleNamespace(scaling=scale, layer_id=0, **sizes, **options)
     k, v, slots = batch.pop("new", (None, None, None))
     known = {"seq_lens_cpu": None, "spec_info": None, "extend_seq_lens_cpu": None, "out_cache_loc": slots}
     forward_batch = SimpleNamespace(forward_mode=mode, batch_size=len(batch["seq_lens"]), **{**known, **batch})
@@ -140,13 +142,11 @@ def tree_speculative_sampling_target_only(*, threshold_acc: float, **given: Any)
     sglang.tree_speculative_sampling_target_only(threshold_acc=threshold_acc, **given)
 
 
-OURS: dict[str, Callable[..., Any]] = {
-    "build_tree_kernel_efficient_cpu": sglang.build_tree_kernel_efficient_cpu,
-    "verify_tree_greedy_cpu": sglang.verify_tree_greedy_cpu, "decode_attention_cpu": decode_attention_cpu,
-    "extend_attention_cpu": extend_attention_cpu, "chunk_gated_delta_rule_cpu": chunk_gated_delta_rule_cpu,
-    "fused_sigmoid_gating_delta_rule_update_cpu": fused_sigmoid_gating_delta_rule_update_cpu,
-    "store_cache_cpu": store_cache_cpu, "flash_attn_varlen_func": flash_attn_varlen,
-}  # fmt: skip
+OURS: dict[str, Callable[..., Any]] = {"build_tree_kernel_efficient_cpu": sglang.build_tree_kernel_efficient_cpu}
+OURS |= {"verify_tree_greedy_cpu": sglang.verify_tree_greedy_cpu, "decode_attention_cpu": decode_attention_cpu}
+OURS |= {"extend_attention_cpu": extend_attention_cpu, "chunk_gated_delta_rule_cpu": chunk_gated_delta_rule_cpu}
+OURS |= {"fused_sigmoid_gating_delta_rule_update_cpu": fused_sigmoid_gating_delta_rule_update_cpu}
+OURS |= {"store_cache_cpu": store_cache_cpu, "flash_attn_varlen_func": flash_attn_varlen}
 for name, function in OURS.items():
     setattr(torch.ops.sgl_kernel, name, function)
 sys.modules |= {"sgl_kernel": sglang, "sgl_kernel.speculative": sglang}  # imported by functions of theirs
@@ -163,17 +163,21 @@ def parametrize(**lists: list[Any]) -> Callable[..., Any]:
 
 
 KNOWN: dict[str, Any] = {
-    "torch": torch, "F": torch.nn.functional, "unittest": unittest, "CustomTestCase": unittest.TestCase,
-    "TreeMaskMode": sglang.TreeMaskMode, "precision": {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5},
-    "pytest": pytest, "softplus": softplus, "scaled_dot_product_attention": scaled_dot_product_attention,
-    "parametrize": parametrize, "PAD_SLOT_ID": -1, "causal_conv1d_weight_pack": lambda weight: weight,
-    "causal_conv1d_fwd": causal_conv1d_fwd_cpu, "causal_conv1d_update": causal_conv1d_update_cpu,
-    "flash_attn_varlen_func": flash_attn_varlen, "DEVICE": "cpu", "CACHE_SIZE": 4096, "Optional": Optional,
-    "verify_tree_greedy": sglang.verify_tree_greedy,
-    "reconstruct_indices_from_tree_mask": sglang.reconstruct_indices_from_tree_mask,
-    "tree_speculative_sampling_target_only": tree_speculative_sampling_target_only,
-    "maybe_detect_oob": lambda *args: None, "List": list,
-}  # fmt: skip
+    "torch": torch,
+    "F": torch.nn.functional,
+    "unittest": unittest,
+    "CustomTestCase": unittest.TestCase,
+}
+KNOWN |= {"TreeMaskMode": sglang.TreeMaskMode}
+KNOWN |= {"precision": {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}}
+KNOWN |= {"pytest": pytest, "softplus": softplus, "scaled_dot_product_attention": scaled_dot_product_attention}
+KNOWN |= {"parametrize": parametrize, "PAD_SLOT_ID": -1, "causal_conv1d_weight_pack": lambda weight: weight}
+KNOWN |= {"causal_conv1d_fwd": causal_conv1d_fwd_cpu, "causal_conv1d_update": causal_conv1d_update_cpu}
+KNOWN |= {"flash_attn_varlen_func": flash_attn_varlen, "DEVICE": "cpu", "CACHE_SIZE": 4096, "Optional": Optional}
+KNOWN |= {"verify_tree_greedy": sglang.verify_tree_greedy}
+KNOWN |= {"reconstruct_indices_from_tree_mask": sglang.reconstruct_indices_from_tree_mask}
+KNOWN |= {"tree_speculative_sampling_target_only": tree_speculative_sampling_target_only}
+KNOWN |= {"maybe_detect_oob": lambda *args: None, "List": list}
 
 
 def everything(path: str) -> list[str]:

@@ -93,23 +93,21 @@ class RejectionSampler:
         return RequestOptions.from_lists(vocab, **lists) if lists else None
 
 
-KNOWN = {
-    "torch": torch, "F": torch.nn.functional, "np": np, "pytest": pytest, "Mock": Mock, "DEVICE_TYPE": "cpu",
-    "PLACEHOLDER_TOKEN_ID": -1, "LogitsProcessors": list, "SamplingMetadata": SimpleNamespace, "Sampler": None,
-    "SamplerOutput": SimpleNamespace, "RejectionSampler": RejectionSampler, "dataclass": dataclass,
-}  # fmt: skip
+KNOWN = {"torch": torch, "F": torch.nn.functional, "np": np, "pytest": pytest, "Mock": Mock, "DEVICE_TYPE": "cpu"}
+KNOWN |= {"PLACEHOLDER_TOKEN_ID": -1, "LogitsProcessors": list, "SamplingMetadata": SimpleNamespace, "Sampler": None}
+KNOWN |= {"SamplerOutput": SimpleNamespace, "RejectionSampler": RejectionSampler, "dataclass": dataclass}
 SOURCE.take("vllm/v1/spec_decode/metadata.py", "SpecDecodeMetadata", known=KNOWN)
 SOURCE.take("tests/v1/sample/utils.py", "create_allowed_token_ids", known=KNOWN)
 V1 = (
-    "rejection_sampler", "test_perfect_match", "test_early_mismatch", "test_multiple_sequences",
-    "test_single_token_sequence", "test_empty_sequence", "test_multiple_mismatches", "test_parametrized_cases",
-    "test_deterministic_when_seeded", "test_rejection_sampling_approximates_target_distribution", "test_top_k",
-    "test_top_p", "test_frequency_penalties", "test_bad_words", "test_allowed_token_ids",
-)  # fmt: skip
+    *("rejection_sampler", "test_perfect_match", "test_early_mismatch", "test_multiple_sequences"),
+    *("test_single_token_sequence", "test_empty_sequence", "test_multiple_mismatches", "test_parametrized_cases"),
+    *("test_deterministic_when_seeded", "test_rejection_sampling_approximates_target_distribution", "test_top_k"),
+    *("test_top_p", "test_frequency_penalties", "test_bad_words", "test_allowed_token_ids"),
+)
 HELPERS = (
-    "mock_sampler_output", "create_spec_decode_metadata", "create_logits_tensor", "create_sampling_metadata",
-    "get_ratio_first_to_last", "estimate_rejection_sampling_pdf", "_test_masked_logits",
-)  # fmt: skip
+    *("mock_sampler_output", "create_spec_decode_metadata", "create_logits_tensor", "create_sampling_metadata"),
+    *("get_ratio_first_to_last", "estimate_rejection_sampling_pdf", "_test_masked_logits"),
+)
 taken = SOURCE.take("tests/v1/sample/test_rejection_sampler.py", *V1, *HELPERS, known=KNOWN)
 globals().update({name: taken[name] for name in V1})
 
@@ -122,22 +120,18 @@ def rejection_sample(
     """vLLM's function of model runner V2; logits are already divided by the temperature."""
     trees, sequence, depth = chains(cu_num_logits)
     row = sequence * num_speculative_steps + depth
-    verdict = verify_rejection(
-        target_logits, torch.where(depth > 0, draft_sampled, -1), trees,
-        SamplingParams(temperature=(temperature > 0).float()), draft_law="iid",
-        draft_probs=draft_logits.flatten(0, 1).softmax(-1),
-        draft_rows=torch.where(depth < num_speculative_steps, row, -1), seeds=seed,
-        positions=pos[cu_num_logits[:-1]].long(),
-    )  # fmt: skip
+    drafts, params = torch.where(depth > 0, draft_sampled, -1), SamplingParams(temperature=(temperature > 0).float())
+    how = {"draft_law": "iid", "draft_probs": draft_logits.flatten(0, 1).softmax(-1), "seeds": seed}
+    how |= {"draft_rows": torch.where(depth < num_speculative_steps, row, -1)}
+    how |= {"positions": pos[cu_num_logits[:-1]].long()}
+    verdict = verify_rejection(target_logits, drafts, trees, params, **how)
     return verdict.tokens, verdict.num_accepted + 1
 
 
 V2 = "test_stochastic_rejection_sample", "test_greedy_rejection_sample"
 KNOWN |= {"math": math, "rejection_sample": rejection_sample, "VOCAB_SIZE": 512}  # 4096 there: 5 GB of logits
-taken = SOURCE.take(
-    "tests/v1/spec_decode/test_rejection_sampler_utils.py", *V2, "_build_rejection_sample_inputs",
-    "_assert_distribution_match", known=KNOWN,
-)  # fmt: skip
+HELPERS = "_build_rejection_sample_inputs", "_assert_distribution_match"
+taken = SOURCE.take("tests/v1/spec_decode/test_rejection_sampler_utils.py", *V2, *HELPERS, known=KNOWN)
 globals().update({name: taken[name] for name in V2})
 
 
@@ -149,10 +143,8 @@ def flash_attn_varlen_func(*, out: Tensor | None, fa_version: int, seqused_k: Te
 
 FLASH = "test_varlen_with_paged_kv"
 PATH = "tests/kernels/attention/test_flash_attn.py"
-KNOWN |= {
-    "flash_attn_varlen_func": flash_attn_varlen_func, "is_fa_version_supported": lambda version: True,
-    "set_random_seed": torch.manual_seed, "QDTYPES": [None], "NUM_BLOCKS": [2048],
-}  # fmt: skip
+KNOWN |= {"flash_attn_varlen_func": flash_attn_varlen_func, "is_fa_version_supported": lambda version: True}
+KNOWN |= {"set_random_seed": torch.manual_seed, "QDTYPES": [None], "NUM_BLOCKS": [2048]}
 SIZES = "NUM_HEADS", "HEAD_SIZES", "BLOCK_SIZES", "DTYPES", "SOFT_CAPS", "SLIDING_WINDOWS"
 SOURCE.take(PATH, FLASH, "ref_paged_attn", *SIZES, known=KNOWN)
 test_varlen_with_paged_kv = refusing("head size")(KNOWN[FLASH])

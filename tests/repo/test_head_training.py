@@ -24,10 +24,9 @@ def folder(tmp_path):
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=2100, hidden_size=192, intermediate_size=128, num_hidden_layers=8, num_attention_heads=3,
-        num_key_value_heads=3, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
+    sizes = {"vocab_size": 2100, "hidden_size": 192, "intermediate_size": 128, "num_hidden_layers": 8}
+    sizes |= {"num_attention_heads": 3, "num_key_value_heads": 3, "max_position_embeddings": 512}
+    config = Qwen2Config(**sizes, tie_word_embeddings=False, bos_token_id=0, eos_token_id=1)
     Qwen2ForCausalLM(config).save_pretrained(tmp_path / "model")
     for file in (EXAMPLES / "checkpoints" / "target").glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
@@ -38,10 +37,8 @@ def small_target(layers: int):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=2048, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
+    sizes = {"vocab_size": 2048, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
@@ -201,10 +198,9 @@ def test_prompts_are_read_from_files(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n\n' + json.dumps({"messages": talk}))
     for name in ("a.txt", "a.json", "a.jsonl"):
         assert read_prompts(tmp_path / name) == [*said]
-    for text, message in [
-        ("[]", "expected prompts, got none"), ('{"prompt": "one"}', "expected a list of prompts, got dict"),
-        ('["one", 2]', 'entry 2: expected a text, or an object with "messages", "prompt" or "text", got 2'),
-    ]:  # fmt: skip
+    wrong = {"[]": "expected prompts, got none", '{"prompt": "one"}': "expected a list of prompts, got dict"}
+    wrong['["one", 2]'] = 'entry 2: expected a text, or an object with "messages", "prompt" or "text", got 2'
+    for text, message in wrong.items():
         (tmp_path / "b.json").write_text(text)
         with pytest.raises(ValueError, match=f"b.json.*{message}"):
             read_prompts(tmp_path / "b.json")
