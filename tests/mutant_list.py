@@ -8,10 +8,7 @@ from mutants_of_recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
 
-HOSTILE = "tests/ops/test_verify_drafts_hostile.py"
-DRAWN, SAMPLED, SAMPLING = "tests/ops/test_drawn_children.py", "tests/ops/test_verify.py", "tests/ops/test_sampling.py"
-STEPS, COMMIT = "tests/ops/test_lossless_steps.py", "tests/ops/test_commit.py"
-OPTIONS, WEIGHED_OPTIONS = "tests/ops/test_options.py", "tests/ops/test_lossless_options.py"
+DRAFTS, SAMPLING, OPTIONS = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "sampling", "options"))
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 GROWN, CLUSTERS = "tests/ops/test_expand_tree.py", "tests/ops/test_clusters.py"
 CHOSEN = tuple(
@@ -23,7 +20,7 @@ PROPOSALS = ("tests/ops/test_ngram_texts.py", "tests/ops/test_proposers.py")
 HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_hybrid.py")
 
 
-def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (OPTIONS,)) -> Mutant:
+def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (CASES,)) -> Mutant:
     return Mutant(name, "core/options.h", line, broken, tests)
 
 
@@ -89,23 +86,23 @@ RULES = [
     ),
     Mutant(
         "the bonus from the root's row", "cpu/verify.cpp",
-        "logit_row(p.logits, walk.row())", "logit_row(p.logits, walk.rows.begin)", (SAMPLED,),
+        "logit_row(p.logits, walk.row())", "logit_row(p.logits, walk.rows.begin)",
     ),
     Mutant(
         "drafts drawn with the target's noise", "core/drafting.h",
-        "law == GrowthLaw::kCoupled ?", "law != GrowthLaw::kTopK ?", (DRAWN,),
+        "law == GrowthLaw::kCoupled ?", "law != GrowthLaw::kTopK ?",
     ),
     Mutant(
         "cousins draw by the same random numbers", "core/drafting.h",
-        "RandomUse::kGumbel : draft_use(f)", "RandomUse::kGumbel : draft_use(0)", (STEPS,),
+        "RandomUse::kGumbel : draft_use(f)", "RandomUse::kGumbel : draft_use(0)",
     ),
     Mutant(
         "drafts drawn with their own coins", "cpu/isa/logits/draw_children.cpp",
-        "static_cast<uint32_t>(r), draw.use", "static_cast<uint32_t>(r), RandomUse::kCoin", (DRAWN,),
+        "static_cast<uint32_t>(r), draw.use", "static_cast<uint32_t>(r), RandomUse::kCoin",
     ),
     Mutant(
         "the best tokens instead of draws", "cpu/isa/logits/draw_children.cpp",
-        "score[j] += gumbel_of_word<VectorMath>(words[j]);", "", (DRAWN,),
+        "score[j] += gumbel_of_word<VectorMath>(words[j]);", "",
     ),
     Mutant(
         "joint acceptance as a capped ratio", "core/verify/block.h",
@@ -119,26 +116,27 @@ RULES = [
     Mutant(
         "the other order of filters", "core/sampling.h",
         "Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};",
-        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING, CASES),
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
     ),
     Mutant(
         "coins that reach 1", "core/verify/rules.h",
         "return uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin);",
         "return static_cast<float>(uniform_of(seed, position, static_cast<uint32_t>(index), RandomUse::kCoin));",
+        (DRAFTS,),
     ),
     Mutant(
         "the first sequence's seed for all", "core/verify/rules.h",
-        "static_cast<uint64_t>(p.verify.seeds[b]);", "static_cast<uint64_t>(p.verify.seeds[0]);", (HOSTILE,),
+        "static_cast<uint64_t>(p.verify.seeds[b]);", "static_cast<uint64_t>(p.verify.seeds[0]);",
     ),
     Mutant(
         "offsets of 32 bits", "core/sampling.h",
         "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
-        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING, CASES),
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",
         "block < MassTable::num_blocks(vocab); ++block) {\n    table",
-        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n    table", (HOSTILE,),
+        "block < max_of<int64_t>(vocab / kMassBlock, 1); ++block) {\n    table",
     ),
     Mutant(
         "the last token where nothing is left", "core/verify/rules.h",
@@ -146,7 +144,7 @@ RULES = [
     ),
     Mutant(
         "what rounding leaves taken for a residual", "core/verify/rules.h",
-        "constexpr double kRounding = 1e-6;", "constexpr double kRounding = 0.0;",
+        "constexpr double kRounding = 1e-6;", "constexpr double kRounding = 0.0;", (DRAFTS,),
     ),
     Mutant(
         "joint rules with the coins of positions", "core/verify/block.h",
@@ -154,32 +152,31 @@ RULES = [
     ),
     Mutant(
         "the distribution of node n is row n of the draft's", "core/verify/rules.h",
-        "p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row)", "row", (HOSTILE,),
+        "p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row)", "row",
     ),
     Mutant(
         "a typical bound that lets equals pass", "core/verify/typical.h",
-        "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)", (HOSTILE,),
+        "!(rows.target(distributions, token) > bound)", "!(rows.target(distributions, token) >= bound)",
     ),
-    Mutant("a token too many", "core/verify/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0", (CASES,)),
-    Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", "", (CASES,)),
+    Mutant("a token too many", "core/verify/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0"),
+    Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", ""),
 ]  # fmt: skip
 
 ON_PATH = "at.go_up()) count += at.token() == token;"
 PENALISED = "penalised<ScalarMath>(penalties, {}, count_of(token, may_be_on_path), in_prompt(token))"
 STOPS_AGAIN = "write(column, bias_of_token(o_.first_token + column)); });"
 REQUESTS = [
-    of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;", (WEIGHED_OPTIONS,)),
+    of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;"),
     of_options(
         "the root counted once more", ON_PATH,
         ON_PATH + "\n    if (may_be_on_path && node != 0) count += PathPlace{o, root, 0}.token() == token;",
     ),
     of_options(
         "the node itself is not on its path", "PathPlace path() const { return {o, root, node}; }",
-        "PathPlace path() const { return {o, root, node == 0 ? 0 : o.parents[root + node]}; }", (WEIGHED_OPTIONS,),
+        "PathPlace path() const { return {o, root, node == 0 ? 0 : o.parents[root + node]}; }",
     ),
     of_options(
-        "bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias",
-        (WEIGHED_OPTIONS,),
+        "bias after penalties", PENALISED.format("biased"), PENALISED.format("biased - bias") + " + bias"
     ),
     of_options(
         "frequency counts once", "M::fma(M::splat(penalties.frequency), count,",
@@ -187,7 +184,7 @@ REQUESTS = [
     ),
     of_options(
         "frequency is rounded once", "logit = logit - M::fma(M::splat(penalties.frequency), count, M::splat(0.0f));",
-        "logit = M::fma(M::splat(-penalties.frequency), count, logit);",
+        "logit = M::fma(M::splat(-penalties.frequency), count, logit);", (OPTIONS,),
     ),
     of_options(
         "the prompt counts as output", "return M::select(said, logit - penalties.presence, logit);",
@@ -221,28 +218,28 @@ REQUESTS = [
     ),
     Mutant(
         "a token listed twice is biased once", "cpu/isa/logits/options.cpp",
-        "scratch.bias[column] += value == value", "scratch.bias[column] = value == value", (OPTIONS,),
+        "scratch.bias[column] += value == value", "scratch.bias[column] = value == value",
     ),
     Mutant(
         "one row's bias on the next", "cpu/isa/logits/options.cpp",
-        "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}", (OPTIONS,),
+        "[&](int64_t column, float) { scratch.bias[column] = 0.0f; }", "[&](int64_t, float) {}",
     ),
     Mutant(
         "a NaN under options is not told", "cpu/isa/logits/peak.h",
-        "peak.has_nan = lane_bits(nan) != 0;\n  int64_t best", "int64_t best", (OPTIONS,),
+        "peak.has_nan = lane_bits(nan) != 0;\n  int64_t best", "int64_t best",
     ),
     Mutant(
         "the last row's biases and drafts on this one", "cpu/isa/logits/options.cpp",
-        "scratch.patched[scratch.columns[i] / 32] = 0;", "scratch.patched[scratch.columns[i] / 32] |= 0;", (OPTIONS,),
+        "scratch.patched[scratch.columns[i] / 32] = 0;", "scratch.patched[scratch.columns[i] / 32] |= 0;",
     ),
     Mutant(
         "penalties that raise logits taken for those that lower them", "cpu/isa/logits/options.cpp",
         "scratch.lowers = penalties.repetition >= 1.0f && penalties.presence >= 0.0f && penalties.frequency >= 0.0f;",
-        "scratch.lowers = true;", (OPTIONS,),
+        "scratch.lowers = true;",
     ),
     Mutant(
         "blocks of biased tokens not looked at", "cpu/isa/logits/peak.h",
-        "a.most[block] = max_of(a.most[block], value);", "", (OPTIONS,),
+        "a.most[block] = max_of(a.most[block], value);", "",
     ),
     Mutant(
         "biased tokens not among the largest logits", "cpu/isa/logits/peak.h",
@@ -254,19 +251,19 @@ REQUESTS = [
     ),
     Mutant(
         "bounds of penalties that raise logits", "cpu/isa/logits/adjusted_row.h",
-        "reads_all_ = least == -kInfinity || !a_.lowers;", "reads_all_ = least == -kInfinity;", (OPTIONS,),
+        "reads_all_ = least == -kInfinity || !a_.lowers;", "reads_all_ = least == -kInfinity;",
     ),
     Mutant(
         "adjusted blocks of the row before", "cpu/isa/logits/options.cpp",
-        "std::fill_n(scratch.is_kept, num_blocks, false);", "", (OPTIONS,),
+        "std::fill_n(scratch.is_kept, num_blocks, false);", "",
     ),
     Mutant(
         "vectors of biased tokens left out", "cpu/isa/logits/adjusted_row.h",
-        "word * 32 < count * kLanes && a_.num_patched > 0;", "word < 0;", (OPTIONS,),
+        "word * 32 < count * kLanes && a_.num_patched > 0;", "word < 0;",
     ),
     Mutant(
         "tokens behind EOS are counted", "core/step.h",
-        "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)", (COMMIT,),
+        "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)",
     ),
     Mutant(
         "tokens that are in no table counted for the threshold", "cpu/isa/logits/filter.h",

@@ -248,33 +248,6 @@ def strided(t: Tensor) -> Tensor:
     return wide[:, 3 : 3 + t.shape[1]]
 
 
-def alone(case: Case, b: int) -> Case:
-    """One sequence of a case."""
-    begin, end = case.trees.cu_nodes[b : b + 2].tolist()
-    rows, device = slice(begin, end), case.logits.device
-    size = case.trees.parents[rows].tolist()
-    options = None
-    if case.options is not None:
-        given = {name: t for name, t in case.options.tensors().items() if t is not None}
-        made = {}
-        for flats, sequences in ((("bias_tokens", "bias_values"), "cu_bias"), (("cu_bad_words",), "cu_bad_seqs")):
-            if sequences in given:
-                first, last = given[sequences][b : b + 2].tolist()
-                made[sequences] = given[sequences][b : b + 2] - first
-                for name in flats:
-                    made[name] = given[name][first : last + (name == "cu_bad_words")]
-        if "cu_bad_words" in made:
-            words = made["cu_bad_words"]
-            made |= {"bad_tokens": given["bad_tokens"][words[0] : words[-1]], "cu_bad_words": words - words[0]}
-        options = RequestOptions(**{name: made.get(name, t[b : b + 1]) for name, t in given.items()})
-    return replace(
-        case, logits=case.logits[rows], drafts=case.drafts[rows], trees=batch_of([size], device),
-        seeds=case.seeds[b : b + 1], positions=case.positions[b : b + 1], probs=case.probs[rows], options=options,
-        penalties={k: x[b : b + 1] if isinstance(x, Tensor) and len(x) > 1 else x for k, x in case.penalties.items()},
-        grammar_mask=None if case.grammar_mask is None else case.grammar_mask[rows],
-    )  # fmt: skip
-
-
 def calls(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any]]]:
     """Every op that takes options on trees: its parameters and keywords, by name."""
     found: dict[str, tuple[Callable, SamplingParams, dict[str, Any]]] = {}

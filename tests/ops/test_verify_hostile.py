@@ -1,93 +1,88 @@
-"""verify_greedy and verify_sampled on extreme, empty and malformed trees; what they refuse."""
+"""The verify ops on malformed trees and strange values; what they refuse."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import calls
 import pytest
 import torch
-from hypothesis import given
+from calls import changed
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from options_case import VOCAB, good_case
+from step_case import int32
 from torch import Tensor
-from verify_case import BAD_ROW, MALFORMED, PARAMS, batch_of, check, check_bounds, streams
+from verify_case import BAD_ROW, MALFORMED, batch_of, check, check_bounds, streams
 
 from pagedtree import (
-    DraftTree,
     SamplingParams,
     TreeBatch,
-    build_trees,
+    verify_block,
     verify_greedy,
+    verify_rejection,
     verify_sampled,
+    verify_traversal,
+    verify_typical,
 )
 
-
-def test_thousand_nodes_deep_and_wide(device):
-    count = 1024
-    logits = torch.zeros(count, 5, device=device)
-    logits[:, 2] = 5.0
-    drafts = torch.full((count,), 2, device=device)
-    chain = batch_of([list(range(-1, count - 1))], device)
-    verdict = verify_greedy(logits, drafts, chain)
-    check(verdict, 0, list(range(count)), [2] * count)
-    drafts[:] = 1
-    drafts[-1] = 2
-    star = batch_of([[-1] + [0] * (count - 1)], device)
-    check(verify_greedy(logits, drafts, star), 0, [0, count - 1], [2, 2])
-
-
-def test_empty_batches_and_trees(device):
-    empty = TreeBatch.from_trees([], device=device)
-    none = torch.empty(0, dtype=torch.int64, device=device)
-    verdict = verify_sampled(torch.empty(0, 5, device=device), none, empty, PARAMS, seeds=none, positions=none)
-    assert [tuple(t.shape) for t in verdict] == [(0, 1), (0,), (0, 1), (0,)]
-
-    parents = torch.tensor([-1, 0], dtype=torch.int32, device=device)
-    offsets = torch.tensor([0, 0, 2, 2], dtype=torch.int32, device=device)
-    trees = build_trees(parents, offsets, max_nodes=2, max_depth=1)
-    logits = torch.tensor([[0.0, 1.0], [1.0, 0.0]], device=device)
-    verdict = verify_greedy(logits, torch.tensor([0, 1], device=device), trees)
-    for b in (0, 2):
-        assert verdict.accept_index[b].tolist() == verdict.tokens[b].tolist() == [-1, -1]
-        assert verdict.num_accepted[b] == 0 and verdict.status[b] == MALFORMED
-    check(verdict, 1, [0, 1], [1, 0])
-
-
-def test_malformed_trees_are_verified_where_reachable(device):
-    parents = torch.tensor([-1, 0, 9, 1, -1], dtype=torch.int32, device=device)
-    offsets = torch.tensor([0, 5], dtype=torch.int32, device=device)
-    trees = build_trees(parents, offsets, max_nodes=5, max_depth=4)
-    logits = torch.tensor([0.0, 1.0], device=device).expand(5, 2)
-    verdict = verify_greedy(logits, torch.ones(5, dtype=torch.int32, device=device), trees)
-    check(verdict, 0, [0, 1, 3], [1, 1, 1], status=MALFORMED)
+FAR = 2**31 - 1
+STRANGE = [math.nan, math.inf, -math.inf, -1.0, 0.0, 0.2, 0.5, 1.0, 3e38, 1e-45]
+WEIGHED = [
+    *[(verify_rejection, law) for law in ("iid", "swor", "onehot")],
+    *[(verify_block, law) for law in ("iid", "onehot")],
+    *[(verify_traversal, law) for law in ("iid", "swor")],
+]
 
 
 @given(st.integers(0, 2**32))
-def test_hostile_links_stay_inside(device, seed):
-    """Garbage in offsets, links, drafts and flags: the walk ends, and what comes out is in range."""
+@settings(max_examples=25)
+def test_hostile_values_stay_inside(device, seed):
+    """Garbage in offsets, links, parents, depths, drafts and numbers: the walk ends, and its results are in range."""
     generator = torch.Generator().manual_seed(seed)
-    rows, batch, vocab, max_nodes, max_depth = 12, 4, 3, 8, 5
-    mixed = [-(2**31), -5, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 11, 12, 13, 2**31 - 1]
+    case = good_case(device, seed % 7)
+    rows, batch = len(case.drafts), len(case.seeds)
+    mixed = torch.tensor([-FAR - 1, -5, -1, 0, 1, 2, 3, 4, 7, 8, rows - 1, rows, rows + 1, FAR])
 
     def garbage(size: int) -> Tensor:
-        picks = torch.randint(0, len(mixed), (size,), generator=generator)
-        return torch.tensor(mixed, dtype=torch.int64)[picks].int().to(device)
+        return mixed[torch.randint(0, len(mixed), (size,), generator=generator)].int().to(device)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.tensor(STRANGE)[torch.randint(0, len(STRANGE), shape, generator=generator)].to(device)
 
     trees = TreeBatch(
-        cu_nodes=garbage(batch + 1), parents=garbage(rows), depths=garbage(rows), first_child=garbage(rows),
-        next_sibling=garbage(rows), mask=garbage(rows)[:, None],
-        valid=torch.ones(batch, dtype=torch.bool, device=device), max_nodes=max_nodes, max_depth=max_depth,
-    )  # fmt: skip
-    logits = torch.zeros(rows, vocab, device=device)
-    for verdict in (
-        verify_greedy(logits, garbage(rows), trees),
-        verify_greedy(logits, torch.zeros(rows, dtype=torch.int32, device=device), trees),
-        verify_sampled(logits, garbage(rows), trees, PARAMS, **streams(batch, device)),
-        verify_greedy(logits, garbage(rows), trees, draft_to_target=garbage(3)),
-    ):
-        check_bounds(verdict, max_nodes, max_depth, vocab)
+        cu_nodes=garbage(batch + 1) if seed % 3 else case.trees.cu_nodes,
+        parents=garbage(rows),
+        depths=garbage(rows),
+        first_child=case.trees.first_child if seed % 2 else garbage(rows),
+        next_sibling=garbage(rows),
+        mask=garbage(rows)[:, None],
+        valid=case.trees.valid,
+        max_nodes=8,
+        max_depth=7,
+    )
+    logits, probs = (floats(rows, VOCAB), floats(rows, VOCAB)) if seed % 5 else (case.logits, case.probs)
+    coins = {"coins": floats(rows), "final_coins": floats(batch)}
+    drawn = {"draft_probs": probs, "draft_rows": garbage(rows)}
+    for drafts, table in ((case.drafts, None), (garbage(rows) % 6, garbage(5))):
+        arguments, mapped = (logits, drafts, trees), {"draft_to_target": table}
+        verdicts = [
+            verify_greedy(*arguments, **mapped),
+            verify_typical(*arguments, SamplingParams(), **mapped),
+            verify_sampled(*arguments, case.params, **case.streams, options=case.options, **mapped),
+        ]
+        for op, law in WEIGHED:
+            weighed = {"draft_law": law, **coins, **({} if law == "onehot" else drawn), **mapped}
+            verdicts.append(op(*arguments, case.params, **case.streams, options=case.options, **weighed))
+            verdicts.append(op(*arguments, SamplingParams(), **case.streams, **weighed))
+        for verdict in verdicts:
+            check_bounds(verdict, 8, 7, VOCAB)
 
 
-@pytest.mark.parametrize("link", [0, 1, 3, -1, 100, 2**31 - 1])
+@pytest.mark.parametrize("link", [0, 1, 3, -1, 100, FAR])
 def test_links_that_loop(device, link):
     trees = batch_of([[-1, 0, 0]], device, max_depth=6)
     logits = torch.tensor([0.0, 1.0], device=device).expand(3, 2)
@@ -104,59 +99,105 @@ def test_links_that_loop(device, link):
     check(verdict, 0, path, [1] * len(path), status=0 if link in (1, -1) else MALFORMED)
 
 
-def test_refusals(device):
-    trees = batch_of([[-1, 0], [-1]], device)
-    good = {
-        "logits": torch.zeros(3, 40, device=device),
-        "draft_tokens": torch.zeros(3, dtype=torch.int64, device=device),
-        "trees": trees,
-        "params": SamplingParams(),
-        **streams(2, device),
-    }
-    verify_sampled(**good)
-    valid, links = trees.valid, trees.first_child
-    wrong = [
-        ("logits", good["logits"].int(), ValueError, "`logits` .* dtype torch.float32 or .*bfloat16, got torch.int32"),
-        ("logits", [1.0], TypeError, "logits"),
-        ("draft_tokens", good["draft_tokens"][:2], ValueError, r"`draft_tokens` must be of shape \[3\] .*, got \[2\]"),
-        ("draft_tokens", good["draft_tokens"].float(), ValueError, "`draft_tokens` .* dtype torch.int32 or .*int64"),
-        ("trees", DraftTree([-1, 0]), TypeError, "trees: expected a TreeBatch, got DraftTree"),
-        ("trees", replace(trees, valid=valid[:1]), ValueError, r"`valid` must be of shape \[2\] .*, got \[1\]"),
-        ("trees", replace(trees, first_child=links.long()), ValueError, "`first_child` must be of dtype torch.int32"),
-        ("trees", replace(trees, next_sibling=links[:2]), ValueError, r"`next_sibling` must be of shape \[3\]"),
-        ("trees", replace(trees, max_depth=-1), ValueError, r"`max_depth` must be in 0..1023, got -1"),
-        ("trees", replace(trees, max_nodes=1025), ValueError, r"`max_nodes` must be in 1..1024, got 1025"),
-        ("params", {}, TypeError, "params: expected a SamplingParams, got dict"),
-        ("params", SamplingParams(min_p=torch.zeros(3, device=device)), ValueError,
-         r"`min_p` must be of shape \[1\] or \[2\], got \[3\]"),
-        ("seeds", good["seeds"].int(), ValueError, "`seeds` must be of dtype torch.int64, got torch.int32"),
-        ("positions", good["positions"][:1], ValueError, r"`positions` must be of shape \[2\] .*, got \[1\]"),
-        ("grammar_mask", torch.ones(3, 39, dtype=torch.bool, device=device), ValueError,
-         r"`grammar_mask` must be of shape \[3, 40\] .*, got \[3, 39\]"),
-        ("grammar_mask", torch.ones(3, 1, dtype=torch.int32, device=device), ValueError,
-         r"`grammar_mask` must be of shape \[3, 2\] .*, got \[3, 1\]"),
-        ("grammar_mask", torch.ones(3, 40, device=device), ValueError, "`grammar_mask` .* dtype torch.bool or .*int32"),
-        ("draft_to_target", torch.ones(4, device=device), ValueError, "`draft_to_target` .* torch.int32 or .*int64"),
-    ]  # fmt: skip
-    for name, value, error, message in wrong:
-        with pytest.raises(error, match=message):
-            verify_sampled(**{**good, name: value})
-    with pytest.raises(ValueError, match="verify_greedy: `draft_tokens` must be of shape"):
-        verify_greedy(good["logits"], good["draft_tokens"][:1], trees)
+def test_block_follows_first_children_only(device, value_checks, monkeypatch):
+    trees = batch_of([[-1, 0, 0, 1, 3], [-1, 0, 1, 2]], device)
+    logits = torch.zeros(9, 4, device=device)
+    logits[:, 1] = 50.0
+    drafts = torch.ones(9, dtype=torch.int64, device=device)
+    given = {"draft_law": "onehot", **streams(2, device)}
+    with pytest.raises(ValueError, match="`trees` must be chains, got a sibling of row 1"):
+        verify_block(logits, drafts, trees, SamplingParams(), **given)
+    monkeypatch.delenv("PAGEDTREE_CHECK")
+    verdict = verify_block(logits, drafts, trees, SamplingParams(), **given)
+    check(verdict, 0, [0, 1, 3, 4], [1, 1, 1, 1], status=MALFORMED)
+    check(verdict, 1, [0, 1, 2, 3], [1, 1, 1, 1])
+
+
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+TYPICAL = ("verify_typical",)
+RATIO = ("verify_rejection", "verify_block", "verify_traversal")
+SAMPLED = ("verify_sampled", *RATIO)
+EVERY = ("verify_greedy", *SAMPLED, *TYPICAL)
+# Ops, argument, what is put in its place, what is said. Wrong types and devices: test_calls.py, test_raw_arguments.py.
+REFUSED: list[tuple[tuple[str, ...], tuple[str, ...], Callable[[Any], Any], str]] = [
+    (EVERY, ("logits",), lambda t: t.int(), "`logits` must be of dtype torch.float32 or .*bfloat16, got torch.int32"),
+    (EVERY, ("draft_tokens",), lambda t: t[:2], r"`draft_tokens` must be of shape \[8\] .*, got \[2\]"),
+    (EVERY, ("draft_tokens",), lambda t: t.float(), "`draft_tokens` must be of dtype torch.int32 or torch.int64"),
+    (EVERY, ("trees", "valid"), lambda t: t[:1], r"`valid` must be of shape \[2\] .*, got \[1\]"),
+    (EVERY, ("trees", "first_child"), lambda t: t.long(), "`first_child` must be of dtype torch.int32"),
+    (EVERY, ("trees", "next_sibling"), lambda t: t[:2], r"`next_sibling` must be of shape \[8\]"),
+    (EVERY, ("trees", "max_depth"), lambda _: -1, r"`max_depth` must be in 0..1023, got -1"),
+    (EVERY, ("trees", "max_nodes"), lambda _: 1025, r"`max_nodes` must be in 1..1024, got 1025"),
+    (EVERY, ("grammar_mask",), lambda t: t[:, 1:], r"`grammar_mask` must be of shape \[8, 40\] .*, got \[8, 39\]"),
+    (EVERY, ("grammar_mask",), lambda t: t[:, :1].int(), r"`grammar_mask` must be of shape \[8, 2\] .*, got \[8, 1\]"),
+    (EVERY, ("grammar_mask",), lambda t: t.float(), "`grammar_mask` must be of dtype torch.bool or torch.int32"),
+    (EVERY, ("draft_to_target",), lambda t: t.float(), "`draft_to_target` must be of dtype torch.int32 or .*int64"),
+    ((*SAMPLED, *TYPICAL), ("params", "min_p"), lambda _: torch.zeros(3), r"`min_p` must be of shape \[1\] or \[2\]"),
+    (SAMPLED, ("seeds",), lambda t: t.int(), "`seeds` must be of dtype torch.int64, got torch.int32"),
+    (SAMPLED, ("positions",), lambda t: t[:1], r"`positions` must be of shape \[2\] .*, got \[1\]"),
+    (RATIO, ("draft_law",), lambda _: "topk", "`draft_law` must be"),
+    (RATIO, ("draft_probs",), lambda _: None, "`draft_probs` must be a Tensor, the .*, got None"),
+    (RATIO, ("draft_probs",), lambda t: t.double(), "`draft_probs` must be of dtype torch.float32 or .*bfloat16"),
+    (RATIO, ("draft_probs",), lambda t: t[:, :39], r"`draft_probs` must be of shape \[\*, 40\]"),
+    (RATIO, ("draft_probs",), lambda t: t.t().contiguous().t(), "`draft_probs` must be contiguous in its last"),
+    (RATIO, ("draft_rows",), lambda t: t[1:], r"`draft_rows` must be of shape \[8\]"),
+    (RATIO, ("draft_rows",), lambda t: t.float(), "`draft_rows` must be of dtype torch.int32 or torch.int64"),
+    (RATIO, ("draft_rows",), lambda _: None, r"`draft_probs` must be of shape \[8, 40\]"),
+    (RATIO, ("coins",), lambda _: int32([1] * 8), "`coins` must be of dtype torch.float32, got torch.int32"),
+    (RATIO, ("coins",), lambda _: torch.zeros(9), r"`coins` must be of shape \[8\]"),
+    (RATIO, ("final_coins",), lambda _: torch.zeros(3), r"`final_coins` must be of shape \[2\] .*, got \[3\]"),
+    (RATIO, ("draft_params",), lambda _: SamplingParams(top_k=int32([0] * 3)), r"`draft_top_k` .* \[1\] or \[2\]"),
+    # Probabilities of drafts that were chosen without chance would bias the result.
+    (RATIO[:2], ("draft_law",), lambda _: "onehot", "`draft_probs` must be None"),
+    (RATIO[2:], ("draft_law",), lambda _: "onehot", "`draft_law` must be"),
+    (TYPICAL, ("epsilon",), lambda _: -0.1, "`epsilon` must be"),
+    (TYPICAL, ("epsilon",), lambda _: 1.5, "`epsilon` must be"),
+    (TYPICAL, ("epsilon",), lambda _: math.nan, "`epsilon` must be"),
+    (TYPICAL, ("delta",), lambda _: -1.0, "`delta` must be"),
+    (TYPICAL, ("delta",), lambda _: math.inf, "`delta` must be"),
+]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_refusals(name: str) -> None:
+    call = calls.make(name)
+    for names, path, wrong, message in REFUSED:
+        if name not in names:
+            continue
+        arguments = {**dict.fromkeys(path[:1]), **call.arguments}
+        value = arguments[path[0]]
+        for key in path[1:]:
+            value = getattr(value, key)
+        with pytest.raises(ValueError, match=f"{name}: {message}"):
+            call.function(**changed(arguments, path, wrong(value)))
+
+
+@pytest.mark.parametrize("name", RATIO[:2])
+@pytest.mark.parametrize(
+    ("key", "value"), [("draft_params", SamplingParams()), ("draft_rows", torch.zeros(8, dtype=torch.int64))]
+)
+def test_distributions_of_chosen_drafts(name: str, key: str, value: object) -> None:
+    call = calls.make(name)
+    chosen = {**call.arguments, "draft_law": "onehot", "draft_probs": None, "draft_rows": None, "draft_params": None}
+    call.function(**chosen)
+    with pytest.raises(ValueError, match=f"{name}: `{key}` must be None"):
+        call.function(**{**chosen, key: value})
 
 
 @pytest.mark.parametrize(
-    ("offsets", "message"),
+    ("path", "values", "message"),
     [
-        ([1, 2, 3], r"`cu_nodes\[0\]` must be 0, got 1"),
-        ([0, 2, 1], r"`cu_nodes` must be non-descending"),
-        ([0, 2, 4], r"`cu_nodes` must be at most 3 rows, got 4"),
+        (("trees", "cu_nodes"), [1, 5, 8], r"`cu_nodes\[0\]` must be 0, got 1"),
+        (("trees", "cu_nodes"), [0, 5, 4], "`cu_nodes` must be non-descending"),
+        (("trees", "cu_nodes"), [0, 5, 9], "`cu_nodes` must be at most 8 rows, got 9"),
+        (("draft_rows",), [0, 1, 2, 4, 0, 0, 0, 0], r"`draft_rows\[3\]` must be in 0\.\.3, got 4"),
     ],
 )
-def test_value_checks(device, value_checks, offsets, message):
-    trees = batch_of([[-1, 0], [-1]], device)
-    logits, drafts = torch.zeros(3, 5, device=device), torch.zeros(3, dtype=torch.int64, device=device)
-    assert verify_greedy(logits.log(), drafts, trees).status.tolist() == [BAD_ROW] * 2, "a status, not an error"
-    bad = replace(trees, cu_nodes=torch.tensor(offsets, dtype=torch.int32, device=device))
+def test_value_checks(device, value_checks, path, values, message):
+    call = calls.make("verify_rejection").on_memory(lambda memory: memory.to(device))
+    good = changed(call.arguments, ("draft_rows",), int32([0, 1, 2, 3, 0, 1, 2, 3], device))
+    no_row = changed(good, ("logits",), torch.full_like(good["logits"], -math.inf))
+    assert call.function(**no_row).status.tolist() == [BAD_ROW] * 2, "a status, not an error"
     with pytest.raises(ValueError, match=message):
-        verify_greedy(logits, drafts, bad)
+        call.function(**changed(good, path, int32(values, device)))

@@ -64,10 +64,20 @@ def cases() -> Iterator[Case]:
         yield _verify("verify_sampled", f"{part}, grammar mask", masked, names)
         for op in ("verify_sampled", "verify_rejection"):
             yield _on_shards(op, part, trees, names)
-            if part == "presence":  # few tokens, so that those of paths matter
-                yield _on_shards(op, "draft vocabulary", with_draft_vocabulary(forest("", BATCH, 6)), names)
-    for problem in (forest("", 3, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
-        yield _verify("verify_sampled", f"V {problem.logits.shape[1]}", problem, PARTS["penalties"] + PARTS["bias"])
+            if part in ("presence", "bad words"):  # few tokens, so that those of paths matter
+                few = with_draft_vocabulary(forest("", 30, 6))
+                yield _verify(op, f"{part}, draft vocabulary", few, names)
+                yield _on_shards(op, f"{part}, draft vocabulary", few, names)
+    yield _verify("verify_sampled", "everything, hostile rows", forest("", BATCH, VOCAB, hostile=True), every)
+    malformed = problem_of("", [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]], max_nodes=4, max_depth=2)
+    yield _verify("verify_sampled", "everything, malformed", malformed, every)
+    yield _verify("verify_sampled", "everything, no sequence", problem_of("", [], VOCAB), every)
+    # Stop ids are all that is left, and some of them are bad words.
+    yield _verify("verify_sampled", "everything, V 2", forest("", BATCH, 2), every)
+    for problem in (forest("", 12, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
+        name, names = f"V {problem.logits.shape[1]}", PARTS["penalties"] + PARTS["bias"]
+        yield _verify("verify_sampled", name, problem, names)
+        yield _verify("verify_sampled", f"{name}, greedy", problem, names, {"temperature": 0.0})
     yield from (
         _commit(name, vocab) for name, vocab in (("output counts", 9), ("output counts of a smaller vocabulary", 4))
     )
@@ -83,17 +93,23 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     every = RequestOptions.from_lists(
         vocab,
         prompts=[[*ids[:1], *more] for ids, more in zip(best, others, strict=True)],
-        outputs=[[ids[1], ids[1], ids[-1]] for ids in best],
+        # One token that is unlikely but for a penalty that raises its logit.
+        outputs=[[ids[1], ids[1], ids[-1], *[more[-1]] * 9] for ids, more in zip(best, others, strict=True)],
         allowed=[[x for x in range(vocab) if x != ids[b % 2]] for b, ids in enumerate(best)],
-        bias=[{ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25} for b, ids in enumerate(best)],
+        bias=[
+            {ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25, others[b][2]: 30.0 * (b % 4 == 2)}
+            for b, ids in enumerate(best)
+        ],
         # The first of the words of two ends where the text begins, and so matches only with an earlier beginning.
         bad_words=[[[ids[-1], ids[0]], [ids[0], ids[1]], [others[b][0]]] for b, ids in enumerate(best)],
         stop_ids=[ids[:2] for ids in best],
         min_positions=[0] * batch,
     )
     positions = _streams(batch)["positions"]
-    assert every.history_lens is not None
-    every = replace(every, min_position=positions + 2, history_start=every.history_lens)
+    assert every.history_lens is not None and every.bias_tokens is not None
+    again = torch.arange(every.bias_tokens.numel(), dtype=torch.int64) % 5 == 3  # tokens that are listed twice
+    bias_tokens = torch.where(again, every.bias_tokens.roll(1), every.bias_tokens)
+    every = replace(every, min_position=positions + 2, history_start=every.history_lens, bias_tokens=bias_tokens)
     penalties = {
         "repetition_penalty": torch.linspace(0.8, 1.9, batch, dtype=torch.float32),
         "presence_penalty": 1.5,
@@ -109,9 +125,6 @@ def _streams(batch: int) -> dict[str, Tensor]:
 
 def _case(name: str, ops: tuple[str, ...], run: Callable[[Place], Results], expected: Callable[[], Results]) -> Case:
     return Case(name, ops, run, expected, always_loops=True, against=AGAINST)
-
-
-SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
 
 
 def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
@@ -206,17 +219,21 @@ def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOpti
     )
 
 
-def _verify(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Case:
+SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
+
+
+def _verify(op: str, part: str, problem: Problem, names: tuple[str, ...], sampling: dict[str, Any] = SAMPLING) -> Case:
     penalties, options = asked(problem, names)
 
     def run(place: Place) -> Results:
         _, given = problem.place(CPU)
-        params = SamplingParams(**SAMPLING, **penalties)
+        params = SamplingParams(**sampling, **penalties)
         return _call(op, place, problem, problem.logits, params, options=options, **given)._asdict()
 
     def expected() -> Results:
-        processed = _processed(problem, penalties, options)
-        return _call(op, CPU, problem, processed, SamplingParams(**SAMPLING))._asdict()
+        processed, others = _processed(problem, penalties, options), problem.place(CPU)[1]
+        others.pop("grammar_mask", None)
+        return _call(op, CPU, problem, processed, SamplingParams(**sampling), **others)._asdict()
 
     return _case(f"{op}/options/{part}", (op,), run, expected)
 
@@ -248,20 +265,21 @@ def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> 
 
 
 def _commit(name: str, vocab: int) -> Case:
-    tokens, accepted = [[5, 5, 8, -1], [1, -1, -1, -1]], [2, 0]
+    tokens, accepted, eos = [[5, 5, 8, 5], [1, -1, -1, -1]], [3, 0], 8
 
     def run(place: Place) -> Results:
         trees = TreeBatch.from_trees([DraftTree.chain(3), DraftTree.chain(0)], device=place.device, max_depth=3)
-        verdict = Verdict(int32([[0, 1, 2, -1], [0, -1, -1, -1]]), int32(accepted), int64(tokens), int32([0, 0]))
+        verdict = Verdict(int32([[0, 1, 2, 3], [0, -1, -1, -1]]), int32(accepted), int64(tokens), int32([0, 0]))
         wide = place.put(torch.ones(2, vocab + 3, dtype=torch.int32))  # rows are strided
         options = RequestOptions(output_counts=wide[:, :vocab])
-        commit(place.put(verdict), trees, place.put(int32([3, 4])), options=options)
+        commit(place.put(verdict), trees, place.put(int32([3, 4])), eos_ids=place.put(int64([eos])), options=options)
         return {"output_counts": wide}
 
     def expected() -> Results:
         counts = torch.ones(2, vocab + 3, dtype=torch.int32)
         for b, row in enumerate(tokens):
-            for token in row[: accepted[b] + 1]:
+            said = row[: accepted[b] + 1]
+            for token in said[: said.index(eos) + 1 if eos in said else None]:
                 if token < vocab:
                     counts[b, token] += 1
         return {"output_counts": counts}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +22,7 @@ from pagedtree import (
     verify_typical,
 )
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import normal, seeded, uniform, words64
+from pagedtree.check.cases.inputs import float32, normal, seeded, uniform, words64
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -56,11 +58,14 @@ def cases() -> Iterator[Case]:
                 yield _rule(op, f"{draft_law}/{sampling}", problem, SAMPLINGS[sampling], draft_law)
             yield _rule(op, f"{draft_law}/parameters per sequence", problem, tensors_of(problem.batch), draft_law)
             yield _rule(op, f"{draft_law}/its own coins", problem, SAMPLINGS["plain"], draft_law, own_coins=True)
+            even = _even_problem(chains)
+            yield _rule(op, f"{draft_law}/coins on their bounds", even, SAMPLINGS["plain"], draft_law, even=True)
             if draft_law != "onehot":
                 for order in ("top_k_first", "joint"):
                     draft_params = {"temperature": 1.5, "top_k": 5, "top_p": 0.6, "min_p": 0.02, "filter_order": order}
                     name = f"{draft_law}/draft logits/{order}"
                     yield _rule(op, name, _trees(chains, 33), SAMPLINGS["cool"], draft_law, draft_params=draft_params)
+            yield _rule(op, f"{draft_law}/V 5003", _trees(chains, 5003), SAMPLINGS["plain"], draft_law)
             for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_001)):
                 hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
                 name = f"{draft_law}/hostile rows/V {vocab}"
@@ -70,6 +75,7 @@ def cases() -> Iterator[Case]:
             yield _typical(f"{name}/{sampling}", problem, SAMPLINGS[sampling])
     for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
         yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), SAMPLINGS["cool"], epsilon, delta)
+    yield _typical("drafts on the bound", _even_problem(False), SAMPLINGS["plain"], 0.25, 5.0)
     yield _typical("hostile rows", forest("", 12, hostile=True), SAMPLINGS["plain"], loops=False)
 
 
@@ -91,7 +97,7 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
         "tokens left": limited(_trees(chains, 33)),
         "no sequence": problem_of("", []),
         "padding rows, a tree of no nodes": problem_of("", [[-1], [], [-1, 0, 1]], padding=3),
-        "chain of 1000": problem_of("", [list(range(-1, 999))], 3),
+        "chain of 1024": problem_of("", [list(range(-1, 1023))], 3),
     }
     if not chains:
         bad = [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]]
@@ -100,32 +106,64 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
     return found
 
 
+def _even_problem(chains: bool) -> Problem:
+    """Probabilities are powers of 2, which no sum or product rounds, and most drafts likely."""
+    problem = problem_of("", CHAINS * 10, 8, "fp32") if chains else forest("", 60, 8, "fp32", nodes=7)
+    rows = problem.logits.shape[0]
+    return replace(problem, logits=_even(rows, 1).log(), drafts=(uniform(rows, seed=4) ** 3 * 8).long())
+
+
+def _even(rows: int, seed: int) -> Tensor:
+    """Returns [rows, 8], each row uniform over its first 1, 2, 4 or 8 tokens."""
+    count = 2 ** torch.randint(4, (rows, 1), generator=seeded(seed), dtype=torch.int64)
+    return (torch.arange(8, dtype=torch.int64) < count).float() / count
+
+
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
     """Returns [N, V]: near the target's distribution, with entries that do not count as probabilities."""
     logits = problem.logits.float().nan_to_num(0, 60, -60)
     near = (logits + normal(*logits.shape, seed=seed)).softmax(-1)
     if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
-        near[::4, 1], near[1::4, 2], near[2::4, 3] = 0.0, math.nan, -0.5
+        near[::4, 1], near[1::4, 2], near[2::4, 3], near[3::4, 4] = 0.0, math.nan, -0.5, math.inf
     return near
 
 
 def _rule(
-    op: str, name: str, problem: Problem, sampling: Sampling, draft_law: str, *, own_coins: bool = False,
-    loops: bool = True, draft_params: Sampling | None = None,
-) -> Case:  # fmt: skip
-    """own_coins: the op draws its coins from seeds and positions; else the coins are given."""
+    op: str,
+    name: str,
+    problem: Problem,
+    sampling: Sampling,
+    draft_law: str,
+    *,
+    own_coins: bool = False,
+    loops: bool = True,
+    even: bool = False,
+    draft_params: Sampling | None = None,
+) -> Case:
+    """own_coins: the op draws its coins from seeds and positions; else the coins are given.
+
+    even: the problem is `_even_problem`, with drafts and coins that put many coins on their very bounds.
+    """
     function, rule, _ = RULES[op]
     rows = problem.logits.shape[0]
-    near = _draft_probs(problem, 5)
+    near = _even(rows, 5) if even else _draft_probs(problem, 5)
     probs = near if draft_params is None else near.nan_to_num(0.1).clamp(min=1e-6).log()
     probs = probs.to(problem.logits.dtype)
     order = torch.randperm(rows, generator=seeded(6))  # row draft_rows[n] of draft_probs belongs to node n
+    draft_rows = order.clone()
+    if even:
+        draft_rows[::9], draft_rows[4::9] = -1, 2**32  # no row, so a distribution without mass
+    if draft_law == "swor" and not even:
+        draft_rows = draft_rows.int()
+    strided = torch.full((rows, probs.shape[1] + 5), math.nan, dtype=probs.dtype)[:, 2:-3].copy_(probs[order.argsort()])
     streams = {"seeds": words64(problem.batch), "positions": words64(problem.batch, 1) >> 2}
-    coins = {
-        "coins": uniform(rows, seed=7),
-        "final_coins": uniform(problem.batch, seed=8),
-    }
-    drafts = {} if draft_law == "onehot" else {"draft_probs": probs[order.argsort()], "draft_rows": order}
+    if own_coins and draft_law == "swor":
+        streams["positions"] = (streams["positions"] >> 32).int()
+    given_coins = uniform(rows, seed=7)
+    if even:
+        given_coins = float32([0.0, 0.125, 0.25, 0.5])[(given_coins * 4).long()]
+    coins = {"coins": given_coins, "final_coins": uniform(problem.batch, seed=8)}
+    drafts = {} if draft_law == "onehot" else {"draft_probs": strided, "draft_rows": draft_rows}
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
@@ -139,9 +177,12 @@ def _rule(
         own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
         p = [reference.distribution(row, **sampling_of(sampling, b)).tolist() for row in tree.rows]
         q = [_draft_distribution(probs[tree.begin + i], draft_params) for i in range(len(p))]
+        if even:
+            q = [row if draft_rows[tree.begin + i] in order else [0.0] * 8 for i, row in enumerate(q)]
+            p, q = ([[Fraction(mass) for mass in row] for row in rows] for rows in (p, q))
 
         def below(entry: int, bound: float) -> bool:
-            return (own.coin(entry) if own_coins else float(coins["coins"][tree.begin + entry])) < bound
+            return (own.coin(entry) if own_coins else float(given_coins[tree.begin + entry])) < bound
 
         path, bonus = rule(tree.parents, tree.drafts, p, q, draft_law, below)
         final = own.final(path[-1]) if own_coins else float(coins["final_coins"][b])

@@ -256,7 +256,7 @@ def problem_of(
         logits[2::6, vocab // 2] = math.inf
         logits[4::9] = 1.5
     logits = logits.to(DTYPES[dtype])
-    allowed = torch.rand(rows, vocab, generator=generator, dtype=torch.float32) < 0.8 if masked else None
+    allowed = torch.rand(rows, vocab + 3, generator=generator, dtype=torch.float32)[:, 3:] < 0.8 if masked else None
     if allowed is not None and 0 <= forbidden_row < rows:
         allowed[forbidden_row] = False
     clean = logits.float().nan_to_num(-math.inf, 1e30)
@@ -270,7 +270,8 @@ def problem_of(
     pick = (torch.rand(rows, generator=generator, dtype=torch.float32) ** 3 * best.shape[1]).long()
     drafts = best[torch.tensor(above + [0] * padding, dtype=torch.int64), pick] if rows else int64([])
     lost = torch.rand(rows, generator=generator, dtype=torch.float32)
-    drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, vocab + 5, drafts))
+    outside = torch.where(lost < 0.08, vocab + 5, drafts + 2**32)
+    drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, outside, drafts))
     depth = max((row.depth for tree in parents for row in link(tree, 1024, 1023).rows), default=0)
     return Problem(
         name, parents, logits, drafts, max(sizes, default=1) if max_nodes is None else max_nodes,
@@ -286,13 +287,15 @@ def problems() -> Iterator[Problem]:
     yield forest("one token", 2, 1)
     yield forest("hostile rows", 12, hostile=True)
     yield forest("grammar mask", 6, masked=True)
-    yield forest("packed grammar mask", 6, masked=True, packed=True)
+    yield forest("packed grammar mask", 6, 1061, masked=True, packed=True)
     yield problem_of("ragged", [[-1], [-1, 0, 1, 2, 3], [], [-1, 0, 0, 0]], padding=3)
     yield problem_of("malformed", [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]], max_nodes=4, max_depth=2)
     yield problem_of("no sequence", [])
     yield problem_of("1000 nodes", [random_tree(7, 1000, 30).parents.tolist()], 17)
-    yield problem_of("chain of 1000", [list(range(-1, 999))], 3)
+    yield problem_of("chain of 1024", [list(range(-1, 1023))], 3)
     yield with_draft_vocabulary(forest("draft vocabulary", 5))
+    yield with_draft_vocabulary(forest("draft vocabulary, int32", 5), torch.int32)
+    yield replace(forest("no draft vocabulary", 2), draft_to_target=int64([]))
     yield limited(forest("tokens left", 10, hostile=True))
 
 
@@ -301,13 +304,16 @@ def limited(problem: Problem) -> Problem:
     return replace(problem, tokens_left=torch.arange(problem.batch, dtype=torch.int32) % 5 - 1)
 
 
-def with_draft_vocabulary(problem: Problem) -> Problem:
-    """Returns the same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it."""
+def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) -> Problem:
+    """Returns the same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it, or that of an
+    entry which names no token."""
     vocab = problem.logits.shape[1]
-    to_target = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
-    ids = {int(x): i for i, x in enumerate(to_target)}
-    drafts = int64([ids.get(int(x), vocab if x >= 0 else -1) for x in problem.drafts])
-    return replace(problem, drafts=drafts, draft_to_target=to_target)
+    known = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
+    to_target = torch.cat([known, int64([vocab, -3])])
+    ids = {int(x): i for i, x in enumerate(known)}
+    lost = [vocab + 2, -1, len(known), len(known) + 1]
+    drafts = int64([ids.get(int(x), lost[i % 4]) for i, x in enumerate(problem.drafts)])
+    return replace(problem, drafts=drafts.to(dtype), draft_to_target=to_target.to(dtype))
 
 
 def _greedy(problem: Problem) -> Case:
