@@ -3,52 +3,37 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from options_case import CHAINS, PARTS, SAMPLED, TREES, VOCAB, batch_of, good_case, hostile_options, make_case
-from ranks import Ranks
+from options_case import CHAINS, PARTS, SAMPLED, TREES, VOCAB, good_case, hostile_options, make_case
 from shard_case import shards_of
 
 import pagedtree
-from pagedtree import RequestOptions, SamplingParams, distributed
+from pagedtree import SamplingParams, distributed
 from pagedtree.check.cases.inputs import as_words
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 HOST_BACKENDS = [name for name in backends() if name != "cuda"]
-# Columns of each rank, as fractions; what is left belongs to the last one.
-SPLITS = {
-    1: [[]],
-    2: [[0.5], [0.0]],
-    3: [[0.3, 0.4], [0.03, 0.0]],
-    8: [[0.125] * 7, [0.0, 0.31, 0.01, 0.0, 0.2, 0.1, 0.1]],
-}
+SPLITS = [[0.3, 0.4], [0.03, 0.0]]  # columns of two ranks, as fractions; the others belong to the third
 LAWS = ("iid", "swor", "onehot")
-
-
-@pytest.fixture(scope="module")
-def many_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    processes = Ranks(tmp_path_factory.mktemp("ranks"), num_ranks=max(SPLITS))
-    yield processes
-    processes.close()
 
 
 def equal(a: tuple, b: tuple) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str, ...]) -> tuple[list[str], list]:
+def compare(group: object, backend: str) -> tuple[list[str], list]:
     """Lists the results that differ from the whole ops, and what rejection gives."""
     wrong, seen = [], []
     vocab = 1003 if backend == "cpu" else 203
     with use_backend(backend):
-        for seed in range(seeds):
+        for seed in range(2):
             dtype = (torch.float32, torch.bfloat16, torch.float16)[seed % 3]
-            case = make_case(vocab, parts, seed=seed, dtype=dtype, parents=(TREES, CHAINS)[seed % 2])
+            case = make_case(vocab, PARTS, seed=seed, dtype=dtype, parents=(TREES, CHAINS)[seed % 2])
             batch, mask = len(case.seeds), case.grammar_mask
             given = {**case.streams, "options": case.options}
             if seed % 2:
@@ -57,7 +42,7 @@ def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str
                 given["draft_to_target"] = to_target
             tree = (case.drafts, case.trees)
             laws = [(law, {} if law == "onehot" else {"draft_probs": case.probs}) for law in LAWS]
-            for i, fractions in enumerate(SPLITS[size]):
+            for i, fractions in enumerate(SPLITS):
                 shards = shards_of(group, fractions, vocab)
                 logits, part = shards.own(case.logits), None if mask is None else shards.own(mask)
                 if i % 2 and part is not None:
@@ -86,82 +71,13 @@ def compare(group: object, backend: str, size: int, seeds: int, parts: tuple[str
     return wrong, seen
 
 
-def check(found: list[tuple[list[str], list]]) -> None:
+@pytest.mark.parametrize("backend", HOST_BACKENDS)
+def test_all_options(ranks, backend):
+    """Each option by itself, and two ranks: the rows of check, with threads as ranks."""
+    found = ranks.run(compare, 3, backend)
     for wrong, seen in found:
         assert wrong == []
         assert seen == found[0][1]
-
-
-def few(*combinations: tuple[int, str]) -> pytest.MarkDecorator:
-    """All numbers of ranks on all backends, of which these are in the core suite."""
-    every = [(size, backend) for size in (1, 2, 3) for backend in HOST_BACKENDS]
-    cases = [pytest.param(*case, marks=[] if case in combinations else pytest.mark.slow) for case in every]
-    return pytest.mark.parametrize(("size", "backend"), cases)
-
-
-@few((2, "cpu"), (3, "cpu"), (3, "simt"))
-def test_all_options(ranks, size, backend):
-    check(ranks.run(compare, size, backend, size, 2 if size == 2 else 1, PARTS))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["repetition", "counts", "allowed", "bias", "bad_words", "stops", "grammar"])
-@pytest.mark.parametrize("backend", HOST_BACKENDS)
-def test_each_option(ranks, part, backend):
-    check(ranks.run(compare, 3, backend, 3, 1, (part,)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", HOST_BACKENDS)
-@pytest.mark.parametrize("size", SPLITS)
-def test_many_ranks(many_ranks, size, backend):
-    for parts in (PARTS, ("stops", "allowed", "bias"), ("counts", "prompt", "frequency"), ("bad_words", "grammar")):
-        check(many_ranks.run(compare, size, backend, size, 6, parts))
-
-
-def least_length(group: object, backend: str, size: int) -> list[tuple[object, list[int]]]:
-    """Stop ids 1 and 30 of 40; what else is allowed lies on one rank, on another, nowhere."""
-    found = []
-    vocab = 40
-    with use_backend(backend):
-        for others, expected in (([], [1, 30]), ([39], [39]), ([0], [0]), ([15], [15]), ([0, 39], [0, 39])):
-            for kind in ("allowed", "bias"):
-                keep = [*others, 1, 30]
-                options = RequestOptions.from_lists(
-                    vocab, stop_ids=[[1, 30]], min_positions=[100],
-                    **({"allowed": [keep]} if kind == "allowed" else
-                       {"bias": [{x: -float("inf") for x in range(vocab) if x not in keep}]}),
-                )  # fmt: skip
-                logits = torch.zeros(1, vocab)
-                at = {"seeds": torch.tensor([5]), "positions": torch.tensor([7]), "options": options}
-                none = torch.zeros(1, dtype=torch.int64)
-                for fractions in SPLITS[size]:
-                    shards = shards_of(group, fractions, vocab)
-                    own = shards.own(logits)
-                    tokens = [
-                        int(distributed.sample(own, SamplingParams(), **at, shards=shards)),
-                        int(distributed.verify_sampled(
-                            own, none, batch_of([[-1]]), SamplingParams(), **at, shards=shards).tokens[0, 0]),
-                        int(distributed.verify_rejection(
-                            own, none, batch_of([[-1]]), SamplingParams(), draft_law="onehot", **at, shards=shards,
-                        ).tokens[0, 0]),
-                    ]  # fmt: skip
-                    whole = int(pagedtree.sample(logits, SamplingParams(), **at))
-                    if tokens[:2] != [whole, whole] or not {*tokens} <= {*expected}:
-                        found.append((fractions, kind, others, tokens, whole))
-    return found
-
-
-@few((2, "simt"), (3, "cpu"))
-def test_stop_ids_where_nothing_else_is_left(ranks, size, backend):
-    for wrong in ranks.run(least_length, size, backend, size):
-        assert wrong == []
-
-
-@pytest.mark.slow
-def test_stop_ids_on_many_ranks(many_ranks):
-    for wrong in many_ranks.run(least_length, 8, "cpu", 8):
-        assert wrong == []
 
 
 def disagree(group: object, what: str) -> None:

@@ -74,6 +74,8 @@ def cases() -> Iterator[Case]:
     yield _verify("verify_sampled", "everything, no sequence", problem_of("", [], VOCAB), every)
     # Stop ids are all that is left, and some of them are bad words.
     yield _verify("verify_sampled", "everything, V 2", forest("", BATCH, 2), every)
+    for op in ("verify_sampled", "verify_rejection"):
+        yield _on_shards(op, "everything, V 2", forest("", BATCH, 2), every)
     for problem in (forest("", 12, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
         name, names = f"V {problem.logits.shape[1]}", PARTS["penalties"] + PARTS["bias"]
         yield _verify("verify_sampled", name, problem, names)
@@ -242,7 +244,7 @@ def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> 
     penalties, options = asked(problem, names)
     streams, vocab = _streams(problem.batch), problem.logits.shape[1]
     law: dict[str, Any] = {} if op == "verify_sampled" else {"draft_law": "onehot"}
-    sizes = [vocab * 4 // 9, vocab - vocab * 4 // 9]
+    sizes = [vocab // 2, vocab - vocab // 2]
 
     def run(place: Place) -> Results:
         (logits, drafts, trees), others = problem.place(place)

@@ -150,6 +150,9 @@ def cases() -> Iterator[Case]:
     yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
     yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _greedy("no sequence", problem_of("", []), [20, 20])
+    yield _rejection("no sequence", problem_of("", []), SAMPLINGS["plain"], "onehot", [20, 20])
+    for sizes in ([0, 1], [2, 0, 3]):
+        yield _sampled(f"V {sum(sizes)}", forest("", 4, sum(sizes)), SAMPLINGS["all filters"], sizes)
 
 
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
