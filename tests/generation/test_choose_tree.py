@@ -78,21 +78,6 @@ def test_every_depth_takes_the_same_row_of_one():
     assert expected_tokens(tree, [0.6, 0.2]) == pytest.approx(expected_tokens(tree, [[0.6, 0.2]] * 5))
 
 
-@pytest.mark.parametrize(
-    "acceptance, step_cost, level_cost, parents",
-    [
-        ([0.9], lambda n: 1 + 0.5 * n, 0.0, [-1, 0, 1, 2]),  # a chain, as far as a step allows
-        ([0.4], lambda n: float(n), 0.0, [-1]),  # a node costs more than it brings
-        ([0.0, 0.0], lambda n: 1.0, 0.0, [-1]),  # nothing is ever accepted
-        ([0.5, 0.3, 0.1], lambda n: 1.0 if n <= 4 else 9.0, 0.5, [-1, 0, 0, 0]),  # levels are dear
-        ([[0.2, 0.7], [0.0, 0.0]], lambda n: 1.0, 0.0, [-1, 0, 0]),  # the second choice only after the first
-    ],
-)
-def test_known_trees(acceptance, step_cost, level_cost, parents):
-    tree = choose_tree(acceptance, step_cost, max_nodes=8, max_depth=3, level_cost=level_cost)
-    assert tree.parents.tolist() == parents
-
-
 def test_a_size_costs_at_least_as_much_as_the_smaller_ones():
     tree = choose_tree([0.5], lambda n: 0.1 if n == 3 else 2.0, max_nodes=4)
     assert tree.parents.tolist() == [-1, 0, 1, 2]

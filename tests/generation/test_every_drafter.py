@@ -15,7 +15,7 @@ from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of
 from subject_case import NAMES, SUBJECTS
 
 from pagedtree.generation.tree_tuner import Plan
-from pagedtree.integrations.transformers import Drafter, generate
+from pagedtree.integrations.transformers import CombinedDrafter, Drafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,3 +58,27 @@ def test_copies(name):
         drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in others]
         assert all(each == drafted[0] for each in drafted)
         others = [copy.deepcopy(drafter)]
+
+
+class Foreign:
+    """No `Drafter`, with the members of one."""
+
+    def __init__(self, drafter):
+        self._drafter = drafter
+
+    def __getattr__(self, name):
+        return getattr(self._drafter, name)
+
+
+@pytest.mark.parametrize("name", ["EAGLE", "draft model"])
+def test_objects_of_other_classes(name):
+    """They keep their state, and what is learnt of them."""
+    subject = SUBJECTS["full"]
+    foreign = Foreign(subject.drafter(name))
+    found, expected = (steps(subject, each, tree=None) for each in (foreign, subject.drafter(name)))
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
+    steps(subject, foreign, tree="auto")
+    assert vars(foreign)["tuner"].tuner.costs
+    steps(subject, CombinedDrafter(foreign, costs=(0.0, 0.0)), tree=None)
+    with pytest.raises(TypeError, match="drafter: expected an object with propose"):
+        generate(subject.model, prompts_of(LENGTHS), drafter=object(), max_new_tokens=2)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from draft_checks import paths_of
 from eagle_case import SIZES, causal, eagle_head, features_of
 from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import waiting_features
@@ -167,21 +167,6 @@ def test_the_output_layer_may_stay_with_the_target(model, head, tmp_path):
     head.save_pretrained(tmp_path, dtype=torch.float32, needs_target=True)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
     assert same_guesses(EagleHead.from_pretrained(tmp_path, model), head)
-
-
-def test_own_embeddings_and_the_whole_vocabulary(model, tmp_path):
-    head = eagle_head(model, None)
-    head.save_pretrained(tmp_path, dtype=torch.float32)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["d2t"], tensors["t2d"]
-    tensors["embed_tokens.weight"] = model.model.embed_tokens.weight.flip(0).contiguous()
-    save_file(tensors, tmp_path / "model.safetensors")
-    loaded = EagleHead.from_pretrained(tmp_path, model)
-    assert loaded.target_ids.tolist() == list(range(VOCAB))
-    states, tokens = torch.randn(6, 128), torch.arange(6)
-    with torch.no_grad():
-        got = loaded(tokens, states, torch.arange(6), causal)
-        assert torch.equal(got, head(VOCAB - 1 - tokens, states, torch.arange(6), causal))
 
 
 def same_guesses(one, other):

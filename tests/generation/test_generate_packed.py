@@ -13,7 +13,6 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, MODELS, NEW_TOKENS, greedy, lists, prompts_of, tiny, tiny_of
-from latent_case import tiny_latent
 from packed_case import linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
 from safetensors.torch import load_file
 from subject_case import Subject
@@ -59,15 +58,6 @@ def test_other_architectures(name):
     model, prompt = tiny_of(name), prompts_of((13,))[0]
     sequences, _ = generate(model, [prompt], max_new_tokens=12, pack_weights=True)
     assert lists(sequences) == [greedy(model, prompt, 12)]
-
-
-def test_latent_attention():
-    model, prompt = tiny_latent(), prompts_of((13,))[0]
-    with packed_weights(model) as count:
-        assert count and not any(name.endswith("kv_b_proj") for name in packed_layers(model))
-        sequences, _ = generate(model, [prompt], max_new_tokens=8)
-        assert len(packed_layers(model)) == count
-    assert lists(sequences) == [greedy(model, prompt, 8)]
 
 
 @pytest.mark.parametrize(("dtype", "passes", "tokens"), [(torch.float32, 64, 4), (torch.bfloat16, 64, 1)])

@@ -14,6 +14,10 @@ from pagedtree.generation.recurrent_step import RecurrentStep
 
 __all__ = ["PagedStep", "PrefixPass", "Rotation"]
 
+# Which keys queries see, by the names that `tree_attention` has for it.
+KEYS_OF_PREFIX = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q")
+KEYS = (*KEYS_OF_PREFIX, "tree_mask", "tree_lens")
+
 
 class Rotation(NamedTuple):
     """The rotary embedding of a pass's tokens: positions, int64 [T], and cos_sin as `rope_append` takes them."""
@@ -102,72 +106,46 @@ class PagedStep:
             return self._attend_in_parts(q, k_cache, v_cache, self.prefix, options)
         scale, softcap = options.get("scale"), options.get("softcap", 0.0)
         # The layers of a kind share all but queries and caches.
-        kind = (*_shape(q, k_cache, v_cache), window, scale, softcap)
+        shape = _shape(q, k_cache, v_cache)
+        kind = (*shape.values(), window, scale, softcap)
         if kind not in self._calls:
-            plan = self._plan(
-                "all", self.seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache, window
-            )
-            self._calls[kind] = PreparedAttention(
-                self.page_table,
-                self.seq_lens,
-                self.cu_seqlens_q,
-                self.tree_mask,
-                tree_lens=self.tree_lens,
-                max_seqlen_q=self.max_seqlen_q,
-                scale=scale,
-                softcap=softcap,
-                window=window,
-                plan=plan,
-            )
+            keys = self._keys()
+            plan = self._plan("all", keys, shape, window)
+            self._calls[kind] = PreparedAttention(**keys, scale=scale, softcap=softcap, window=window, plan=plan)
         return self._calls[kind](q, k_cache, v_cache, sinks=options.get("sinks"))
+
+    def _keys(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in KEYS}
 
     def _attend_in_parts(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, prefix: PrefixPass, options: dict[str, Any]
     ) -> Tensor:
         mask = self.tree_mask if self.tree_mask is not None else q.new_zeros((q.shape[0], 1), dtype=torch.int32)
         no_tree = torch.zeros_like(prefix.seq_lens)  # no tree ends a prefix, so all of it is visible
-        plan = self._plan(
-            "prefix", prefix.seq_lens, prefix.cu_seqlens_q, no_tree, prefix.max_seqlen_q, q, k_cache, v_cache
-        )
-        shared = tree_attention(
-            q, k_cache, v_cache, prefix.page_table, prefix.seq_lens, prefix.cu_seqlens_q, mask,
-            tree_lens=no_tree, max_seqlen_q=prefix.max_seqlen_q, plan=plan, return_lse=True,
-            **{**options, "sinks": None},
-        )  # fmt: skip
-        plan = self._plan(
-            "own", prefix.own_seq_lens, self.cu_seqlens_q, self.tree_lens, self.max_seqlen_q, q, k_cache, v_cache
-        )
-        own = tree_attention(
-            q, k_cache, v_cache, prefix.own_page_table, prefix.own_seq_lens, self.cu_seqlens_q, self.tree_mask,
-            tree_lens=self.tree_lens, max_seqlen_q=self.max_seqlen_q, plan=plan, return_lse=True, **options,
-        )  # fmt: skip
-        return merge_states(*shared, *own)[0]
+        shared = {**{name: getattr(prefix, name) for name in KEYS_OF_PREFIX}, "tree_mask": mask, "tree_lens": no_tree}
+        own = {**self._keys(), "page_table": prefix.own_page_table, "seq_lens": prefix.own_seq_lens}
+        shape, parts = _shape(q, k_cache, v_cache), list[Tensor]()
+        for part, keys, of_part in (("prefix", shared, {**options, "sinks": None}), ("own", own, options)):
+            plan = self._plan(part, keys, shape)
+            parts += tree_attention(q, k_cache, v_cache, **keys, plan=plan, return_lse=True, **of_part)
+        return merge_states(*parts)[0]
 
-    def _plan(
-        self,
-        part: str,
-        seq_lens: Tensor,
-        cu_seqlens_q: Tensor,
-        tree_lens: Tensor | None,
-        max_seqlen_q: int,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        window: int = 0,
-    ) -> Tensor:
+    def _plan(self, part: str, keys: dict[str, Any], shape: dict[str, Any], window: int = 0) -> Tensor:
         """Makes one plan, which serves all layers of the same heads and window."""
-        shape = _shape(q, k_cache, v_cache)
-        kind = part, shape, window
+        kind = part, *shape.values(), window
         if kind not in self._plans:
-            self._plans[kind] = attention_plan(
-                seq_lens, cu_seqlens_q, num_q_heads=shape[0], num_kv_heads=shape[1], head_dim=shape[2],
-                head_dim_v=shape[3], latent=shape[4], page_size=k_cache.shape[1], max_seqlen_q=max_seqlen_q,
-                tree_lens=tree_lens, window=window,
-            )  # fmt: skip
+            planned = {name: keys[name] for name in ("seq_lens", "cu_seqlens_q", "tree_lens", "max_seqlen_q")}
+            self._plans[kind] = attention_plan(**planned, **shape, window=window)
         return self._plans[kind]
 
 
-def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int, int, int, bool]:
-    """Heads of queries and of keys, columns of keys and of values, and whether values are keys, too."""
-    latent = v_cache.data_ptr() == k_cache.data_ptr()
-    return q.shape[1], k_cache.shape[2], q.shape[2], v_cache.shape[3], latent
+def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
+    """What `attention_plan` asks of queries and caches."""
+    return {
+        "num_q_heads": q.shape[1],
+        "num_kv_heads": k_cache.shape[2],
+        "head_dim": q.shape[2],
+        "head_dim_v": v_cache.shape[3],
+        "latent": v_cache.data_ptr() == k_cache.data_ptr(),  # values are keys, too
+        "page_size": k_cache.shape[1],
+    }

@@ -94,17 +94,7 @@ class BlockDraftConfig(LayerSizes):
     @classmethod
     def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
         """As `from_dict`; messages then name the file."""
-        if "speculators_model_type" in top:
-            return cls._read_form(top, *_of_speculators(top))
-        names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
-        kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
-        # Some keys stand in an inner dictionary, where DFlash looks first.
-        inner = top.section("dflash_config")
-        return cls._read_form(top, kind, ConfigEntries({**top.entries, **inner.entries}, top.where))
-
-    @classmethod
-    def _read_form(cls, top: ConfigEntries, kind: str, found: ConfigEntries) -> BlockDraftConfig:
-        """found: all entries, by DFlash's names."""
+        kind, found = (_of_speculators if "speculators_model_type" in top else _of_dflash)(top)
         values, rotary = read_rows(cls, found), Rotary.of(found)
         check_heads(found, values)
         layers, vocab_size, draft_vocab = (values[x] for x in ("num_hidden_layers", "vocab_size", "draft_vocab_size"))
@@ -193,6 +183,14 @@ def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
     if num_layers == 1:
         return (count // 2,)
     return tuple(round(1 + i * (count - 4) / (num_layers - 1)) for i in range(num_layers))
+
+
+def _of_dflash(top: ConfigEntries) -> tuple[str, ConfigEntries]:
+    """Returns the kind of a model, and its entries."""
+    names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
+    kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
+    # Some keys stand in an inner dictionary, where DFlash looks first.
+    return kind, ConfigEntries({**top.entries, **top.section("dflash_config").entries}, top.where)
 
 
 def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:

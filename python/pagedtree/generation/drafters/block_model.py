@@ -56,10 +56,8 @@ class _Layer(DecoderLayer):
     def forward(self, states: Tensor, rotation: Rotation, attend: Callable[..., Tensor]) -> Tensor:
         if self.attention_conv is None or self.mlp_conv is None:
             return super().forward(states, rotation, attend)
-        attention = self.self_attn
         inputs, kernel = self.attention_conv.before(self.input_layernorm(states))
-        out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
-        states = states + self.attention_conv.behind(attention.output(out), kernel)
+        states = states + self.attention_conv.behind(self.self_attn(inputs, rotation, attend), kernel)
         inputs, kernel = self.mlp_conv.before(self.post_attention_layernorm(states))
         return states + self.mlp_conv.behind(self.mlp(inputs), kernel)
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
-from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
+from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows, rows_of
 from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
 
@@ -44,17 +44,6 @@ KINDS = ("eagle3", "peagle")
 LAYER_KINDS = ("llama", "qwen3")
 MAX_LAYERS = 1024
 OF_SPECULATORS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
-OF_LAYER = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "attention_bias",
-    "rms_norm_eps",
-)
 # Entries that tell the rotary embedding.
 ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 # A window without a layer that has one.
@@ -153,7 +142,8 @@ class EagleConfig(LayerSizes):
         """
         values = vars(self)
         layer = {"model_type": "qwen3" if self.has_head_norms else "llama", "hidden_act": "silu"}
-        layer |= {name: values[name] for name in OF_LAYER}
+        of_layer = [name for name, row in rows_of(type(self)).items() if row.place == "layer"]
+        layer |= {name: values[name] for name in (*of_layer, "num_hidden_layers", "attention_bias")}
         rest = {"tie_word_embeddings": False, **{name: values[name] for name in ("target_hidden_size", *FLAGS)}}
         if not self.needs_nesting:
             return {**self.entries, "architectures": [ARCHITECTURE], **layer, **rest}
@@ -188,20 +178,12 @@ class EagleConfig(LayerSizes):
     def shapes(self, num_layers_read: int) -> dict[str, str]:
         """Returns the tensors of a checkpoint, for each its sizes by the names of `sizes`."""
         of_layer = partial(layer_shapes, bias=self.attention_bias, has_norms=self.has_head_norms)
-        layer = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
-        shapes = {
-            "fc.weight": f"hidden_size, {FEATURES}",
-            **{f"midlayer.{name}": shape for name, shape in layer.items()},
-            **{
-                f"layers.{i}.{name}": shape
-                for i in range(1, self.num_hidden_layers)
-                for name, shape in of_layer().items()
-            },
-            "norm.weight": "hidden_size",
-            "embed_tokens.weight": "vocab_size, hidden_size",
-            "lm_head.weight": "draft_vocab_size, hidden_size",
-            "d2t": "draft_vocab_size",
-        }
+        first = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
+        shapes = {"fc.weight": f"hidden_size, {FEATURES}", "norm.weight": "hidden_size", "d2t": "draft_vocab_size"}
+        shapes |= {f"midlayer.{name}": shape for name, shape in first.items()}
+        for i in range(1, self.num_hidden_layers):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in of_layer().items()}
+        shapes |= {"embed_tokens.weight": "vocab_size, hidden_size", "lm_head.weight": "draft_vocab_size, hidden_size"}
         if self.norm_before_fc:
             shapes["input_norm.weight"] = FEATURES
         if self.mask_token_id is not None:

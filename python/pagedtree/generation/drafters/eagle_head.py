@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +19,7 @@ from pagedtree.generation.drafters.checkpoint import (
 )
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
-from pagedtree.generation.drafters.layers import Attention, DecoderLayer, GatedMLP, RotaryAngles, Rotation
+from pagedtree.generation.drafters.layers import Attend, DecoderLayer, RotaryAngles, Rotation
 from pagedtree.generation.drafters.target import Target, check_attention
 
 __all__ = ["EagleHead"]
@@ -30,8 +29,6 @@ WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
 # Tensors of a checkpoint that the target's own replace, or that follow from d2t.
 NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
-
-Attend = Callable[..., Tensor]
 
 
 class EagleHead(nn.Module):
@@ -91,12 +88,8 @@ class EagleHead(nn.Module):
         self.mask_hidden = None if sizes.mask_token_id is None else nn.Parameter(unknown)
         self.midlayer = _Layer(sizes)
         # By its number, as in checkpoints, where the first one may be layers.0.
-        self.layers = nn.ModuleDict(
-            {
-                str(i): DecoderLayer(sizes, has_head_norms=sizes.has_head_norms)
-                for i in range(1, sizes.num_hidden_layers)
-            }
-        )
+        behind = range(1, sizes.num_hidden_layers)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(sizes, has_head_norms=sizes.has_head_norms) for i in behind})
         self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.embed_tokens: nn.Embedding | None = None
         # In a tuple, so that the target's layer does not become a submodule: its weights are not the head's to save.
@@ -269,26 +262,18 @@ class EagleHead(nn.Module):
         return head.eval()
 
 
-class _Layer(nn.Module):
-    """Names of the modules are those of the tensors in a checkpoint."""
+class _Layer(DecoderLayer):
+    """Reads an embedding and a state, both normed, side by side."""
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.hidden_norm, self.input_layernorm = nn.RMSNorm(hidden, eps=eps), nn.RMSNorm(hidden, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        super().__init__(config, 2 * config.hidden_size, has_head_norms=config.has_head_norms)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.is_residual_normed = config.norm_before_residual
-        norm_eps = eps if config.has_head_norms else None
-        self.self_attn = Attention(config, 2 * hidden, bias=config.attention_bias, norm_eps=norm_eps)
-        self.mlp = GatedMLP(config)
 
-    def forward(self, embeds: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, embeds: Tensor, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:  # type: ignore[override]
         normed = self.hidden_norm(states)
-        residual = normed if self.is_residual_normed else states
         inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        heads = attend(self.self_attn.queries(inputs, rotation), *self.self_attn.keys_values(inputs, rotation))
-        residual = residual + self.self_attn.output(heads)
-        return cast(Tensor, residual + self.mlp(self.post_attention_layernorm(residual)))
+        return self.add_mlp((normed if self.is_residual_normed else states) + self.self_attn(inputs, rotation, attend))
 
 
 def _own_name(name: str) -> str:

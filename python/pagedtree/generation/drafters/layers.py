@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 __all__ = [
-    "Attention",
+    "Attend",
     "DecoderLayer",
-    "GatedMLP",
     "LayerSizes",
     "RotaryAngles",
     "Rotation",
@@ -23,6 +22,8 @@ HEADS, KV_HEADS = "num_attention_heads * head_dim", "num_key_value_heads * head_
 
 # Cosines and sines of the angles by which halves of heads are rotated, each [..., 1, head_dim / 2].
 Rotation = tuple[Tensor, Tensor]
+# Queries [..., Hq, D], keys and values [..., Hkv, D] -> [..., Hq, D].
+Attend = Callable[..., Tensor]
 
 
 class LayerSizes:
@@ -85,8 +86,9 @@ class Attention(nn.Module):
         """States [..., inputs] to keys and values, [..., Hkv, D] each."""
         return self._rotated(self.k_proj(states), self.k_norm, rotation), self._heads(self.v_proj(states))
 
-    def output(self, heads: Tensor) -> Tensor:
-        """Turns heads' results [..., Hq, D] into [..., hidden_size]."""
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        """States [..., inputs] to [..., hidden_size]."""
+        heads = attend(self.queries(states, rotation), *self.keys_values(states, rotation))
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
 
     def _rotated(self, projected: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
@@ -113,22 +115,21 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer of Llama's kind: attention and a gated MLP, each behind a norm and beside what stays of the states.
 
-    has_head_norms: whether queries and keys have an RMSNorm, as in Qwen 3.
+    has_head_norms: whether queries and keys have an RMSNorm, as in Qwen 3. inputs: see `Attention`.
     """
 
-    def __init__(self, sizes: LayerSizes, *, has_head_norms: bool) -> None:
+    def __init__(self, sizes: LayerSizes, inputs: int | None = None, *, has_head_norms: bool) -> None:
         super().__init__()
         hidden, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.self_attn = Attention(sizes, bias=sizes.attention_bias, norm_eps=eps if has_head_norms else None)
+        self.self_attn = Attention(sizes, inputs, bias=sizes.attention_bias, norm_eps=eps if has_head_norms else None)
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
         self.mlp = GatedMLP(sizes)
 
-    def forward(self, states: Tensor, rotation: Rotation, attend: Callable[..., Tensor]) -> Tensor:
-        """attend: queries [..., Hq, D], keys and values [..., Hkv, D] -> [..., Hq, D]."""
-        attention, inputs = self.self_attn, self.input_layernorm(states)
-        out = attend(attention.queries(inputs, rotation), *attention.keys_values(inputs, rotation))
-        states = states + attention.output(out)
+    def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+        return self.add_mlp(states + self.self_attn(self.input_layernorm(states), rotation, attend))
+
+    def add_mlp(self, states: Tensor) -> Tensor:
         return cast(Tensor, states + self.mlp(self.post_attention_layernorm(states)))
 
 

@@ -128,46 +128,47 @@ class MedusaHeads(nn.Module):
         Raises what `from_pretrained` does.
         """
         path = Path(path)
-        entries = ConfigEntries.load(path)
-        if "medusa_num_heads" in entries:
-            return cls._load_published(path, entries, lm_head)
-        entries.word("model_type", ("medusa",), "medusa")
-        sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
-        vocab_size = entries.integer("vocab_size") if "vocab_size" in entries else None
-        entries.refuse_others(HARMLESS)
-        if (width := getattr(lm_head, "in_features", sizes["hidden_size"])) != sizes["hidden_size"]:
-            entries.refuse("hidden_size", f"the target's {width}")
-        stored = StoredTensors(path, (WEIGHTS_NAME,))
-        shapes = SHAPES if vocab_size is None else {**SHAPES, **OWN_OUTPUTS}
-        stored.expect(shapes, {**sizes, "vocab_size": vocab_size or 0})
-        heads = cls(sizes["hidden_size"], sizes["num_heads"], lm_head, vocab_size)
-        heads.load_state_dict({name: stored.load(name) for name in shapes}, assign=True)
+        entries, width = ConfigEntries.load(path), getattr(lm_head, "in_features", None)
+        weights = (_published if "medusa_num_heads" in entries else _own)(path, entries, width)
+        (num_heads, hidden_size), outputs = weights["bias"].shape, weights.get("outputs")
+        heads = cls(hidden_size, num_heads, lm_head, None if outputs is None else outputs.shape[1])
+        heads.load_state_dict(weights, assign=True)
         return heads
 
-    @classmethod
-    def _load_published(cls, path: Path, entries: ConfigEntries, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
-        stored = StoredTensors(path, PUBLISHED_NAMES, lambda name: name.removeprefix("medusa_head."))
-        least = entries.integer("medusa_num_heads", most=MAX_HEADS)
-        count = sum(name.endswith(".0.linear.bias") for name in stored.names)
-        if count < least:
-            entries.refuse("medusa_num_heads", f"at most the {count} heads of the file")
-        entries.only(medusa_num_layers=1)
-        entries.refuse_others({*HARMLESS, "base_model_name_or_path", "version"})
-        hidden_size, vocab_size = stored.first_size("0.0.linear.bias"), stored.first_size("0.1.weight")
-        if hidden_size is None or vocab_size is None:
-            raise ValueError(
-                f"{path}: expected tensors 0.0.linear.bias and 0.1.weight of Medusa's first head, got none"
-            )
-        if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
-            raise ValueError(f"{path}: 0.0.linear.bias: expected the target's hidden_size {width}, got {hidden_size}")
-        shapes = {f"{i}.{name}": shape for i in range(count) for name, (_, shape) in PUBLISHED.items()}
-        stored.expect(shapes, {"hidden_size": hidden_size, "vocab_size": vocab_size})
-        heads = cls(hidden_size, count, lm_head, vocab_size)
-        tensors = {
-            own: torch.stack([stored.load(f"{i}.{name}") for i in range(count)]) for name, (own, _) in PUBLISHED.items()
-        }
-        heads.load_state_dict(tensors, assign=True)
-        return heads
+
+def _own(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
+    """Returns the weights in a folder of `save_pretrained`. width: of the states that the output layer reads."""
+    entries.word("model_type", ("medusa",), "medusa")
+    sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
+    shapes = SHAPES
+    if "vocab_size" in entries:
+        sizes["vocab_size"], shapes = entries.integer("vocab_size"), {**SHAPES, **OWN_OUTPUTS}
+    entries.refuse_others(HARMLESS)
+    if width not in (None, sizes["hidden_size"]):
+        entries.refuse("hidden_size", f"the target's {width}")
+    stored = StoredTensors(path, (WEIGHTS_NAME,))
+    stored.expect(shapes, sizes)
+    return {name: stored.load(name) for name in shapes}
+
+
+def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
+    """Returns the weights in a folder of Medusa's own."""
+    stored = StoredTensors(path, PUBLISHED_NAMES, lambda name: name.removeprefix("medusa_head."))
+    least = entries.integer("medusa_num_heads", most=MAX_HEADS)
+    count = sum(name.endswith(".0.linear.bias") for name in stored.names)
+    if count < least:
+        entries.refuse("medusa_num_heads", f"at most the {count} heads of the file")
+    entries.only(medusa_num_layers=1)
+    entries.refuse_others({*HARMLESS, "base_model_name_or_path", "version"})
+    hidden_size, vocab_size = stored.first_size("0.0.linear.bias"), stored.first_size("0.1.weight")
+    if hidden_size is None or vocab_size is None:
+        raise ValueError(f"{path}: expected tensors 0.0.linear.bias and 0.1.weight of Medusa's first head, got none")
+    if width not in (None, hidden_size):
+        raise ValueError(f"{path}: 0.0.linear.bias: expected the target's hidden_size {width}, got {hidden_size}")
+    shapes = {f"{i}.{name}": shape for i in range(count) for name, (_, shape) in PUBLISHED.items()}
+    stored.expect(shapes, {"hidden_size": hidden_size, "vocab_size": vocab_size})
+    weights = {own: [stored.load(f"{i}.{name}") for i in range(count)] for name, (own, _) in PUBLISHED.items()}
+    return {own: torch.stack(each) for own, each in weights.items()}
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
