@@ -129,7 +129,7 @@ class RequestOptions:
             raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
         if (stop_ids is None) != (min_positions is None):
             raise ValueError("stop_ids: expected together with min_positions, got one of them")
-        tensors: dict[str, np.ndarray[Any, Any]] = {}
+        tensors: dict[str, np.ndarray[Any, Any] | Tensor] = {}
         texts = {
             name: [_ids(f"{name}[{b}]", ids, vocab) for b, ids in enumerate(value)]
             for name, value in (("prompts", prompts), ("outputs", outputs))
@@ -178,7 +178,8 @@ class RequestOptions:
             for b, position in enumerate(min_positions):
                 _expect_integer(f"min_positions[{b}]", position)
             tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
-        return cls(**{name: torch.from_numpy(value).to(device) for name, value in tensors.items()})
+        made = {name: x if isinstance(x, Tensor) else torch.from_numpy(x) for name, x in tensors.items()}
+        return cls(**{name: tensor.to(device) for name, tensor in made.items()})
 
 
 _NAMES = tuple(field.name for field in fields(RequestOptions))
@@ -223,10 +224,11 @@ class OptionRows:
         idle = {"prompts": [], "min_positions": 0}
         given: dict[str, Any] = {name: [*entries, idle.get(name)] for name, entries in lists.items()}
         every = RequestOptions.from_lists(vocab, **given) if given else RequestOptions()
-        self._prompt_lens = self._put(np.array([*prompt_lens, 0], np.int64))
+        self._prompt_lens = self._put(_integers([*prompt_lens, 0]))
         self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(every, name)) is not None}
-        self._bias, self._bad_words = _arrays(every, _BIAS), _arrays(every, _BAD_WORDS)
-        self.tail = 0 if self._bad_words is None else int(np.diff(self._bad_words[1]).max(initial=1)) - 1
+        self._bias, self._bad_words = _host_tensors(every, _BIAS), _host_tensors(every, _BAD_WORDS)
+        words = (word for entry in lists.get("bad_words", ()) for word in entry or ())
+        self.tail = max(map(len, words), default=1) - 1
         self._current: tuple[RequestOptions | None, list[int]] | None = None
         self._selected = RequestOptions()
 
@@ -247,17 +249,18 @@ class OptionRows:
 
     def select(self, rows: Sequence[int]) -> RequestOptions:
         """Returns the options of the sequences with these numbers, without texts: nothing is counted."""
-        index = self._put(np.array(rows, np.int64))
-        made = {name: value[index] for name, value in self._rows.items()}
+        index = _integers(rows)
+        chosen = self._put(index)
+        made = {name: value[chosen] for name, value in self._rows.items()}
         if self.has_counts:
             made["output_counts"] = torch.zeros((len(rows), self.vocab), dtype=torch.int32, device=self.device)
         if self._bias is not None:
             tokens, values, offsets = self._bias
-            parts, cu = _parts(offsets, rows)
+            parts, cu = _parts(offsets, index)
             made |= self._named(_BIAS, tokens[parts], values[parts], cu)
         if self._bad_words is not None:
             tokens, word_offsets, offsets = self._bad_words
-            words, cu = _parts(offsets, rows)
+            words, cu = _parts(offsets, index)
             parts, cu_words = _parts(word_offsets, words)
             made |= self._named(_BAD_WORDS, tokens[parts], cu_words, cu)
         return RequestOptions(**made)
@@ -279,7 +282,7 @@ class OptionRows:
         if not self.is_used:
             return None
         room = {
-            name: self._put(np.zeros_like(values))
+            name: self._put(torch.zeros_like(values))
             for names, lists in ((_BIAS, self._bias), (_BAD_WORDS, self._bad_words))
             for name, values in zip(names[:2], (lists or ())[:2], strict=False)
         }
@@ -292,8 +295,8 @@ class OptionRows:
         """
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
-        known = self._put(np.array(lengths, np.int32))
-        made = self._counted(rows, history[self._put(np.array(rows, np.int64))], known).tensors()
+        known = self._put(_integers(lengths))
+        made = self._counted(rows, history[self._put(_integers(rows))], known).tensors()
         for name, into in buffers.tensors().items():
             value = made[name]
             if into is not None and value is not None:
@@ -302,15 +305,14 @@ class OptionRows:
 
     def _counted(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions:
         made = self.select(rows)
-        self.count(made, history, self._prompt_lens[self._put(np.array(rows, np.int64))], lengths)
+        self.count(made, history, self._prompt_lens[self._put(_integers(rows))], lengths)
         return made
 
-    def _named(self, names: tuple[str, ...], *values: np.ndarray[Any, Any]) -> dict[str, Tensor]:
+    def _named(self, names: tuple[str, ...], *values: Tensor) -> dict[str, Tensor]:
         return {name: self._put(value) for name, value in zip(names, values, strict=True)}
 
-    def _put(self, values: np.ndarray[Any, Any] | Tensor) -> Tensor:
-        tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
-        return tensor.to(self.device, non_blocking=True)
+    def _put(self, values: Tensor) -> Tensor:
+        return values.to(self.device, non_blocking=True)
 
 
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
@@ -392,11 +394,11 @@ def _word(name: str, word: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     return ids
 
 
-def _packed(rows: Sequence[np.ndarray[Any, Any]], vocab: int) -> np.ndarray[Any, Any]:
+def _packed(rows: Sequence[np.ndarray[Any, Any]], vocab: int) -> Tensor:
     mask = np.zeros((len(rows), vocab), np.bool_)
     for row, ids in zip(mask, rows, strict=True):
         row[ids] = True
-    return packed(torch.from_numpy(mask)).numpy()
+    return packed(torch.from_numpy(mask))
 
 
 def _joined(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
@@ -416,18 +418,19 @@ def _padded(
     return out
 
 
-def _arrays(options: RequestOptions, names: tuple[str, ...]) -> tuple[np.ndarray[Any, Any], ...] | None:
+def _integers(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def _host_tensors(options: RequestOptions, names: tuple[str, ...]) -> tuple[Tensor, ...] | None:
     tensors = [getattr(options, name) for name in names]
-    return None if any(tensor is None for tensor in tensors) else tuple(tensor.numpy() for tensor in tensors)
+    return None if any(tensor is None for tensor in tensors) else tuple(tensors)
 
 
-def _parts(
-    offsets: np.ndarray[Any, Any], rows: Sequence[int] | np.ndarray[Any, Any]
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _parts(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns where the entries of these rows are, one row after the other, and the rows' offsets in them."""
-    index = np.asarray(rows, np.int64)
-    counts = offsets[index + 1] - offsets[index]
-    cu = np.zeros(len(index) + 1, np.int32)
-    np.cumsum(counts, out=cu[1:])
-    within = np.arange(cu[-1]) - np.repeat(cu[:-1], counts)
-    return np.repeat(offsets[index], counts) + within, cu
+    begins = offsets[rows]
+    counts = offsets[rows + 1] - begins
+    cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    parts = (begins - cu[:-1]).repeat_interleave(counts)
+    return parts + torch.arange(parts.shape[0], device="cpu", dtype=torch.int64), cu.int()
