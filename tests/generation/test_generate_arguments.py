@@ -80,6 +80,7 @@ REFUSED = [
     refused(r"stop_strings: expected texts that are not empty, got \['x', ''\]", stop_strings=["x", ""]),
     refused("tokenizer: expected the model's tokenizer with stop_strings, got NoneType", stop_strings="x"),
     refused("params: expected SamplingParams or None, got dict", TypeError, params={}),
+    refused("generation_config: expected True or False, got int; True takes", TypeError, generation_config=3),
     refused("callback: expected a function or None, got int", TypeError, callback=3),
     refused("shards: expected VocabShards or None, got int", TypeError, shards=3),
     refused("streamer: expected a streamer of transformers or None, got int", TypeError, streamer=3),
@@ -342,28 +343,29 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
 
 
 def test_turns_end_and_nest():
-    model, drafter = object(), object()
-    taken = []
+    model, drafter, taken = object(), object(), []
 
     def take(*things):
-        with in_turn(*things):
-            taken.append(things)
+        def run():
+            with in_turn(*things):
+                taken.append(things)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(timeout=0.2 if drafter in things and not taken else 30)
+        return thread
 
     with in_turn(model, drafter):
         with in_turn(drafter):  # a call of its own from a callback
             pass
-        thread = threading.Thread(target=take, args=(drafter,))
-        thread.start()
-        thread.join(timeout=0.2)
-        assert thread.is_alive() and not taken
+        waits = take(drafter)
+        assert waits.is_alive() and not taken
         take(object())
-    thread.join(timeout=30)
-    assert len(taken) == 2
+        assert len(taken) == 1
+    waits.join(timeout=30)
     with pytest.raises(ZeroDivisionError), in_turn(model):
         _ = 1 / 0
-    thread = threading.Thread(target=take, args=(model, drafter))
-    thread.start()
-    thread.join(timeout=30)
+    take(model, drafter)
     assert len(taken) == 3
 
 

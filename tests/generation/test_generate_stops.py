@@ -85,14 +85,6 @@ def test_some_of_a_batch_stop(model, texts, tokenizer, monkeypatch, cuda_graph):
     assert {of.finish_reason for of in stats.sequences} == {"stop_string", "length"}
 
 
-def test_prompts_do_not_count(model, texts, tokenizer):
-    prompt = PROMPTS[1]
-    stop = tokenizer.decode(prompt[-1:]) + tokenizer.decode(texts[1][len(prompt) : len(prompt) + 1])
-    if stop in tokenizer.decode(texts[1][len(prompt) :]):
-        pytest.skip("the text has it by chance")
-    assert generated(model, None, [prompt], stop_strings=stop, tokenizer=tokenizer)[0] == [texts[1]]
-
-
 def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
     new = texts[0][LENGTHS[0] :]
     first = next(i for i in range(2, NEW_TOKENS) if new.index(new[i]) == i)  # a token that has not come before

@@ -215,9 +215,8 @@ def test_a_field_without_counterpart_is_refused_by_name(model, configure, plain,
 
 def test_values_with_which_a_field_does_nothing(model, configure, plain):
     configure(
-        **every(
-            1, "num_beams num_return_sequences guidance_scale repetition_penalty encoder_repetition_penalty typical_p"
-        ),
+        **every(1, "num_beams num_return_sequences guidance_scale encoder_repetition_penalty"),
+        **every(1.0, "repetition_penalty typical_p"),
         **every(0, "no_repeat_ngram_size encoder_no_repeat_ngram_size penalty_alpha min_length"),
         **{"token_healing": False, "do_sample": False, "cache_implementation": "static"},
     )
@@ -244,9 +243,8 @@ def test_the_config_samples(model, configure, fields, params):
     configure(do_sample=True, **fields)
     found = config_fields(model, given={}).params()
     assert vars(found) == vars(params)
-    out = model.generate(
-        PROMPTS[1][None], max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True
-    )
+    wanted = every(True, "return_dict_in_generate output_scores output_logits")
+    out = model.generate(PROMPTS[1][None], max_new_tokens=1, **wanted)
     options = reference.clean_logits(out.logits[0][0]).astype(np.float64)
     for token in set(PROMPTS[1].tolist()):
         options[token] *= found.repetition_penalty if options[token] < 0 else 1 / found.repetition_penalty
@@ -268,34 +266,62 @@ def test_a_filter_without_counterpart_is_refused(model, configure, name):
         generated(model, count=2)
     generated(model, count=2, params=SamplingParams())
     generated(model, count=2, rule="greedy")
-    configure(do_sample=True, top_p=0.5, min_p=0.1)  # beside top_k 50
-    with pytest.raises(ValueError, match=r"generation_config: top_k, top_p, min_p: expected at most two .*=False"):
-        generated(model, count=2)
+
+
+TOGETHER = [
+    ({"top_p": 0.5, "min_p": 0.1}, {}, r"generation_config: top_k, top_p, min_p: expected at most two .*=False"),
+    (
+        {"suppress_tokens": [3], "repetition_penalty": 1.1},
+        {"rule": "typical", "drafter": NgramDrafter(4)},
+        '"typical" takes .*generation_config sets repetition_penalty, suppress_tokens:',
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "arguments", "message"), TOGETHER)
+def test_what_does_not_go_together_is_refused(model, configure, fields, arguments, message):
+    configure(do_sample=True, temperature=0.8, **fields)  # with top_k 50
+    with pytest.raises(ValueError, match=message):
+        generated(model, **arguments)
 
 
 # Arguments of the call ------------------------------------------------------------------------------------------------
 
 
-def texts_of(model, **arguments):
-    return generated(model, **arguments)[0]
+def calls(new):
+    """Fields, what a call says beside them, and what it would have to say without them."""
+    sampled = {"do_sample": True, "temperature": 0.3, "repetition_penalty": 2.0, "suppress_tokens": [new[0]]}
+    params, suppressed = SamplingParams(temperature=0.9, presence_penalty=0.5), TokenOptions(bad_words=[[new[0]]])
+    penalty, eos = SamplingParams(temperature=0.0, repetition_penalty=2.0), {"eos_token_id": [new[4]]}
+    yield sampled, {"params": params}, {"params": params, "options": suppressed}
+    yield sampled, {"rule": "greedy"}, {"params": penalty, "options": suppressed}
+    for fields in ({"min_length": 16}, {"min_new_tokens": 12, "min_length": 3}):
+        yield {**eos, **fields}, {"min_new_tokens": 0}, {"min_new_tokens": 0}
+    fields = {"suppress_tokens": [new[0]], "begin_suppress_tokens": [new[2]], "sequence_bias": [[[9], 2.0]]}
+    options = TokenOptions(bias={9: 1.0, 4: 1.0}, bad_words=[[new[1]]], begin_suppress_tokens=[3])
+    together = TokenOptions(bias={9: 3.0, 4: 1.0}, bad_words=[[new[1]], [new[0]]], begin_suppress_tokens=[3, new[2]])
+    yield {**fields, "repetition_penalty": 2.0}, {"options": options}, {"options": together, "params": penalty}
 
 
-def test_params_replace_sampling_and_penalty_as_a_whole(model, configure, plain):
-    _, new = plain
-    configure(do_sample=True, temperature=0.3, top_p=0.5, repetition_penalty=2.0, suppress_tokens=[new[0]])
-    params = SamplingParams(temperature=0.9, presence_penalty=0.5)
-    alone = texts_of(model, params=params, options=TokenOptions(bad_words=[[new[0]]]), generation_config=False)
-    assert texts_of(model, params=params, drafter=NgramDrafter(8)) == alone
-    assert alone != texts_of(model, params=params, generation_config=False)
+def test_arguments_of_the_call_replace_fields(model, configure, plain):
+    """Params its sampling and penalty, a rule its sampling alone, a least length both of its own; options are added."""
+    for fields, call, same in calls(plain[1]):
+        configure(**fields)
+        found, _ = generated(model, NgramDrafter(8), **call)
+        assert found == generated(model, generation_config=False, **same)[0] != generated(model)[0], call
 
 
-def test_rule_greedy_replaces_sampling_alone(model, configure):
-    configure(do_sample=True, temperature=0.3, repetition_penalty=1.5)
-    expected = [greedy(model, prompt) for prompt in PROMPTS]
-    assert texts_of(model, rule="greedy", drafter=NgramDrafter(8)) == expected
-    assert texts_of(model, rule="greedy", generation_config=False) != expected
-    with pytest.raises(ValueError, match="rule: expected params for every rule but"):
-        generated(model, count=2, rule="greedy", params=SamplingParams())
+def test_logits_processors_replace_fields_of_their_type(model, configure, plain):
+    new = plain[1]
+    suppressed = {"suppress_tokens": [new[0]], "begin_suppress_tokens": [new[2]]}
+    configure(repetition_penalty=1.2, sequence_bias=[[[9], 2.0]], **suppressed)
+    given = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0), SequenceBiasLogitsProcessor({(4,): 3.0})])
+    expected = [greedy(model, prompt, logits_processor=given) for prompt in PROMPTS]
+    assert generated(model, logits_processor=given)[0] == expected
+    configure(begin_suppress_tokens=[new[0]])
+    first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(PROMPTS[0]))]
+    assert greedy(model, PROMPTS[0], logits_processor=first) == plain[0][0]
+    assert generated(model, None, PROMPTS[:1], logits_processor=first)[0] == plain[0][:1]
 
 
 @pytest.mark.parametrize(("rule", "law"), [("rejection", "topk"), ("traversal", "swor"), ("typical", "topk")])
@@ -303,46 +329,11 @@ def test_other_rules_sample_as_the_config_says(model, configure, rule, law):
     branching = [3, 2] if law == "swor" else None
     drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law=law, num_nodes=9, branching=branching)
     with pytest.raises(ValueError, match="rule: expected params"):
-        texts_of(model, drafter=drafter, rule=rule)
+        generated(model, drafter, rule=rule)
     configure(do_sample=True, temperature=0.8, top_k=20)
     params = SamplingParams(temperature=0.8, top_k=20)
-    own = texts_of(model, drafter=drafter, rule=rule, params=params, generation_config=False)
-    assert texts_of(model, drafter=drafter, rule=rule) == own
-
-
-def test_typical_names_the_fields_that_it_refuses(model, configure):
-    configure(do_sample=True, temperature=0.8, suppress_tokens=[3], repetition_penalty=1.1)
-    message = r'"typical" takes .*generation_config sets repetition_penalty, suppress_tokens:'
-    with pytest.raises(ValueError, match=message):
-        texts_of(model, rule="typical", drafter=NgramDrafter(4))
-
-
-def test_min_new_tokens_replaces_both_minima(model, configure, plain):
-    eos = {"eos_token_id": [plain[1][4]]}
-    for fields in ({"min_length": 16}, {"min_new_tokens": 12, "min_length": 3}):
-        configure(**eos, **fields)
-        for count in (0, 7):
-            expected = [greedy(model, prompt, min_new_tokens=count) for prompt in PROMPTS]
-            assert texts_of(model, min_new_tokens=count, drafter=NgramDrafter(8)) == expected
-        assert len(texts_of(model)[0]) > len(texts_of(model, min_new_tokens=0)[0])
-
-
-def test_options_and_processors_come_on_top(model, configure, plain):
-    _, new = plain
-    suppressed = {"suppress_tokens": [new[0]], "begin_suppress_tokens": [new[2]]}
-    configure(repetition_penalty=1.2, sequence_bias=[[[9], 2.0]], **suppressed)
-    options = TokenOptions(bias={9: 1.0, 4: 1.0}, bad_words=[[new[1]]], begin_suppress_tokens=[3])
-    together = TokenOptions(bias={9: 3.0, 4: 1.0}, bad_words=[[new[1]], [new[0]]], begin_suppress_tokens=[3, new[2]])
-    params = SamplingParams(temperature=0.0, repetition_penalty=1.2)
-    alone = texts_of(model, options=together, params=params, generation_config=False)
-    assert texts_of(model, options=options, drafter=NgramDrafter(8)) == alone
-    given = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0), SequenceBiasLogitsProcessor({(4,): 3.0})])
-    expected = [greedy(model, prompt, logits_processor=given) for prompt in PROMPTS]
-    assert texts_of(model, logits_processor=given) == expected
-    configure(begin_suppress_tokens=[new[0]])
-    first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(PROMPTS[0]))]
-    assert greedy(model, PROMPTS[0], logits_processor=first) == plain[0][0]
-    assert generated(model, None, PROMPTS[:1], logits_processor=first)[0] == plain[0][:1]
+    own, _ = generated(model, drafter, rule=rule, params=params, generation_config=False)
+    assert generated(model, drafter, rule=rule)[0] == own
 
 
 def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, configure, plain):
@@ -351,11 +342,6 @@ def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, conf
     expected = model.generate(**options, max_new_tokens=NEW_TOKENS)
     assert expected[0].tolist() == plain[0][0][: len(PROMPTS[0]) + 5]
     assert torch.equal(model.generate(**options, max_new_tokens=NEW_TOKENS, custom_generate=tree_generate), expected)
-
-
-def test_only_a_bool_says_whether(model):
-    with pytest.raises(TypeError, match="generation_config: expected True or False, got GenerationConfig"):
-        generated(model, count=2, generation_config=GenerationConfig())
 
 
 # Hostile values -------------------------------------------------------------------------------------------------------

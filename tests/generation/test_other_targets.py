@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from block_case import CONFIG, block_model
-from generate_case import VOCAB, prompts_of, tiny, tiny_eagle
+from generate_case import VOCAB, generated, tiny, tiny_eagle
 
 from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
@@ -22,7 +22,6 @@ from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
     ModelDrafter,
-    generate,
 )
 
 EAGLE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
@@ -74,13 +73,8 @@ def refused(model, drafter, message):
     handle = model.register_forward_pre_hook(read)
     for each in (drafter, CombinedDrafter(drafter)):
         with pytest.raises(ValueError, match=message):
-            generate(model, prompts_of([5, 9]), drafter=each, max_new_tokens=4)
+            generated(model, each)
     handle.remove()
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_those_of_the_target_are_taken(model, name):
-    generate(model, prompts_of([5, 9]), drafter=MAKERS[name](model), max_new_tokens=4)
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -98,7 +92,7 @@ def test_another_hidden_size(model, name):
 def test_another_vocabulary(model, name, size):
     drafter, target = MAKERS[name](model), tiny(1, vocab_size=size)
     if name == "block" and size < VOCAB:  # tokens that the target lacks are cut off
-        generate(target, [torch.arange(5)], drafter=drafter, max_new_tokens=4)
+        generated(target, drafter, [torch.arange(5)])
         return
     message = {
         "medusa": f"expected heads of the target's {size} tokens, got 128",
@@ -106,7 +100,7 @@ def test_another_vocabulary(model, name, size):
         "block": r"embeddings of the target's 200 tokens and of hidden_size 128, got \[128, 128\]",
     }[name]
     with pytest.raises(ValueError, match=message):
-        generate(target, [torch.arange(5)], drafter=drafter, max_new_tokens=4)
+        generated(target, drafter, [torch.arange(5)])
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -122,7 +116,7 @@ def test_one_dtype_for_both(model, name):
     model.to(torch.bfloat16)
     drafter = MAKERS[name](model)
     getattr(drafter, PARTS[name]).to(torch.bfloat16)
-    generate(model, prompts_of([5, 9]), drafter=drafter, max_new_tokens=4)
+    generated(model, drafter)
 
 
 def test_a_draft_model_on_another_device(model):
@@ -175,4 +169,4 @@ def test_heads_of_any_kind_that_name_tokens_the_target_lacks(model):
     weight = torch.randn(3, 2 * VOCAB, 128)
     drafter = MedusaDrafter(lambda hidden: torch.einsum("bd,hvd->bhv", hidden, weight), 9)
     with pytest.raises(ValueError, match="expected heads of the target's 128 tokens, got logits of 256"):
-        generate(model, prompts_of([5]), drafter=drafter, max_new_tokens=4)
+        generated(model, drafter)
