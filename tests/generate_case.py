@@ -25,6 +25,8 @@ from pagedtree.generation.drafters import EagleHead, MedusaHeads
 from pagedtree.integrations.transformers import PagedCache, generate
 
 VOCAB = 128
+# No token ends, begins or fills a text.
+NO_TOKENS = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
 NEW_TOKENS = 20
 LENGTHS = (5, 17, 1, 33)
 TINY = {
@@ -36,9 +38,7 @@ TINY = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "initializer_range": 0.2,  # otherwise greedy text repeats one token
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    **NO_TOKENS,
 }
 SAMPLING = SamplingParams(temperature=0.8, top_p=0.95)
 

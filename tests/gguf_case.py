@@ -25,11 +25,10 @@ END = 2
 
 def tiny_llama(seed=0):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(TOKENS), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=1024, rms_norm_eps=1e-5, initializer_range=0.2,
-        tie_word_embeddings=False, bos_token_id=1, eos_token_id=END, pad_token_id=0,
-    )  # fmt: skip
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "tie_word_embeddings": False}
+    tokens = {"vocab_size": len(TOKENS), "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    config = LlamaConfig(rms_norm_eps=1e-5, initializer_range=0.2, **sizes, **heads, **tokens)
     return LlamaForCausalLM(config).eval()
 
 

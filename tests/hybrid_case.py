@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_case import VOCAB
+from generate_case import NO_TOKENS, VOCAB
 
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 TINY: dict[str, Any] = {
@@ -19,9 +19,7 @@ TINY: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    **NO_TOKENS,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 DELTA = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_case import VOCAB
+from generate_case import NO_TOKENS, VOCAB
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -27,9 +27,7 @@ TINY: dict[str, Any] = {
     "n_group": 2,
     "topk_group": 1,
     "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    **NO_TOKENS,
 }
 YARN = {
     "rope_type": "yarn",

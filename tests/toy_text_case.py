@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 import torch
-from generate_case import tiny, tiny_heads
+from generate_case import generated, tiny, tiny_heads
 from statistics_case import excess
 
 from pagedtree import DraftTree, SamplingParams, reference
-from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter
 
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 2, 1]
@@ -75,10 +75,9 @@ CASES = [
     *[("block", name) for name in ("none", "n-gram", "top-k chain", "iid chain")],
     *[("traversal", name) for name in ("iid chain", "iid tree", "swor tree", "two iid trees")],
 ]
-CORE = [  # each drafter, and each rule with drafts that are drawn and with others
-    ("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree"),
-    *[("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")],
-]  # fmt: skip
+# In the core suite: each drafter, and each rule with drafts that are drawn and with others.
+CORE = [("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree")]
+CORE += [("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")]
 
 
 def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
@@ -91,11 +90,9 @@ def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) ->
     seen, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):
-        sequences, stats = generate(
-            toy, [PROMPT], drafter=drafter, max_new_tokens=COUNT, params=SamplingParams(**TOY_PARAMS), rule=rule,
-            n=500, seeds=range(first, first + 500), **pages,
-        )  # fmt: skip
-        texts = torch.stack(sequences)[:, len(PROMPT) :]
+        options = {"params": SamplingParams(**TOY_PARAMS), "n": 500, "seeds": range(first, first + 500), **pages}
+        found, stats = generated(toy, drafter, [PROMPT], COUNT, rule=rule, **options)
+        texts = torch.tensor(found)[:, len(PROMPT) :]
         seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
         evicted += stats.evictions
     assert evicted >= evictions

@@ -172,9 +172,10 @@ def test_files_that_will_not_do(file, model, tmp_path):
         ".": "a folder",
         "text": "which begins with b'some' and not with b'GGUF'",
         "empty": "which begins with b'' and not with b'GGUF'",
-        "cut_tensors": "", "cut_header": "", "cut_start": "", "unknown": "nonsense",
+        **dict.fromkeys(("cut_tensors", "cut_header", "cut_start"), ""),
+        "unknown": "nonsense",
         "missing": "missing_keys: ['model.layers.1.mlp.up_proj.weight']",
-    }  # fmt: skip
+    }
     for name, reason in reasons.items():
         with pytest.raises(ValueError) as caught:
             dequantized(tmp_path / name, tmp_path / "kept")
