@@ -96,8 +96,8 @@ def test_page_table() -> None:
     assert table.dtype == lens.dtype == torch.int32
     table, lens = page_table(int32([0, 2]), int32([7, 3]), int32([1]), 16, max_pages=4)
     assert table.tolist() == [[7, 3, -1, -1]]
-    assert page_table(int32([0]), int32([]), int32([]), 16)[0].shape == (0, 0)
-    assert page_table(int32([0, 3]), int32([5]), int32([1]), 4)[0].tolist() == [[5]]  # more than there are
+    assert page_table(int32([0]), int32([]), int32([]), 16, max_pages=0)[0].shape == (0, 0)
+    assert page_table(int32([0, 3]), int32([5]), int32([1]), 1)[0].tolist() == [[5]]  # more than there are
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

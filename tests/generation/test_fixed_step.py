@@ -286,13 +286,14 @@ def test_a_step_that_needs_the_host_is_seen(no_values, act, message):
 
 
 def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
-    """Each replay reads and writes where the one before did."""
-    places, run = [], FixedStep.run
+    """Each replay reads and writes where the one before did, and the host writes `start` once a batch."""
+    places, uploads, run = [], set(), FixedStep.run
 
     def noted(step):
         tensors = [step.rows.tensor, step.start.tensor, step.page_table.tensor, step.history, *step.cache.tensors()]
         tensors += [step.drafter._tables[step.batch_size].tensor, *step.drafter.cache.tensors()]
         places.append((step.rows.tensor.shape[0], tuple(tensor.data_ptr() for tensor in tensors)))
+        uploads.add(tuple(step.start._host.tolist()))
         run(step)
 
     if FixedStep.captures:
@@ -301,7 +302,7 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
     drafter = ModelDrafter(draft_model, num_nodes=6)
     generated(model, drafter, prompts_of((5, 9, 3)), 80, page_size=2, cuda_graph=True)
     assert len(places) > 10
-    assert len(set(places)) == len({size for size, _ in places})
+    assert len(set(places)) == len(uploads) == len({size for size, _ in places})
 
 
 @pytest.mark.skipif("simt" not in backends(), reason="a build without simt")
