@@ -8,7 +8,7 @@ from mutants_of_recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
 
-DRAFTS, SAMPLING, OPTIONS = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "sampling", "options"))
+DRAFTS, OPTIONS, HUGE = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "options", "huge_logits"))
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 GROWN, CLUSTERS = "tests/ops/test_expand_tree.py", "tests/ops/test_clusters.py"
 CHOSEN = tuple(
@@ -116,7 +116,7 @@ RULES = [
     Mutant(
         "the other order of filters", "core/sampling.h",
         "Sampling sampling{0.0f, 0, 1.0f, 0.0f, p.joint};",
-        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};", (SAMPLING,),
+        "Sampling sampling{0.0f, 0, 1.0f, 0.0f, !p.joint};",
     ),
     Mutant(
         "coins that reach 1", "core/verify/rules.h",
@@ -131,7 +131,7 @@ RULES = [
     Mutant(
         "offsets of 32 bits", "core/sampling.h",
         "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
-        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (SAMPLING,),
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (HUGE,),
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",
@@ -270,10 +270,10 @@ REQUESTS = [
         "(logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x))",
         "view.scale(logit) >= splat(view.min_x)", (LOGPROBS,),
     ),
-    Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)", (LOGPROBS,)),
+    Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)"),
     Mutant(
         "log-probabilities of what filters drop", "core/logprobs.h",
-        "logit == -kInfinity || !distribution.filter.keeps(token, logit, x)", "logit == -kInfinity", (LOGPROBS,),
+        "logit == -kInfinity || !distribution.filter.keeps(token, logit, x)", "logit == -kInfinity",
     ),
 ]  # fmt: skip
 

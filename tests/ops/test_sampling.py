@@ -203,14 +203,6 @@ def test_kept_sets(backend, device, seed):
         assert tuple(kept(row, device, 1000 if backend == "simt" else 3000, **sampling)) in sets
 
 
-def test_equal_logits(device):
-    row = torch.full((20,), 1.5)
-    assert kept(row, device, 600, top_p=0.5) == list(range(10))
-    assert kept(row, device, 600, top_p=0.01) == [0]
-    assert kept(row, device, 600, top_k=3) == list(range(20))
-    assert kept(row, device, 600, temperature=0.0) == [0]
-
-
 def test_zeros_of_either_sign_are_equal(device):
     row = torch.tensor([-1.0, -0.0, 0.0, -2.0])
     assert kept(row, device, top_k=1) == [1, 2]
@@ -273,37 +265,6 @@ def test_tensor_parameters_are_clamped(device):
     assert seen(min_p=2.0) == [3]
 
 
-def test_parameters_by_row(device):
-    """A row of a mixed batch draws what it draws alone, with host scalars."""
-    generator = torch.Generator().manual_seed(0)
-    logits = (torch.randn(len(SAMPLINGS), 777, generator=generator) * 3).to(torch.bfloat16).to(device)
-    seeds, positions = random_words(len(SAMPLINGS)).to(device), random_words(len(SAMPLINGS), 1).to(device)
-    for order in ("top_k_first", "joint"):
-        samplings = [{**sampling, "filter_order": order} for sampling in SAMPLINGS]
-        defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        columns = {
-            name: torch.tensor([sampling.get(name, value) for sampling in samplings])
-            for name, value in defaults.items()
-        }
-        columns["top_k"] = columns["top_k"].int()
-        columns = {name: column.to(device) for name, column in columns.items()}
-        mixed = sample(logits, SamplingParams(**columns, filter_order=order), seeds=seeds, positions=positions)
-        for r, sampling in enumerate(samplings):
-            one = slice(r, r + 1)
-            alone = sample(logits[one], SamplingParams(**sampling), seeds=seeds[one], positions=positions[one])
-            assert alone[0] == mixed[r]
-
-
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_strided_rows(device, dtype):
-    buffer = torch.full((9, 1200), math.nan, dtype=dtype, device=device)
-    logits = buffer[1:, 100:1101]
-    logits.copy_(torch.randn(8, 1001, generator=torch.Generator().manual_seed(0)) * 3)
-    streams = {"seeds": random_words(8).to(device), "positions": random_words(8, 1).to(device)}
-    params = SamplingParams(top_p=0.9, top_k=100)
-    assert torch.equal(sample(logits, params, **streams), sample(logits.contiguous(), params, **streams))
-
-
 @pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
 def test_rows_at_any_address(device, dtype):
     """Whole words of 16 bytes, and what is left at both ends: nothing outside a row counts, ties go to the first id."""
@@ -321,37 +282,6 @@ def test_rows_at_any_address(device, dtype):
             for sampling in ({}, {"top_p": 0.6}, {"top_k": 3, "temperature": 1.5}):
                 expected = sample(rows.to(device), SamplingParams(**sampling), **streams)
                 assert sample(strided, SamplingParams(**sampling), **streams).tolist() == expected.tolist()
-
-
-def test_rows_past_two_gigabytes():
-    """Rows whose offsets pass 2^31 elements; memory that nobody touches costs nothing."""
-    stride = 2**30 + 3
-    logits = torch.empty(3 * stride, dtype=torch.float16).as_strided((3, 5), (stride, 1))
-    logits.copy_(torch.tensor([0, 0, 0, 9, 0]).expand(3, 5))
-    streams = {"seeds": torch.zeros(3, dtype=torch.int64), "positions": torch.arange(3)}
-    assert sample(logits, SamplingParams(temperature=0), **streams).tolist() == [3] * 3
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("dtype", HALF_TYPES, ids=str)
-def test_instruction_sets_agree(row_isa, monkeypatch, dtype):
-    """Instruction sets look for a cut above different logits, by their number of lanes."""
-    cuts = [{"top_k": 47}, {"top_k": 90, "top_p": 0.99}, {"top_k": 2000}, {"top_p": 0.9999, "temperature": 1.7}]
-    generator = torch.Generator().manual_seed(0)
-    streams = {"seeds": random_words(40), "positions": random_words(40, 1)}
-    for vocab in (1, 13, 100, 5003):
-        logits = (torch.randn(40, vocab, generator=generator) * 3).to(dtype)
-        logits[3] = 1.0
-        logits[5, ::2] = math.nan
-        logits[6] = -math.inf
-        logits[7, 0] = math.inf
-        logits[8] *= 1e-7
-        logits[20:] = logits[20:].round()
-        for sampling in SAMPLINGS + cuts:
-            monkeypatch.setenv("PAGEDTREE_CPU_ISA", row_isa)
-            got = sample(logits, SamplingParams(**sampling), **streams)
-            monkeypatch.setenv("PAGEDTREE_CPU_ISA", "portable")
-            assert torch.equal(got, sample(logits, SamplingParams(**sampling), **streams))
 
 
 def test_host_scalars_make_one_tensor(device):

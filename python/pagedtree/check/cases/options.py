@@ -68,6 +68,9 @@ def cases() -> Iterator[Case]:
                 few = with_draft_vocabulary(forest("", 30, 6))
                 yield _verify(op, f"{part}, draft vocabulary", few, names)
                 yield _on_shards(op, f"{part}, draft vocabulary", few, names)
+    for dtype, vocab in (("fp32", 1), ("bf16", 31), ("fp16", 4099), ("fp32", 70_001)):
+        yield _logprobs(f"none, {dtype}, V {vocab}", forest("", BATCH, vocab, dtype, hostile=True), ())
+    yield _logprobs("everything, V 4099", forest("", BATCH, 4099, hostile=True), every)
     yield _verify("verify_sampled", "everything, hostile rows", forest("", BATCH, VOCAB, hostile=True), every)
     malformed = problem_of("", [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]], max_nodes=4, max_depth=2)
     yield _verify("verify_sampled", "everything, malformed", malformed, every)
@@ -87,6 +90,8 @@ def cases() -> Iterator[Case]:
 
 def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], RequestOptions]:
     """Penalties and options of those names, which concern each sequence's likeliest tokens."""
+    if not names:
+        return {}, RequestOptions()
     logits = problem.logits.float().nan_to_num(-math.inf)
     batch, vocab = problem.batch, logits.shape[1]
     begins = int64([0, *(len(tree) for tree in problem.parents)]).cumsum(0)[:-1].tolist()
@@ -150,12 +155,13 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
 
 
 def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
-    logits = problem.logits[:BATCH]
+    logits, vocab = problem.logits[:BATCH], problem.logits.shape[1]
     penalties, options = asked(replace(problem, parents=[[-1]] * BATCH, logits=logits), names)
-    tokens, rows = logits.float().topk(3).indices[:, 2].contiguous(), torch.arange(BATCH, dtype=torch.int64).flip(0)
+    tokens, rows = logits.float().topk(min(3, vocab)).indices[:, -1].contiguous(), int64(range(BATCH)).flip(0)
+    tokens[5], tokens[6], rows[7] = vocab, -1, 2**40  # no tokens, and no row
     filters = {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01, "filter_order": "joint"}
     kinds: dict[str, dict[str, Any]] = {"plain": {}, "drawn from": filters}
-    top_n = 5
+    top_n = min(5, vocab)
 
     def run(place: Place) -> Results:
         given = place.put({"options": options, "tokens": tokens, "rows": rows})
@@ -168,17 +174,18 @@ def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
         return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
     def by_loops() -> Results:
-        processed = reference.apply_options(logits[rows], SamplingParams(**penalties), options)
+        processed = reference.apply_options(logits[rows % BATCH], SamplingParams(**penalties), options)
+        given = [row if at < BATCH else None for row, at in zip(processed, rows.tolist(), strict=True)]
         found: Results = {}
         for kind, filtered in kinds.items():
-            results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(processed, tokens, strict=True)]
+            results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(given, tokens, strict=True)]
             columns = zip(LOGPROBS, zip(*results, strict=True), strict=True)
             found |= {f"{kind} {name}": (float32 if "logprobs" in name else int64)(column) for name, column in columns}
         results = [_logprobs_of(row, int(x), 0, {}) for row, x in zip(logits, tokens, strict=True)]
         bare = float32([result[0] for result in results]), int64([result[1] for result in results])
         return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
-    close = {f"{kind} {name}": within(1e-5) for kind in kinds for name in ("logprobs", "top_logprobs")}
+    close = {f"{kind} {name}": within(1e-5, 1e-6) for kind in kinds for name in ("logprobs", "top_logprobs")}
     compare = close | {"of the logits": within(1e-5)}
     return Case(f"token_logprobs/options/{part}", ("token_logprobs",), run, by_loops, compare=compare)
 
@@ -187,13 +194,22 @@ LOGPROBS = ("logprobs", "ranks", "top_tokens", "top_logprobs")
 
 
 def _logprobs_of(
-    row: Tensor, token: int, top_n: int, filtered: dict[str, Any]
+    row: Tensor | None, token: int, top_n: int, filtered: dict[str, Any]
 ) -> tuple[float, int, list[int], list[float]]:
+    if row is None:
+        return -math.inf, 0, [-1] * top_n, [-math.inf] * top_n
     clean = reference.clean_logits(row)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore", over="ignore"):
         logprobs = np.log(reference.distribution(clean, **filtered))
-    top = np.argsort(-clean, kind="stable")[:top_n].tolist()
-    return float(logprobs[token]), int((clean >= clean[token]).sum()), top, [float(logprobs[x]) for x in top]
+        if not filtered and clean.max() > -math.inf:  # also of probabilities that are too small for a number
+            scores = (clean - clean.max()).astype(np.float64)
+            logprobs = scores - np.log(np.exp(scores).sum())
+    order = [x for x in np.argsort(-clean, kind="stable").tolist() if clean[x] > -math.inf or clean.max() == -math.inf]
+    top = (order + [-1] * top_n)[:top_n]
+    of_top = [float(logprobs[x]) if x >= 0 else -math.inf for x in top]
+    if not 0 <= token < len(clean):
+        return -math.inf, 0, top, of_top
+    return float(logprobs[token]), int((clean >= clean[token]).sum()), top, of_top
 
 
 def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: SamplingParams, **given: Any) -> Verdict:
