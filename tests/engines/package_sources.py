@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["Sources", "own_parameters"]
+__all__ = ["Sources", "attributes_of", "own_parameters"]
 
 
 class Sources:
@@ -42,6 +42,28 @@ class Sources:
         positional = dict(zip(names, [inspect.Parameter.empty] * (len(names) - len(defaults)) + defaults, strict=True))
         keywords = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
         return positional | {argument.arg: ast.literal_eval(value) for argument, value in keywords if value is not None}
+
+    def members(self, path: str, *names: str) -> set[str]:
+        """Fields and methods of classes, and what methods set on self."""
+        found = set()
+        for node in (inner for name in names for inner in ast.walk(self.definition(path, name))):
+            if isinstance(node, ast.AnnAssign | ast.Assign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                targets = [part for target in targets for part in getattr(target, "elts", [target])]
+                found |= {getattr(target, "id", getattr(target, "attr", "")) for target in targets}
+            elif isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+        return found
+
+
+def attributes_of(tree: ast.AST, variable: str) -> set[str]:
+    """The attributes that a source reads of a variable or an attribute of this name."""
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and variable in (getattr(node.value, "id", None), getattr(node.value, "attr", None))
+    }
 
 
 def own_parameters(function: Any) -> dict[str, Any]:

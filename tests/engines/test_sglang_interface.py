@@ -7,7 +7,7 @@ import importlib.metadata
 import inspect
 
 import pytest
-from package_sources import Sources, own_parameters
+from package_sources import Sources, attributes_of, own_parameters
 
 from pagedtree.integrations import sglang
 from pagedtree.integrations.sglang import attention, plugin
@@ -57,18 +57,6 @@ def test_methods_override_the_base_class() -> None:
         assert own_parameters(method) == SOURCES.parameters(path, f"AttentionBackend.{name}"), name
 
 
-def names_of_class(path: str, *classes: str) -> set[str]:
-    """Fields, methods, and attributes that methods set on self."""
-    names = set()
-    for node in (inner for name in classes for inner in ast.walk(SOURCES.definition(path, name))):
-        if isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {t.id if isinstance(t, ast.Name) else getattr(t, "attr", "") for t in targets}
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-    return names
-
-
 @pytest.mark.parametrize(
     ("variable", "path", "classes"),
     [
@@ -83,20 +71,15 @@ def names_of_class(path: str, *classes: str) -> set[str]:
     ],
 )
 def test_attributes_exist(variable, path, classes) -> None:
-    used = set()
-    for node in ast.walk(ast.parse(inspect.getsource(attention))):
-        if isinstance(node, ast.Attribute):
-            owner = node.value
-            if variable in (getattr(owner, "id", None), getattr(owner, "attr", None)):
-                used.add(node.attr)
+    used = attributes_of(ast.parse(inspect.getsource(attention)), variable)
     assert used, variable
-    assert used <= names_of_class(path, *classes), variable
+    assert used <= SOURCES.members(path, *classes), variable
 
 
 def test_a_model_with_recurrent_layers_is_known_by_its_pool() -> None:
-    names = names_of_class("srt/mem_cache/memory_pool.py", "HybridReqToTokenPool")
+    names = SOURCES.members("srt/mem_cache/memory_pool.py", "HybridReqToTokenPool")
     assert "mamba_pool" in names
-    assert "mamba_pool" not in names_of_class("srt/mem_cache/memory_pool.py", "ReqToTokenPool")
+    assert "mamba_pool" not in SOURCES.members("srt/mem_cache/memory_pool.py", "ReqToTokenPool")
 
 
 def test_a_window_counts_the_keys_behind_the_query() -> None:

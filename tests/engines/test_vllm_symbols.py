@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from package_sources import Sources
+from package_sources import Sources, attributes_of
 
 from pagedtree import integrations
 
@@ -136,29 +136,11 @@ def test_methods_override(file: str, name: str) -> None:
         assert names == (expected[: len(names)] if takes_others else expected), method.name
 
 
-def members(path: str, name: str) -> set[str]:
-    """Fields, methods, and what methods set on self."""
-    found = set()
-    for node in ast.walk(SOURCES.definition(path, name)):
-        if isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            targets = [part for target in targets for part in getattr(target, "elts", [target])]
-            found |= {getattr(target, "id", getattr(target, "attr", "")) for target in targets}
-        elif isinstance(node, ast.FunctionDef):
-            found.add(node.name)
-    return found
-
-
 @pytest.mark.parametrize(("file", "variable"), OWNERS)
 def test_attributes_exist(file: str, variable: str) -> None:
-    used = {
-        node.attr
-        for node in ast.walk(FILES[file])
-        if isinstance(node, ast.Attribute)
-        and variable in (getattr(node.value, "id", None), getattr(node.value, "attr", None))
-    }
+    used = attributes_of(FILES[file], variable)
     assert used
-    assert used <= members(*OWNERS[file, variable])
+    assert used <= SOURCES.members(*OWNERS[file, variable])
 
 
 def test_the_runners_attributes_exist() -> None:
@@ -166,7 +148,7 @@ def test_the_runners_attributes_exist() -> None:
     body = own_class("runner_v2.py", "TreeRunnerV2").body
     declared = {getattr(node.target, "id", "") for node in body if isinstance(node, ast.AnnAssign)}
     assert len(declared) > 10
-    assert declared - own <= members(*RUNNER_V2)
+    assert declared - own <= SOURCES.members(*RUNNER_V2)
 
 
 def test_the_cache_is_updated_before_attention() -> None:
