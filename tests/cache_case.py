@@ -8,15 +8,9 @@ from step_case import int32
 from torch import Tensor
 
 from pagedtree import PreparedCompaction
-from pagedtree.check.cases.inputs import LAYOUTS, storage_shape, views_of
 
 PAGE_SIZES = [1, 7, 16, 61]
 FP8 = torch.float8_e4m3fn
-
-
-def random_table(rng: np.random.Generator, batch: int, max_pages: int, num_pages: int) -> list[list[int]]:
-    """Pages that no two sequences share."""
-    return rng.permutation(num_pages)[: batch * max_pages].reshape(batch, max_pages).tolist()
 
 
 def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torch.device) -> Tensor:
@@ -30,20 +24,6 @@ def payload(shape: tuple[int, ...], dtype: torch.dtype, layer: int, device: torc
 
 def raw(t: Tensor) -> Tensor:
     return t.contiguous().view(torch.uint8)
-
-
-def storage_and_views(layout: str, pages: int, page_size: int, heads: int, dim: int, dtype, device):
-    """Storage full of payload, and K and V cache views [pages, page_size, heads, dim] of it as engines lay them out."""
-    storage = payload(storage_shape(layout, pages, page_size, heads, dim), dtype, LAYOUTS.index(layout), device)
-    return storage, *views_of(storage, layout)
-
-
-def clones(storages: list[Tensor], views: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    copies = [storage.clone() for storage in storages]
-    owner = {storage.untyped_storage().data_ptr(): copy for storage, copy in zip(storages, copies, strict=True)}
-    return copies, [
-        torch.as_strided(owner[v.untyped_storage().data_ptr()], v.shape, v.stride(), v.storage_offset()) for v in views
-    ]
 
 
 def prepared_compact(caches: list[Tensor], *moves: Tensor, **named: Tensor) -> Tensor:

@@ -180,18 +180,18 @@ def _compactions() -> Iterator[Case]:
         paths = [_path(tree.parents.tolist()) for tree in trees]
         table = random_table(page_size, 4, -(-110 // page_size), 4 * -(-110 // page_size))
         num_accepted = [len(path) - 1 for path in paths]
-        yield _compaction(f"page {page_size}", table, [3, 40, 7, 0], paths, num_accepted, page_size)
-        yield _compaction(
+        yield compaction(f"page {page_size}", table, [3, 40, 7, 0], paths, num_accepted, page_size)
+        yield compaction(
             f"page {page_size}/prepared", table, [3, 40, 7, 0], paths, num_accepted, page_size, prepared=True
         )
     table = random_table(0, 2, 65, 130)
     chain = random_tree(5, 1000, 2).parents.tolist()
     paths = [_path(chain), [0, 999]]
-    yield _compaction("1000 nodes", table, [11, 5], paths, [len(paths[0]) - 1, 1], 16)
-    yield _compaction("no sequence", [], [], [], [], 16)
-    yield _compaction("idle", [[0, 1], [2, 3], [4, 5]], [-1, 2, 4], [[0, 2, 3], [-1], [0, 1]], [2, 1, 0], 4)
+    yield compaction("1000 nodes", table, [11, 5], paths, [len(paths[0]) - 1, 1], 16)
+    yield compaction("no sequence", [], [], [], [], 16)
+    yield compaction("idle", [[0, 1], [2, 3], [4, 5]], [-1, 2, 4], [[0, 2, 3], [-1], [0, 1]], [2, 1, 0], 4)
     bad = [[0, 2, -5, 7, 2**31 - 1], [0, 3, 4], [0, 3, 4]]
-    yield _compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4, pages=4)
+    yield compaction("bad ids", [[0, 99], [-3, 1], [2, 3]], [1, 2, 2**31 - 2], bad, [99, 2, 2], 4, pages=4)
 
 
 def _path(parents: list[int]) -> list[int]:
@@ -202,7 +202,7 @@ def _path(parents: list[int]) -> list[int]:
     return path[::-1]
 
 
-def _compaction(
+def compaction(
     name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
     page_size: int, pages: int | None = None, prepared: bool = False,
 ) -> Case:  # fmt: skip
@@ -220,20 +220,21 @@ def _compaction(
     ]
     storages.append(normal(pages, page_size, 576, seed=5).bfloat16())
     storages.append(normal(pages, page_size, seed=6))
-    storages.append(torch.randint(-99, 99, (pages, page_size + 2, 5), generator=seeded(7)).to(torch.int8))
+    for kind, shape in ((torch.int8, (pages, page_size + 2, 5)), (torch.int16, (3, 4, pages, 2, page_size, 6))):
+        storages.append(torch.randint(-99, 99, shape, generator=seeded(7)).to(kind))
 
     def caches_of(given: list[Tensor]) -> list[Tensor]:
         views = [view for storage, layout in zip(given, LAYOUTS, strict=False) for view in views_of(storage, layout)]
-        latent, scales, odd = given[len(LAYOUTS) :]
-        return [*views, latent, scales, odd[:, 1:-1, ::2]]
+        latent, scales, odd, deep = given[len(LAYOUTS) :]
+        return [*views, latent, scales, odd[:, 1:-1, ::2], deep.permute(2, 4, 0, 3, 1, 5)[..., :5]]
 
     def results(seq_lens: Tensor, given: list[Tensor]) -> Results:
         return {"seq_lens": seq_lens, **{f"storage {i}": storage for i, storage in enumerate(given)}}
 
     def run(place: Place) -> Results:
         given = place.put(storages)
-        page_table = int32(table).view(len(table), len(table[0]) if table else 2)
-        paths_ = int32(accept_index).view(len(table), width)
+        page_table = int32([[*row, 0] for row in table]).view(len(table), -1 if table else 2)[:, :-1]  # of longer rows
+        paths_ = int32([[*row, 2**31 - 1] for row in accept_index]).view(len(table), width + 1)[:, :-1]
         arguments = place.put((page_table, int32(start), paths_, int32(num_accepted)))
         if prepared:
             with torch.inference_mode():
