@@ -50,28 +50,30 @@ def cases() -> Iterator[Case]:
     for interleaved in (False, True):
         for dtype in ("fp32", "fp16", "bf16"):
             for angles in dict.fromkeys(("fp32", dtype)):
-                yield _case(Rope(dtype, dtype, angles, interleaved=interleaved))
-                yield _case(Rope(dtype, "fp8", angles, 96, 24, 8, interleaved, scale="head", in_place=True))
+                yield rope_case(Rope(dtype, dtype, angles, interleaved=interleaved))
+                yield rope_case(Rope(dtype, "fp8", angles, 96, 24, 8, interleaved, scale="head", in_place=True))
             # Neither rows nor columns come in pieces of 16 bytes.
-            yield _case(Rope(dtype, dtype, dtype, 10, 6, 3, interleaved, "packed", in_place=True))
-            yield _case(Rope(dtype, "fp8", "fp32", 9, 8, 1, interleaved, "padded", scale="scalar"))
-        yield _case(Rope(head_dim=576, rotary_dim=64, start=512, interleaved=interleaved, layout="latent", kv_heads=1))
+            yield rope_case(Rope(dtype, dtype, dtype, 10, 6, 3, interleaved, "packed", in_place=True))
+            yield rope_case(Rope(dtype, "fp8", "fp32", 9, 8, 1, interleaved, "padded", scale="scalar"))
+        yield rope_case(
+            Rope(head_dim=576, rotary_dim=64, start=512, interleaved=interleaved, layout="latent", kv_heads=1)
+        )
         small = Rope(
             "fp16", "fp8", "fp32", 72, 16, 56, interleaved, "latent", kv_heads=1, scale="scalar", in_place=True
         )
-        yield _case(small)
+        yield rope_case(small)
     for layout in LAYOUTS:
-        yield _case(Rope(head_dim=80, rotary_dim=32, layout=layout))
-    yield _case(Rope("fp16", "fp16", head_dim=256, rotary_dim=128, heads=9))
-    yield _case(Rope(rotary_dim=0))
-    yield _case(Rope(rotary_dim=0, cache_dtype="fp8", in_place=True))
-    yield _case(Rope(head_dim=2, rotary_dim=2, heads=1, kv_heads=1))
-    yield _case(Rope(tokens=0))
-    yield _case(Rope(heads=0))
-    yield _case(Rope(kv_heads=0))
+        yield rope_case(Rope(head_dim=80, rotary_dim=32, layout=layout))
+    yield rope_case(Rope("fp16", "fp16", head_dim=256, rotary_dim=128, heads=9))
+    yield rope_case(Rope(rotary_dim=0))
+    yield rope_case(Rope(rotary_dim=0, cache_dtype="fp8", in_place=True))
+    yield rope_case(Rope(head_dim=2, rotary_dim=2, heads=1, kv_heads=1))
+    yield rope_case(Rope(tokens=0))
+    yield rope_case(Rope(heads=0))
+    yield rope_case(Rope(kv_heads=0))
 
 
-def _case(rope: Rope) -> Case:
+def rope_case(rope: Rope) -> Case:
     dtype, latent = DTYPES[rope.dtype], rope.layout == "latent"
     kv_heads, dim, tokens = rope.kv_heads, rope.head_dim, rope.tokens
     shape = (kv_heads, dim, DTYPES[rope.cache_dtype])
