@@ -29,6 +29,8 @@ from pagedtree.testing import backends
 
 __all__ = ["main"]
 
+# Options that `generate` has by the same names.
+PASSED = ("max_new_tokens", "n", "page_size", "num_pages", "min_new_tokens", "logprobs", "cuda_graph", "pack_weights")
 FILTERS = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # White space in front of a part of a JSON text: a line break, and four levels of four blanks are indented.
@@ -60,24 +62,17 @@ def main(argv: Sequence[str]) -> int:
             model,
             [prompt],
             drafter=drafter,
-            max_new_tokens=args.max_new_tokens,
             params=params,
             seeds=range(args.seed or 0, (args.seed or 0) + args.n),
-            page_size=args.page_size,
-            num_pages=args.num_pages,
-            n=args.n,
             eos_token_id=eos_ids,
             stop_strings=args.stop,
             tokenizer=tokenizer,
             rule=rule,
-            cuda_graph=args.cuda_graph,
-            pack_weights=args.pack_weights,
             callback=printer.add,
             options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
-            min_new_tokens=args.min_new_tokens,
             grammars=grammars,
-            logprobs=args.logprobs,
             generation_config=not args.no_generation_config,
+            **{name: getattr(args, name) for name in PASSED},
         )
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)

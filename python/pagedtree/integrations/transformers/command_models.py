@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,24 +57,23 @@ def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {size}")
     if args.rule == "block":
         sizes = {"width": 1, **sizes}
+    if args.medusa and (args.depth or args.width):
+        raise ValueError("--depth, --width: not with --medusa, whose trees take shape by their scores")
     if args.draft:
         return ModelDrafter(_load_draft(args, model), law=args.draft_law, **_deep(sizes))
-    if args.medusa:
-        if args.depth or args.width:
-            raise ValueError("--depth, --width: not with --medusa, whose trees take shape by their scores")
-        with errors_of("--medusa", args.medusa):
-            return MedusaDrafter(MedusaHeads.from_pretrained(args.medusa, model), args.num_nodes or NUM_NODES)
-    if args.eagle:
-        with errors_of("--eagle", args.eagle):
-            return EagleDrafter(EagleHead.from_pretrained(args.eagle, model), **_deep(sizes))
-    if args.drafter:
-        with errors_of("--drafter", args.drafter):
-            return load_drafter(args.drafter, model, **sizes)
-    if args.block:  # as deep as its blocks are long
-        with errors_of("--block", args.block):
-            return BlockDrafter(BlockDraftModel.from_pretrained(args.block, model), **sizes)
     if args.ngram:
         return NgramDrafter(**{SIZES[name]: size for name, size in sizes.items()})
+    heads: dict[str, Callable[[str], Drafter]] = {
+        "medusa": lambda path: MedusaDrafter(MedusaHeads.from_pretrained(path, model), args.num_nodes or NUM_NODES),
+        "eagle": lambda path: EagleDrafter(EagleHead.from_pretrained(path, model), **_deep(sizes)),
+        "drafter": lambda path: load_drafter(path, model, **sizes),
+        "block": lambda path: BlockDrafter(BlockDraftModel.from_pretrained(path, model), **sizes),
+    }
+    for name, load in heads.items():
+        path = getattr(args, name)
+        if path is not None:
+            with errors_of(f"--{name}", path):
+                return load(path)
     return None
 
 
