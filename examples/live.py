@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree.integrations.transformers import Drafter, GenerationStats, StepResult, generate
+from pagedtree.integrations.transformers import Drafter, GenerationStats, generate
 
 __all__ = ["compare_live", "fastest", "first_difference"]
 
@@ -70,19 +70,12 @@ def compare_live(
     decode: Callable[[list[int]], str],
     *,
     max_new_tokens: int,
-    on_step: Callable[[StepResult], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Completes `prompt` without drafts (drafters["plain"]) and with the other drafter; returns both sequences.
-
-    on_step: of the second run.
-    """
+    """Completes `prompt` without drafts (drafters["plain"]) and with the other drafter; returns both sequences."""
     texts, seconds = [], []
     for name, make in drafters.items():
         progress = Progress(name, max_new_tokens, decode)
-        traced = on_step if texts else None
-        sequences, stats = generate(
-            model, [prompt], drafter=make(), max_new_tokens=max_new_tokens, callback=progress, on_step=traced
-        )
+        sequences, stats = generate(model, [prompt], drafter=make(), max_new_tokens=max_new_tokens, callback=progress)
         texts.append(sequences[0])
         seconds.append(stats.wall_time)
         remark = (

@@ -11,30 +11,13 @@ __all__ = ["HELD_OUT", "STDLIB", "held_out_files", "prompts", "read", "training_
 STDLIB = Path(sysconfig.get_path("stdlib"))
 
 HELD_OUT = (
-    "argparse.py",
-    "contextlib.py",
-    "csv.py",
-    "fractions.py",
-    "heapq.py",
-    "json/decoder.py",
-    "shlex.py",
-    "statistics.py",
-    "string.py",
-    "textwrap.py",
+    *("argparse.py", "contextlib.py", "csv.py", "fractions.py", "heapq.py", "json/decoder.py", "shlex.py"),
+    *("statistics.py", "string.py", "textwrap.py"),
 )
 
 # Third-party packages, tests, and modules that are tables rather than code.
-_SKIPPED_DIRECTORIES = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "encodings",
-    "pydoc_data",
-    "__pycache__",
-}
+_SKIPPED_DIRECTORIES = {"site-packages", "dist-packages", "__pycache__", "encodings", "lib2to3", "pydoc_data"}
+_SKIPPED_DIRECTORIES |= {"test", "tests", "idle_test"}
 # Written when the interpreter is built: these record the paths of the machine that built it.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 

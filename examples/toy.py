@@ -17,7 +17,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +47,20 @@ PAGE_SIZE = 16
 TRIAL_TOKENS = 96
 
 
-@dataclass
-class Run:
-    """One row of the table."""
+Row = dict[str, Any]  # of a table
 
-    sampling: str
-    drafter: str
-    sequences: list[Tensor]
-    stats: GenerationStats
-    identical: bool | None = True  # None: the rule does not promise it
 
-    def figures(self) -> dict[str, Any]:
-        return {
-            "sampling": self.sampling,
-            "drafter": self.drafter,
-            "tokens_per_step": self.stats.tokens_per_step,
-            "accepted_length": self.stats.mean_accepted,
-            "tokens_per_second": self.stats.tokens_per_second,
-            "time_to_first_token_ms": self.stats.time_to_first_token * 1e3,
-            "identical": self.identical,
-        }
+def row_of(sampling: str, drafter: str, stats: GenerationStats, identical: bool | None) -> Row:
+    """identical: whether the text is that of plain decoding; None: the rule does not promise it."""
+    return {
+        "sampling": sampling,
+        "drafter": drafter,
+        "tokens_per_step": stats.tokens_per_step,
+        "accepted_length": stats.mean_accepted,
+        "tokens_per_second": stats.tokens_per_second,
+        "time_to_first_token_ms": stats.time_to_first_token * 1e3,
+        "identical": identical,
+    }
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Drafter | None]]]:
@@ -80,19 +73,16 @@ def load(args: argparse.Namespace) -> tuple[Any, Any, dict[str, Callable[[], Dra
     heads = MedusaHeads.from_pretrained(args.checkpoints / "medusa", target)
     head = EagleHead.from_pretrained(args.checkpoints / "eagle", target)
     block = BlockDraftModel.from_pretrained(args.checkpoints / "block", target)
-    return (
-        target,
-        draft,
-        {
-            "plain": lambda: None,
-            "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
-            "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
-            "Medusa tree": lambda: MedusaDrafter(heads, 16),
-            "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
-            "block tree": lambda: BlockDrafter(block, num_nodes=16),
-            "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
-        },
-    )
+    drafters: dict[str, Callable[[], Drafter | None]] = {
+        "plain": lambda: None,
+        "n-gram chain": lambda: NgramDrafter(8, max_branches=1),
+        "n-gram tree": lambda: NgramDrafter(16, max_branches=6, max_depth=8),
+        "Medusa tree": lambda: MedusaDrafter(heads, 16),
+        "EAGLE-3 tree": lambda: EagleDrafter(head, num_nodes=16, depth=5, width=3),
+        "block tree": lambda: BlockDrafter(block, num_nodes=16),
+        "draft-model tree": lambda: ModelDrafter(draft, num_nodes=16, depth=5, width=3),
+    }
+    return target, draft, drafters
 
 
 # Drafter of the second table, and the rules that judge what it draws.
@@ -114,21 +104,18 @@ def rule_drafters(draft: Any) -> dict[str, Callable[[], Drafter]]:
     }
 
 
-def same_text(plain: Run, run: Run) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(plain.sequences, run.sequences, strict=True))
+def same_text(plain: Sequence[Tensor], drafted: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(plain, drafted, strict=True))
 
 
-def print_table(runs: list[Run]) -> None:
+def print_table(rows: list[Row]) -> None:
     verdicts = {True: "yes", False: "NO", None: "-"}
-    print(
-        f"\n{'sampling':18} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8} ",
-        "identical",
-    )
-    for run in runs:
-        f = run.figures()
+    head = f"{'sampling':18} {'drafter':24} {'tokens/step':>11} {'accepted':>9} {'tokens/s':>9} {'TTFT ms':>8}"
+    print(f"\n{head}  identical")
+    for row in rows:
         print(
-            f"{f['sampling']:18} {f['drafter']:24} {f['tokens_per_step']:11.2f} {f['accepted_length']:9.2f}"
-            f" {f['tokens_per_second']:9.1f} {f['time_to_first_token_ms']:8.0f}  {verdicts[run.identical]}"
+            f"{row['sampling']:18} {row['drafter']:24} {row['tokens_per_step']:11.2f} {row['accepted_length']:9.2f}"
+            f" {row['tokens_per_second']:9.1f} {row['time_to_first_token_ms']:8.0f}  {verdicts[row['identical']]}"
         )
 
 
@@ -178,47 +165,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  first difference: {first_difference([alone], [drafted], model)}")
     print(f"\nall {len(batch)} prompts in one batch, {args.max_new_tokens} tokens each:", flush=True)
 
-    def complete(
-        drafter: Drafter | None, params: SamplingParams | None, rule: str = "auto"
-    ) -> tuple[list[Tensor], Any]:
+    def complete(drafter: Drafter | None, params: SamplingParams | None, rule: str = "auto") -> tuple[Any, Any]:
         print(f"  {sampling}: {name}, {rule} ...", file=sys.stderr)
-        sequences, stats = generate(
-            model,
-            batch,
-            drafter=drafter,
-            max_new_tokens=args.max_new_tokens,
-            params=params,
-            page_size=PAGE_SIZE,
-            rule=rule,
-        )
-        return list(sequences), stats
+        how = {"max_new_tokens": args.max_new_tokens, "params": params, "page_size": PAGE_SIZE, "rule": rule}
+        return generate(model, batch, drafter=drafter, **how)
 
-    runs: list[Run] = []
+    rows: list[Row] = []
+    completions = []
     for sampling, params in samplings.items():
-        plain: Run | None = None
+        plain: Sequence[Tensor] = ()
         for name, make in drafters.items():
-            run = Run(sampling, name, *complete(make(), params))
-            plain = plain or run
-            run.identical = same_text(plain, run)
-            if not run.identical:
-                difference = first_difference(plain.sequences, run.sequences, model)
-                print(f"  {sampling}, {name}: first difference: {difference}")
-            runs.append(run)
-    rule_runs: list[Run] = []
+            sequences, stats = complete(make(), params)
+            plain = plain or sequences
+            rows.append(row_of(sampling, name, stats, same_text(plain, sequences)))
+            if not rows[-1]["identical"]:
+                print(f"  {sampling}, {name}: first difference: {first_difference(plain, sequences, model)}")
+        completions.append(decode(plain[0][len(batch[0]) :].tolist()))
+    rule_rows: list[Row] = []
     makers = rule_drafters(draft)
     for name, rule in ((name, rule) for name, rules in RULES.items() for rule in rules):
-        run = Run(sampling, f"{name}, {rule}", *complete(makers[name](), params, rule))
-        run.identical = same_text(plain, run) if rule == "sampled" else None
-        rule_runs.append(run)
-    print_table(runs)
-    print_table(rule_runs)
+        sequences, stats = complete(makers[name](), params, rule)
+        identical = same_text(plain, sequences) if rule == "sampled" else None
+        rule_rows.append(row_of(sampling, f"{name}, {rule}", stats, identical))
+    print_table(rows)
+    print_table(rule_rows)
     print("typical is lossy: it favours likely drafts. The other rules leave the distribution of the text as it is.")
-    runs += rule_runs
-    completion = decode(runs[0].sequences[0][len(batch[0]) :].tolist())
-    print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completion}")
+    rows += rule_rows
+    print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completions[0]}")
     if args.json:
-        args.json.write_text(json.dumps([run.figures() for run in runs], indent=1) + "\n")
-    is_wrong |= any(run.identical is False for run in runs)
+        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    is_wrong |= any(row["identical"] is False for row in rows)
     if is_wrong and args.dtype == "float32":
         print("output differs from plain decoding", file=sys.stderr)
         return 1

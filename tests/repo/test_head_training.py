@@ -206,6 +206,7 @@ def test_prompts_are_read_from_files(tmp_path):
             read_prompts(tmp_path / "b.json")
 
 
+@pytest.mark.slow  # reads all of the standard library
 def test_what_is_learnt_is_not_what_is_tried():
     from prompts.training import training_prompts
     from real_prompts import held_out
