@@ -31,34 +31,6 @@ def state_of(parents: list[list[int]], scores: list[list[float]]) -> DraftState:
     )
 
 
-@st.composite
-def scored_candidates(draw: st.DrawFn) -> tuple[list[int], list[float]]:
-    """Candidates whose scores never rise along a path; many ties, some absent."""
-    count = draw(st.integers(1, 40))
-    parents, scores = [-1], [0.0]
-    for c in range(1, count):
-        parent = draw(st.integers(0, c - 1))
-        step = draw(st.sampled_from([0.0, 0.0, 0.5, 0.5, 1.0, math.inf]))
-        parents.append(parent)
-        scores.append(scores[parent] - step)
-    return parents, scores
-
-
-@given(scored_candidates(), st.integers(1, 45))
-def test_rerank(backend: str, candidates: tuple[list[int], list[float]], num_nodes: int) -> None:
-    parents, scores = candidates
-    draft = rerank_tree(state_of([parents, parents], [scores, scores]), num_nodes, active=torch.tensor([False, True]))
-    present = [c for c, score in enumerate(scores) if score > -math.inf]
-    chosen = sorted(sorted(present, key=lambda c: (-scores[c], c))[:num_nodes])
-    finished, (tokens, new_parents) = packed_trees(draft)
-    assert finished == ([], [])
-    assert tokens == [c + 100 for c in chosen]
-    assert new_parents == [chosen.index(parents[c]) if c else -1 for c in chosen]  # an orphan raises here
-    assert draft.node_map is not None
-    assert draft.node_map.tolist() == [c + 1000 for c in chosen] + [-1] * (2 * num_nodes - len(chosen))
-    assert draft.trees.valid.tolist() == [False, True]
-
-
 @given(st.integers(0, 2**31))
 def test_rerank_survives_garbage(backend: str, seed: int) -> None:
     generator = seeded(seed)

@@ -25,32 +25,6 @@ def tree_parents(draw: st.DrawFn, max_nodes: int = 70) -> list[int]:
     return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
 
 
-def link(parents: list[int], max_nodes: int, max_depth: int) -> tuple[list[int], list[frozenset[int]], bool]:
-    """Depth, visible nodes and validity of a tree whose parents may be anything."""
-    rows, valid = loops.link(parents, max_nodes, max_depth)
-    return [row.depth for row in rows], [row.visible for row in rows], valid
-
-
-def children_of(parents: list[int], depths: list[int]) -> list[list[int]]:
-    reachable = [i for i in range(1, len(parents)) if depths[i] > 0]
-    return [[i for i in reachable if parents[i] == node] for node in range(len(parents))]
-
-
-def walk_links(tree_first_child: list[int], tree_next_sibling: list[int], node: int) -> list[int]:
-    child, found = tree_first_child[node], []
-    while child >= 0:
-        found.append(child)
-        child = tree_next_sibling[child]
-    return found
-
-
-def mask_sets(mask: Tensor) -> list[set[int]]:
-    """The set bits of each mask row."""
-    return [
-        {32 * w + bit for w, word in enumerate(row) for bit in range(32) if (word >> bit) & 1} for row in mask.tolist()
-    ]
-
-
 # DraftTree ------------------------------------------------------------------------------------------------------------
 
 
@@ -58,17 +32,17 @@ def mask_sets(mask: Tensor) -> list[set[int]]:
 def test_draft_tree(parents: list[int]) -> None:
     tree = DraftTree.from_parents(parents)
     n = len(parents)
-    depths, visible, _ = link(parents, n, n)
+    rows, _ = loops.link(parents, n, n)
     assert tree.num_nodes == n
     assert tree.parents.tolist() == parents
-    assert tree.depths.tolist() == depths
-    assert tree.max_depth == max(depths)
+    assert tree.max_depth == max(row.depth for row in rows)
+    for name in ("depth", "first_child", "next_sibling"):
+        assert getattr(tree, {"depth": "depths"}.get(name, name)).tolist() == [getattr(row, name) for row in rows]
     assert tree.mask.dtype == bool and tree.mask.shape == (n, n)
-    assert [set(np.flatnonzero(row).tolist()) for row in tree.mask] == visible
-    children = children_of(parents, depths)
+    assert [frozenset(np.flatnonzero(row).tolist()) for row in tree.mask] == [row.visible for row in rows]
     for node in range(n):
-        assert walk_links(tree.first_child.tolist(), tree.next_sibling.tolist(), node) == children[node]
-        assert [tree.child_ranks[child] for child in children[node]] == list(range(len(children[node])))
+        children = [child for child in range(1, n) if parents[child] == node]
+        assert [tree.child_ranks[child] for child in children] == list(range(len(children)))
     assert tree.child_ranks[0] == -1
     for array in (tree.parents, tree.depths, tree.first_child, tree.next_sibling, tree.child_ranks):
         assert array.dtype == np.int32 and array.shape == (n,)
@@ -166,42 +140,16 @@ def test_parents_are_copied() -> None:
 
 def check_batch(batch: TreeBatch, trees: list[list[int]]) -> None:
     """The whole batch, padding included, against the plain loops."""
-    offsets = np.concatenate([[0], np.cumsum([len(t) for t in trees])]).astype(int).tolist()
-    depths, first, sibling = batch.depths.tolist(), batch.first_child.tolist(), batch.next_sibling.tolist()
-    seen = mask_sets(batch.mask)
-    assert batch.mask.shape == (batch.parents.shape[0], -(-batch.max_nodes // 32))
-    for b, parents in enumerate(trees):
-        rows = slice(offsets[b], offsets[b + 1])
-        expected_depths, visible, valid = link(parents, batch.max_nodes, batch.max_depth)
-        assert depths[rows] == expected_depths
-        assert seen[rows] == visible
-        assert bool(batch.valid[b]) is valid
-        children = children_of(parents, expected_depths)
-        linked: set[int] = set()
-        for node in range(len(parents)):
-            assert walk_links(first[rows], sibling[rows], node) == children[node]
-            linked.update(children[node])
-        assert all(sibling[rows][node] == -1 for node in range(len(parents)) if node not in linked)
-    assert set(depths[offsets[-1] :]) <= {-1}
-    assert set(first[offsets[-1] :]) <= {-1} and set(sibling[offsets[-1] :]) <= {-1}
-    assert all(not bits for bits in seen[offsets[-1] :])
-
-
-@given(
-    trees=st.lists(st.one_of(tree_parents(40), st.lists(st.integers(-3, 45), max_size=40)), max_size=5),
-    max_nodes=st.integers(1, 45),
-    max_depth=st.integers(0, 12),
-    padding=st.integers(0, 9),
-)
-@example(trees=[[-1] * 40, [5, 0, 1]], max_nodes=40, max_depth=40, padding=1)
-@example(trees=[[-1, 0, 7, 2, 3, 1]], max_nodes=6, max_depth=6, padding=0)  # descendants of an unreachable node
-def test_build_trees(backend, device, trees, max_nodes, max_depth, padding) -> None:
-    flat = [p for t in trees for p in t] + [0] * padding
-    cu_nodes = np.concatenate([[0], np.cumsum([len(t) for t in trees])]).astype(np.int32)
-    batch = build_trees(
-        int32(flat, device), torch.from_numpy(cu_nodes).to(device), max_nodes=max_nodes, max_depth=max_depth
+    linked = [loops.link(parents, batch.max_nodes, batch.max_depth) for parents in trees]
+    rows = [row for tree in linked for row in tree.rows]
+    # One row more than there are, so that there is one.
+    depths, first_child, next_sibling, visible = zip(
+        *rows, *[loops.PADDING] * (len(batch.parents) - len(rows)), loops.PADDING, strict=True
     )
-    check_batch(batch, trees)
+    assert batch.depths.tolist() == [*depths[:-1]]
+    assert batch.first_child.tolist() == [*first_child[:-1]] and batch.next_sibling.tolist() == [*next_sibling[:-1]]
+    assert batch.mask.cpu().equal(loops.words_of(visible[:-1], -(-batch.max_nodes // 32)))
+    assert batch.valid.tolist() == [tree.valid for tree in linked]
 
 
 @pytest.mark.each_value
@@ -234,14 +182,6 @@ def test_from_trees(backend, device, parents: list[list[int]]) -> None:
     assert batch.max_nodes == max((t.num_nodes for t in trees), default=1)
     assert batch.max_depth == max((t.max_depth for t in trees), default=0)
     assert [batch.tree(b).parents.tolist() for b in range(len(trees))] == parents
-
-
-def test_offsets_out_of_range_stay_inside(backend, device) -> None:
-    parents = int32([-1, 0, 0, 1], device)
-    for offsets in ([0, 99], [-5, 4], [0, 3, 1, 4], [4, 0], [-(2**31), 2**31 - 1], [2, 2**31 - 1, -1]):
-        batch = build_trees(parents, int32(offsets, device), max_nodes=4, max_depth=3)
-        assert batch.depths.min() >= -1 and batch.depths.max() <= 3
-        assert batch.first_child.max() < 4 and batch.next_sibling.max() < 4
 
 
 def test_arguments_are_not_written(backend, device) -> None:

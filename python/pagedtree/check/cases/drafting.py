@@ -62,6 +62,7 @@ def _expansions() -> Iterator[Case]:
                 f"{law}/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), 6, 3, law=law, params=SAMPLINGS[params]
             )
         ordinary = normal(12, 130, seed=4) * 3
+        yield _expansion(f"{law}/inactive sequences", ordinary, 5, 5, law=law, params=SAMPLINGS["top-p"], active=True)
         yield _expansion(f"{law}/joint filters", ordinary.bfloat16(), 5, 5, law=law, params=JOINT)
         for dtype in ("fp32", "bf16"):
             rows = hostile_rows(130, DTYPES[dtype])
