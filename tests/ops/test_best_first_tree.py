@@ -52,25 +52,6 @@ def expect_tree(log_probs: Tensor, tokens: Tensor, roots: Tensor, num_nodes: int
     return trees
 
 
-@given(st.data())
-def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
-    batch, levels, width = (data.draw(st.integers(*bounds)) for bounds in ((0, 3), (0, 5), (0, 40)))
-    kind = data.draw(st.sampled_from(["few values", "steps", "normal"]))
-    in_order = data.draw(st.sampled_from(["none", "all", "even"]))
-    generator = seeded(data.draw(st.integers(0, 2**31)))
-    shape = (batch, levels, width)
-    if kind == "normal":
-        log_probs = torch.randn(shape, generator=generator).mul(2).log_softmax(-1) if width else torch.zeros(shape)
-    else:
-        values = torch.tensor(STEPS if kind == "steps" else STEPS[:4])
-        log_probs = values[torch.randint(0, len(values), shape, generator=generator)]
-    if in_order != "none":  # of levels: those are not searched
-        chosen = log_probs if in_order == "all" else log_probs[:, ::2]
-        ranked = chosen.nan_to_num(-math.inf, posinf=5.0, neginf=-math.inf).sort(dim=-1, descending=True)
-        chosen.copy_(chosen.gather(-1, ranked.indices))
-    expect_tree(log_probs, numbered(shape), torch.arange(batch) + 7, data.draw(st.integers(1, 70)))
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("num_nodes", [64, 65, 256, 257, 700])
 @pytest.mark.parametrize("values", [STEPS[:4], [-0.5], 64, 1024], ids=["few values", "one value", "64ths", "1024ths"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from draft_checks import packed_trees
-from hypothesis import given
-from hypothesis import strategies as st
 from step_case import int32
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
@@ -65,34 +63,6 @@ def test_ngram_cases(
     options = {"max_nodes": 16, "max_depth": 4} | options
     assert ngram_tree(history, **options) == (tokens, parents)  # type: ignore[arg-type]
     assert propose(history, **options) == (tokens, parents)
-
-
-@given(st.data())
-def test_ngram(backend: str, data: st.DataObject) -> None:
-    token = st.integers(-1, data.draw(st.sampled_from([0, 1, 3, 9])))
-    histories = data.draw(st.lists(st.lists(token, max_size=60), min_size=1, max_size=3))
-    extras = [data.draw(st.lists(token, max_size=40)) for _ in histories]
-    min_ngram = data.draw(st.integers(1, 4))
-    options = {
-        "max_nodes": data.draw(st.integers(1, 40)),
-        "max_depth": data.draw(st.integers(0, 12)),
-        "min_ngram": min_ngram,
-        "max_ngram": data.draw(st.integers(min_ngram, 6)),
-        "max_branches": data.draw(st.integers(0, 9)),
-    }
-    width = max(map(len, histories))
-    history = torch.full((len(histories), width + 5), 3)[:, :width]  # strided; what is past the length does not count
-    extra = torch.full((len(extras), 43), -1)[:, :40]
-    for b, (tokens, more) in enumerate(zip(histories, extras, strict=True)):
-        history[b, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        extra[b, : len(more)] = torch.tensor(more, dtype=torch.int64)
-    draft = ngram_propose(history, int32([len(h) for h in histories]), extra=extra, **options)
-    expected = [
-        ngram_tree(tokens, extra=extra[b].tolist(), **options)  # type: ignore[arg-type]
-        for b, tokens in enumerate(histories)
-    ]
-    assert packed_trees(draft) == expected
-    assert draft.trees.valid.tolist() == [len(tokens) > 0 for tokens in histories]
 
 
 def test_ngram_garbage_lengths_and_finished(backend: str) -> None:

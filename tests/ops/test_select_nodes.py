@@ -56,24 +56,6 @@ def expect_selection(trees: TreeBatch, survival: Tensor, budget: int, limit: Ten
     return kept
 
 
-@given(st.data())
-def test_equals_plain_loops(backend: str, data: st.DataObject) -> None:
-    sizes = data.draw(st.lists(st.integers(0, 45), max_size=20))
-    generator = seeded(data.draw(st.integers(0, 2**31)))
-    trees = batch_of(sizes, generator, data.draw(st.integers(1, 40)), data.draw(st.integers(0, 3)))
-    rows = len(trees.parents)
-    values = torch.tensor([0.0, 0.25, 0.25, 0.5, 1.0, -1.0, math.nan, math.inf, -math.inf, 1e-40])
-    survival = {
-        "ties": values[torch.randint(0, 4, (rows,), generator=generator)],
-        "hostile": values[torch.randint(0, len(values), (rows,), generator=generator)],
-        "random": torch.rand(rows, generator=generator),
-        "equal": torch.ones(rows),
-    }[data.draw(st.sampled_from(["ties", "hostile", "random", "equal"]))]
-    budget = data.draw(st.integers(0, sum(sizes) + 5))
-    limit = data.draw(st.none() | st.integers(-3, sum(sizes) + 9))
-    expect_selection(trees, survival, budget, None if limit is None else int32([limit]))
-
-
 @pytest.mark.parametrize("ctas", [1, 2, 16])
 def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, ctas: int) -> None:
     """A GPU without clusters gives one CTA all trees."""
@@ -96,22 +78,6 @@ def test_a_small_batch(backend: str) -> None:
     kept, node_map = select_nodes(trees, survival, 6, limit=int32([3]))
     assert node_map.tolist() == [0, 2, 5, -1, -1, -1] and kept.cu_nodes.tolist() == [0, 2, 3]
     assert kept.depths.tolist() == [0, 1, 0, -1, -1, -1] and kept.mask.flatten().tolist() == [1, 3, 1, 0, 0, 0]
-
-
-def test_roots_are_always_kept(backend: str) -> None:
-    trees = batch_of([3, 1, 5, 4], seeded(1))
-    for survival in (torch.zeros(13), torch.full((13,), math.nan), torch.ones(13)):
-        for budget, limit in [(0, None), (3, None), (4, None), (13, 0), (13, -(2**31)), (13, 2)]:
-            _, node_map = select_nodes(trees, survival, budget, limit=None if limit is None else int32([limit]))
-            assert node_map.tolist() == [0, 3, 4, 9] + [-1] * (max(budget, 4) - 4)
-
-
-def test_a_root_bounds_its_tree(backend: str) -> None:
-    trees = batch_of([3, 3], seeded(2), reach=1)
-    _, node_map = select_nodes(trees, torch.tensor([0.1, 1.0, 1.0, 1.0, 0.2, 0.15]), 4)
-    assert node_map.tolist() == [0, 3, 4, 5]
-    _, node_map = select_nodes(trees, torch.tensor([math.nan, 1.0, 1.0, 0.0, -3.0, 0.5]), 3)
-    assert node_map.tolist() == [0, 1, 3]  # all count 0
 
 
 def test_unreachable_rows_are_not_kept(backend: str) -> None:
@@ -152,18 +118,6 @@ def test_garbage_links(backend: str, seed: int, with_offsets: bool) -> None:
     linked = build_trees(kept.parents, kept.cu_nodes, max_nodes=11, max_depth=10)
     assert int((linked.depths >= 0).sum()) == offsets[-1]
     assert torch.equal(kept.mask, linked.mask) and torch.equal(kept.next_sibling, linked.next_sibling)
-
-
-def test_limit_changes_without_a_new_call(backend: str) -> None:
-    """One set of buffers, as in a captured graph: trees, survival and limit are read from the device."""
-    generator = seeded(4)
-    trees, limit = batch_of([20, 20, 20], generator), int32([0])
-    survival = torch.zeros(60)
-    for most in (3, 40, 11, 90):
-        survival.copy_(torch.rand(60, generator=generator))
-        limit.fill_(most)
-        kept = expect_selection(trees, survival, 50, limit)
-        assert int(kept.cu_nodes[-1]) == min(most, 50)
 
 
 def test_selected_trees_verify_like_trees_of_their_own(backend: str) -> None:
