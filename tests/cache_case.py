@@ -9,7 +9,6 @@ from torch import Tensor
 
 from pagedtree import PreparedCompaction
 
-PAGE_SIZES = [1, 7, 16, 61]
 FP8 = torch.float8_e4m3fn
 
 

@@ -1,49 +1,13 @@
-"""slot_mapping against plain loops; append_kv to fp8 and of nothing. Shapes and layouts: `test_cases.py`."""
+"""append_kv to fp8 and of nothing. Shapes, layouts and slot_mapping: `test_cases.py`."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from cache_case import FP8, PAGE_SIZES, raw
-from hypothesis import given
-from hypothesis import strategies as st
-from step_case import int32
+from cache_case import FP8, raw
 from torch import Tensor
 
-from pagedtree import append_kv, slot_mapping
-from pagedtree.reference.kv_cache import slot_of
-
-# slot_mapping ---------------------------------------------------------------------------------------------------------
-
-
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 130), st.integers(0, 70)), max_size=5),
-    page_size=st.sampled_from(PAGE_SIZES),
-    padding=st.integers(0, 5),
-    seed=st.integers(0, 99),
-)
-def test_slot_mapping(backend, device, lengths, page_size, padding, seed) -> None:
-    rng = np.random.default_rng(seed)
-    batch, max_pages = len(lengths), -(-200 // page_size)
-    table = rng.integers(0, 2**31, size=(batch, max_pages + 3))  # slots far past 2^31 too
-    for b, (prefix, new) in enumerate(lengths):  # entries past the sequence's pages are never read
-        table[b, -(-(prefix + new) // page_size) :] = -7
-    page_table = torch.from_numpy(table.astype(np.int32)).to(device)[:, :max_pages]
-    cu_seqlens_q = int32(np.concatenate([[0], np.cumsum([n for _, n in lengths])]).tolist(), device)
-    seq_lens = int32([prefix + n for prefix, n in lengths], device)
-    pages = table.tolist()
-    expected = [
-        slot_of(pages, b, p, page_size) for b, (start, n) in enumerate(lengths) for p in range(start, start + n)
-    ]
-    assert all(slot >= 0 for slot in expected)
-    slots = slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size, total_q=len(expected) + padding)
-    assert slots.dtype == torch.int64
-    assert slots.tolist() == expected + [-1] * padding
-    assert slot_mapping(page_table, seq_lens, cu_seqlens_q, page_size).tolist() == expected
-
-
-# append_kv ------------------------------------------------------------------------------------------------------------
+from pagedtree import append_kv
 
 
 def to_fp8(rows: Tensor, scale: Tensor | None) -> Tensor:
@@ -96,6 +60,3 @@ def test_append_nothing(backend, device) -> None:
 
 
 # 64-bit offsets -------------------------------------------------------------------------------------------------------
-
-
-# torch ----------------------------------------------------------------------------------------------------------------

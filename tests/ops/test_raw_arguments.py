@@ -136,6 +136,7 @@ def test_messages_name_what_is_wrong(message: str, call: Callable[[], Any]) -> N
 def test_slot_mapping_reads_its_offsets_last() -> None:
     """Without total_q they say how many rows there are: sizes come first."""
     table, lens, offsets = int32([[0, 1]]), int32([3]), int32([0, 3])
+    assert pt.slot_mapping(table, lens, offsets, 2).tolist() == [0, 1, 2]
     for page_size in (0, -16):
         with pytest.raises(ValueError, match=r"slot_mapping: `page_size` must be in 1\.\.2147483647, got -?\d+$"):
             pt.slot_mapping(table, lens, offsets, page_size)
