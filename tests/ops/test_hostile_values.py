@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from raw_case import raw_calls
 from shard_case import make_case
 from step_case import int32
 from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import distributed
-from pagedtree._ops import ops
-from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 
 FAR = 2**31 - 1
-WORDS = [ROW_WORDS, LEFT_WORDS, END_WORDS]
+WORDS = ("rows", "left", "ends", "received", "words", "masses")  # arguments of the raw ops that ranks exchange
 
 
 @pytest.fixture
@@ -135,53 +134,23 @@ def hostile_words(shape: tuple[int, ...], seed: int) -> Tensor:
 @pytest.mark.parametrize("draft_law", ["iid", "swor", "onehot"])
 def test_shard_ops_take_any_words(backend: str, device: torch.device, draft_law: str, seed: int) -> None:
     """Rows that did not come from the rounds before: nothing outside of the tensors is read or written."""
-    case = make_case(40, torch.float32, seed, device=str(device))
-    trees, n, b = case.trees, case.trees.parents.shape[0], case.trees.batch_size
+    undrawn = {"draft_probs": None, "draft_rows": None} if draft_law == "onehot" else {}
     count = iter(range(1000))
-
-    def words(*shape: int) -> Tensor:
-        return hostile_words(shape, 97 * seed + next(count)).to(device)
-
-    def guarded(width: int) -> tuple[Tensor, Tensor]:
-        buffer = torch.full((n + 2, width), 0x77, dtype=torch.int64, device=device)
-        buffer[1:-1] = words(n, width)
-        return buffer, buffer[1:-1]
-
-    tree_arguments = (
-        case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, trees.max_nodes,
-        trees.max_depth,
-    )  # fmt: skip
-    drafts = {
-        "draft_law": draft_law,
-        "draft_probs": None if draft_law == "onehot" else torch.rand(n, 40, device=device),
-    }
-    sampling = pt.SamplingParams(temperature=0.7, top_k=5, top_p=0.8).on(device)
-    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 40}
-    (rows_buffer, rows), (left_buffer, left) = guarded(WORDS[0]), guarded(WORDS[1])
-    for index in (0, 1, 1023):
-        *_, ends = ops.walk_shards(
-            rows, left, words(n, 2), words(n, 2), *tree_arguments, index=index, vocab=40, draft_law=draft_law,
-            **case.streams,
-        )  # fmt: skip
-        rows.copy_(words(n, WORDS[0]))
-        for round_, items in enumerate((n, n, b, b)):
-            ops.weigh_shards(
-                case.logits, rows, left, words(*ends.shape) if round_ > 1 else None,
-                words(items, 2) if round_ in (1, 3) else None,
-                torch.zeros(items, 1 if round_ == 3 else 2, dtype=torch.int64, device=device),
-                *tree_arguments, *sampling, round=round_, index=index, **part, **drafts,
-            )  # fmt: skip
-            rows.copy_(words(n, WORDS[0]))
-    for round_, last in ((0, 1), (1, 0), (2, 1), (2, 2), (3, 3), (4, 3), (5, 4), (5, 1)):
-        widths = [1, 2, 16, 16, 1, 1]
-        ops.step_shards(
-            case.logits, rows, words(n, widths[last]) if last else None,
-            torch.zeros(n, widths[round_], dtype=torch.int64, device=device), *sampling, round=round_, digit=seed % 8,
-            last=last, **part, cu_nodes=trees.cu_nodes, depths=trees.depths, **case.streams,
-        )  # fmt: skip
-        rows.copy_(words(n, WORDS[0]))
-    for buffer in (rows_buffer, left_buffer):
-        assert (buffer[0] == 0x77).all() and (buffer[-1] == 0x77).all()
+    for call in raw_calls(device):
+        if not call.name.endswith("_shards"):
+            continue
+        changes = {"draft_law": draft_law, **undrawn}
+        call.arguments |= {name: value for name, value in changes.items() if name in call.arguments}
+        guarded = []
+        for name in WORDS:
+            if (words := call.arguments.get(name)) is not None:
+                buffer = torch.full((words.shape[0] + 2, words.shape[1]), 0x77, dtype=torch.int64, device=device)
+                buffer[1:-1] = hostile_words(words.shape, 97 * seed + next(count)).to(device)
+                call.arguments[name] = buffer[1:-1]
+                guarded.append(buffer)
+        for index in (0, 1, 1023) if "index" in call.arguments else (None,):
+            call(**({} if index is None else {"index": index}))
+        assert guarded and all((buffer[[0, -1]] == 0x77).all() for buffer in guarded)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
