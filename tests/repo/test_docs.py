@@ -1,11 +1,13 @@
-"""The documents hold: their Python runs, links lead somewhere, generated pages and pictures are up to date."""
+"""The documents hold: their Python runs, links lead somewhere, generated pages are up to date, words are plain."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import importlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,19 @@ FOLDERS = ("docs", "examples", "benchmarks", "csrc")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("integrations/*.md"))]
 ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
+
+AWKWARD = {
+    "what, except in questions": r"\bwhat\b(?![^.?!]*\?)",
+    "those of": r"\bthose (?:of|that|which|who)\b",
+    "that of": r"\bthat of\b",
+    "tells": r"\btells\b",
+    "beside": r"\bbeside\b",
+    "lies": r"\blies?\b",
+    "of its own": r"\bof (?:its|their|your|our) own\b",
+}
+# The most words, and the most awkward phrases in 10,000 of them; generated pages and tables included.
+MOST_WORDS = {"pages": 52_000, "docstrings": 51_100}
+MOST_AWKWARD = {"pages": 12, "docstrings": 135}
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +97,40 @@ def test_cpp_excerpts_are_lines_of_the_example():
     text = (ROOT / "docs" / "integration.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```cpp\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert {line.split("//")[0].strip() for line in block.splitlines()} <= statements
+
+
+def test_readme_is_short_and_its_gpu_times_are_those_of_performance():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in python_blocks(ROOT / "README.md")[0].splitlines() if line]
+    assert len([line for line in lines if not line.startswith("import")]) <= 15 and text.count("\n") <= 110
+    rows = re.findall(r"^\| .* us \|.*$", text, re.MULTILINE)
+    assert rows and set(rows) <= set((ROOT / "docs" / "performance.md").read_text(encoding="utf-8").splitlines())
+
+
+def docstrings() -> Iterator[str]:
+    for module in sorted((ROOT / "python").rglob("*.py")):
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield ast.get_docstring(node) or ""
+
+
+def awkward(text: str) -> dict[str, int]:
+    return {name: len(re.findall(pattern, text, re.IGNORECASE)) for name, pattern in AWKWARD.items()}
+
+
+@pytest.mark.parametrize("kind", MOST_WORDS)
+def test_words_are_few_and_plain(kind):
+    pages = (page.read_text(encoding="utf-8") for page in ALL_PAGES)
+    text = "\n\n".join(pages if kind == "pages" else docstrings())
+    count, phrases = len(text.split()), awkward(text)
+    assert count <= MOST_WORDS[kind], f"{count} words"
+    assert sum(phrases.values()) * 10_000 <= MOST_AWKWARD[kind] * count, f"{phrases} in {count} words"
+
+
+def test_each_awkward_phrase_is_counted():
+    planted = "What lies beside the cache tells those that read it of its own pages, and that of the reader."
+    assert set(awkward(planted).values()) == {1}
+    assert sum(awkward("What is cached? The pages of the sequence.").values()) == 0
 
 
 def test_generated_parts_are_up_to_date(scripts):
