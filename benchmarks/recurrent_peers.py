@@ -155,52 +155,32 @@ def no_transformers() -> str | None:
     return f"this transformers has no {lacking[0]}" if lacking else None
 
 
-def causal(p: Step, form: int) -> tuple[Callable[..., tuple[Tensor, Tensor]], tuple[Tensor, ...]]:
-    """One of transformers' two causal forms, and its rows."""
+def causal(p: Step, form: int) -> Way:
+    """One of transformers' two causal forms: a prompt once; a chain, and again its accepted tokens for the state."""
     module, *forms = RULES[p.shape["rule"]]
     rule = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), forms[form])
     q, k, *rest = p.by_sequence()
     # Kimi Linear has as many key heads as value heads; the other rule repeats them itself.
     repeated = p.heads // k.shape[2] if p.shape["rule"] == "kimi delta" else 1
-    return rule, (*(x.repeat_interleave(repeated, dim=2) for x in (q, k)), *rest)
-
-
-def verified(p: Step, form: int) -> Way:
-    """On a chain: once for all tokens, and again over those accepted, for the state."""
-    (rule, rows), states = causal(p, form), p.fresh_states()
+    rows, states = (*(x.repeat_interleave(repeated, dim=2) for x in (q, k)), *rest), p.fresh_states()
+    is_prompt = isinstance(p, Prefill)
 
     def run(copy: int) -> Results:
         state = states[copy]
-        out, _ = rule(*rows, initial_state=state, output_final_state=False)
-        accepted = (x[:, : len(p.path)] for x in rows)
-        _, after = rule(*accepted, initial_state=state, output_final_state=True)
+        out, after = rule(*rows, initial_state=state, output_final_state=is_prompt)
+        if not is_prompt:
+            accepted = (x[:, : len(p.path)] for x in rows)
+            _, after = rule(*accepted, initial_state=state, output_final_state=True)
         return out, state.copy_(after)
 
     return Way(run)
 
 
-def read(p: Step, form: int) -> Way:
-    """All tokens, once."""
-    (rule, rows), states = causal(p, form), p.fresh_states()
-
-    def run(copy: int) -> Results:
-        state = states[copy]
-        out, after = rule(*rows, initial_state=state, output_final_state=True)
-        return out, state.copy_(after)
-
-    return Way(run)
-
-
-CHUNK, LOOP = 0, 1  # in RULES
-of_transformers = partial(Peer, when=no_transformers)
-STEP_PEERS = [
-    of_transformers("transformers' loop on a chain", partial(verified, form=LOOP), like=on_chain),
-    of_transformers("transformers' chunk on a chain", partial(verified, form=CHUNK), like=on_chain),
-]
-PREFILL_PEERS = [
-    of_transformers("transformers' loop", partial(read, form=LOOP)),
-    of_transformers("transformers' chunk", partial(read, form=CHUNK)),
-]
+def by_transformers(suffix: str = "", like: Peer | None = None) -> list[Peer]:
+    """Its loop over tokens, and its chunks."""
+    forms = {"loop": 1, "chunk": 0}  # in RULES
+    properties = {"when": no_transformers, "like": like}
+    return [peer(f"transformers' {name}{suffix}", **properties)(partial(causal, form=i)) for name, i in forms.items()]
 
 
 # The ops -------------------------------------------------------------------------------------------------------------
@@ -246,7 +226,7 @@ STEP = Op(
     ],
     quick={"batch": 1, "tree": "binary 8"},
     problem=Step,
-    peers=[ours, on_chain, state_per_node, *STEP_PEERS],
+    peers=[ours, on_chain, state_per_node, *by_transformers(" on a chain", like=on_chain)],
     memory=memory_of,
     check=check,
 )
@@ -257,7 +237,7 @@ PREFILL = Op(
     headline=[{"tokens": 128}, {"tokens": 128, "rule": "kimi delta"}],
     quick={"tokens": 64},
     problem=Prefill,
-    peers=[ours, *PREFILL_PEERS],
+    peers=[ours, *by_transformers()],
     memory=memory_of,
     check=check,
 )
