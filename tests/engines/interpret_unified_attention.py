@@ -1,4 +1,4 @@
-"""Compares the benchmarks' peer `TritonUnified` with tree_attention, vLLM's kernel in Triton's interpreter on a CPU.
+"""Compares the benchmarks' peer `triton_unified` with tree_attention, vLLM's kernel in Triton's interpreter on a CPU.
 
 Run by test_vllm_unified_attention.py in a process of its own: Triton must know before it is imported.
 """
@@ -36,16 +36,17 @@ kernel.load_qq_bias_tile = load_between_queries
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import attention_peers  # noqa: E402
-from gpu_attention_peers import TritonUnified  # noqa: E402
+from attention_peers import ATTENTION  # noqa: E402
+from attention_problem import Problem, check, paged_tree  # noqa: E402
+from gpu_attention_peers import triton_unified  # noqa: E402
 
-BASE = attention_peers.OP.base | {"batch": 2, "length": 150, "heads": "4/2", "head_dim": 64, "dtype": "float32"}
+BASE = ATTENTION.base | {"batch": 2, "length": 150, "heads": "4/2", "head_dim": 64, "dtype": "float32"}
 for change in (
     {"tree": "chain 1"},
     {"tree": "binary 16"},
     {"tree": "EAGLE-2 60", "lengths": "ragged", "batch": 4, "page_size": 32},
     {"tree": "prefill 64"},
 ):
-    problem = attention_peers.problem_of(BASE | change, torch.device("cpu"))
-    attention_peers.check(problem, attention_peers.PagedTree(problem), TritonUnified(problem))
+    problem = Problem(BASE | change, torch.device("cpu"))
+    check(problem, paged_tree.make(problem), triton_unified.make(problem))
     print("equal:", change)

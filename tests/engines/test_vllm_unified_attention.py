@@ -22,10 +22,10 @@ def test_it_takes_these_arguments(monkeypatch, tree) -> None:
     given: dict = {}
     stand_in = SimpleNamespace(unified_attention=lambda **arguments: given.update(arguments))
     monkeypatch.setitem(sys.modules, "vllm.v1.attention.ops.triton_unified_attention", stand_in)
-    attention_peers = importlib.import_module("attention_peers")
-    shape = attention_peers.OP.base | {"batch": 1, "length": 64, "tree": tree}
-    problem = attention_peers.problem_of(shape, torch.device("cpu"))
-    importlib.import_module("gpu_attention_peers").TritonUnified(problem).run(0)
+    attention = importlib.import_module("attention_peers").ATTENTION
+    shape = attention.base | {"batch": 1, "length": 64, "tree": tree}
+    peer = importlib.import_module("gpu_attention_peers").triton_unified
+    peer.make(attention.problem(shape, torch.device("cpu"))).run(0)
     theirs = SOURCES.definition(PATH, "unified_attention").args
     names = [argument.arg for argument in theirs.args]
     assert set(names[: len(names) - len(theirs.defaults)]) <= set(given) <= set(names)
