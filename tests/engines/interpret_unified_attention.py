@@ -37,7 +37,6 @@ kernel.load_qq_bias_tile = load_between_queries
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 from attention_peers import ATTENTION  # noqa: E402
-from attention_problem import Problem, check, paged_tree  # noqa: E402
 from gpu_attention_peers import triton_unified  # noqa: E402
 
 BASE = ATTENTION.base | {"batch": 2, "length": 150, "heads": "4/2", "head_dim": 64, "dtype": "float32"}
@@ -47,6 +46,6 @@ for change in (
     {"tree": "EAGLE-2 60", "lengths": "ragged", "batch": 4, "page_size": 32},
     {"tree": "prefill 64"},
 ):
-    problem = Problem(BASE | change, torch.device("cpu"))
-    check(problem, paged_tree.make(problem), triton_unified.make(problem))
+    problem = ATTENTION.problem(BASE | change, torch.device("cpu"))
+    ATTENTION.check(problem, ATTENTION.peers[0].make(problem), triton_unified.make(problem))
     print("equal:", change)
