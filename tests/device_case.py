@@ -14,7 +14,7 @@ from pagedtree._ops import ops
 from pagedtree.testing import backends, use_backend
 
 # For distributions: the core suite looks at those of the other backends, with more draws, and compares simt with cpu
-# bit for bit (tests/ops/test_cases.py, test_clusters.py).
+# bit for bit (tests/ops/test_cases.py).
 slow_on_simt = pytest.mark.parametrize(
     "backend",
     [pytest.param(name, marks=pytest.mark.slow if name == "simt" else []) for name in backends()],

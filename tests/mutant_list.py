@@ -10,7 +10,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 DRAFTS, OPTIONS, HUGE = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "options", "huge_logits"))
 LOGPROBS = "tests/ops/test_token_logprobs.py"
-GROWN, CLUSTERS = "tests/ops/test_expand_tree.py", "tests/ops/test_clusters.py"
+GROWN = "tests/ops/test_expand_tree.py"
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
     for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
@@ -25,7 +25,8 @@ def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (CASE
 
 
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
-    return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CLUSTERS), "simt", "simt or top_tokens")
+    only = "test_clusters or simt and not test_simt"
+    return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CASES), "simt", only)
 
 
 def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, ...] = PROPOSALS) -> Mutant:

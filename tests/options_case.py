@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from calls import mapped
 from torch import Tensor
 
 from pagedtree import (
@@ -39,8 +40,10 @@ SAMPLED = {
     "sampled": SamplingParams(temperature=0.8),
     "filtered": SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01),
 }
-WEIGHED = [(verify_rejection, "iid"), (verify_rejection, "swor"), (verify_rejection, "onehot"),
-           (verify_traversal, "iid"), (verify_traversal, "swor")]  # fmt: skip
+WEIGHED = [
+    *((verify_rejection, law) for law in ("iid", "swor", "onehot")),
+    *((verify_traversal, law) for law in ("iid", "swor")),
+]
 OF_CHAINS = [(verify_block, "iid"), (verify_block, "onehot")]
 
 
@@ -69,12 +72,11 @@ class Case:
         """The penalties alone."""
         return SamplingParams(**self.penalties)
 
-    def applied(self, options: RequestOptions | None = None) -> Tensor:
+    def applied(self) -> Tensor:
         """The logits after all options, by the reference."""
-        return reference.apply_options(
-            self.logits, self.params, options or self.options, trees=self.trees, draft_tokens=self.drafts,
-            positions=self.positions, grammar_mask=self.grammar_mask, draft_to_target=self.draft_to_target,
-        )  # fmt: skip
+        at = {"trees": self.trees, "draft_tokens": self.drafts, "positions": self.positions}
+        masks = {"grammar_mask": self.grammar_mask, "draft_to_target": self.draft_to_target}
+        return reference.apply_options(self.logits, self.params, self.options, **at, **masks)
 
 
 def batch_of(parents: list[list[int]], device: torch.device | str = "cpu", max_nodes: int = 8) -> TreeBatch:
@@ -109,10 +111,9 @@ class Maker:
         probs = (logits + torch.randn(logits.shape, generator=self.generator)).softmax(-1)
         drafts = self.tokens(rows)
         drafts[self.rand(rows) < 0.08] = -1
-        found = Case(
-            logits.to(dtype), drafts, batch_of(self.parents), self.ints(-(2**62), 2**62, self.batch),
-            self.ints(5, 60, self.batch), probs, is_chain=self.parents is CHAINS,
-        )  # fmt: skip
+        streams = self.ints(-(2**62), 2**62, self.batch), self.ints(5, 60, self.batch)
+        is_chain = self.parents is CHAINS
+        found = Case(logits.to(dtype), drafts, batch_of(self.parents), *streams, probs, is_chain=is_chain)
         made: dict[str, Tensor] = {}
         for part in ("prompt", "counts", "allowed", "bias", "stops"):
             if part in self.parts:
@@ -219,23 +220,15 @@ def offsets(sizes: Tensor) -> Tensor:
 
 
 def make_case(
-    vocab: int, parts: Iterable[str], *, seed: int = 0, dtype: torch.dtype = torch.float32,
+    vocab: int,
+    parts: Iterable[str],
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     parents: list[list[int]] = TREES,
-) -> Case:  # fmt: skip
+) -> Case:
     with use_backend("cpu"):  # a case is made on the host, whatever the test's backend
         return Maker(vocab, parts, parents, seed).case(dtype)
-
-
-def changed(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
-    """The case with `change` of every tensor that an op takes."""
-    tensors = {name: change(t) for name in ("logits", "drafts", "seeds", "positions", "probs", "grammar_mask",
-               "draft_to_target") if (t := getattr(case, name)) is not None}  # fmt: skip
-    trees = TreeBatch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in vars(case.trees).items()})
-    options = case.options and RequestOptions(
-        **{name: change(t) for name, t in case.options.tensors().items() if t is not None}
-    )
-    penalties = {name: change(x) if isinstance(x, Tensor) else x for name, x in case.penalties.items()}
-    return replace(case, trees=trees, options=options, penalties=penalties, **tensors)
 
 
 def strided(t: Tensor) -> Tensor:
@@ -248,7 +241,7 @@ def strided(t: Tensor) -> Tensor:
     return wide[:, 3 : 3 + t.shape[1]]
 
 
-def calls(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any]]]:
+def calls_of(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any]]]:
     """Every op that takes options on trees: its parameters and keywords, by name."""
     found: dict[str, tuple[Callable, SamplingParams, dict[str, Any]]] = {}
     for name, params in SAMPLED.items():
@@ -262,39 +255,33 @@ def calls(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any
 
 def verify(case: Case, name: str) -> Verdict:
     """Returns what the op makes of logits and options."""
-    op, params, keywords = calls(case)[name]
-    return op(
-        case.logits, case.drafts, case.trees, replace(params, **case.penalties), **case.streams, **keywords,
-        grammar_mask=case.grammar_mask, draft_to_target=case.draft_to_target, options=case.options,
-    )  # fmt: skip
+    op, params, keywords = calls_of(case)[name]
+    given = {"grammar_mask": case.grammar_mask, "draft_to_target": case.draft_to_target, "options": case.options}
+    params = replace(params, **case.penalties)
+    return op(case.logits, case.drafts, case.trees, params, **case.streams, **keywords, **given)
 
 
 def expected(case: Case, name: str, applied: Tensor) -> Verdict:
     """Returns what it makes of logits to which the options have been applied."""
-    op, params, keywords = calls(case)[name]
-    return op(
-        applied, case.drafts, case.trees, params, **case.streams, **keywords, draft_to_target=case.draft_to_target
-    )
+    op, params, keywords = calls_of(case)[name]
+    given = {**case.streams, **keywords, "draft_to_target": case.draft_to_target}
+    return op(applied, case.drafts, case.trees, params, **given)
 
 
 def drawn(case: Case, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Returns what `sample` draws from as many rows as there are sequences, and what it should."""
-    rows = case.logits[: len(case.seeds)]
-    got = sample(
-        rows, replace(params, **case.penalties), **case.streams,
-        grammar_mask=None if case.grammar_mask is None else case.grammar_mask[: len(case.seeds)], options=case.options,
-    )  # fmt: skip
-    applied = reference.apply_options(
-        rows, case.params, case.options, positions=case.positions,
-        grammar_mask=None if case.grammar_mask is None else case.grammar_mask[: len(case.seeds)],
-    )  # fmt: skip
+    rows = slice(len(case.seeds))
+    logits, mask = case.logits[rows], None if case.grammar_mask is None else case.grammar_mask[rows]
+    given = {"grammar_mask": mask, "options": case.options}
+    got = sample(logits, replace(params, **case.penalties), **case.streams, **given)
+    applied = reference.apply_options(logits, case.params, **given, positions=case.positions)
     return got, sample(applied, params, **case.streams)
 
 
 def differences(case: Case) -> list[str]:
     """The ops that do not give what they give for logits to which the options have been applied."""
     applied, wrong = case.applied(), []
-    for name in calls(case):
+    for name in calls_of(case):
         got, wanted = verify(case, name), expected(case, name, applied)
         wrong += [
             f"{name}: {column} {a.tolist()}, expected {b.tolist()}"
@@ -341,4 +328,4 @@ def complete_case(seed: int) -> Case:
 
 def good_case(device: torch.device, seed: int = 3) -> Case:
     """One that has every tensor."""
-    return changed(complete_case(seed), lambda t: t.clone().to(device))
+    return mapped(complete_case(seed), lambda t: t.clone().to(device))

@@ -57,6 +57,25 @@ def test_simt(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status == OK, row.detail
 
 
+LONG = [name for name in names("simt") if re.search(r"V \d{5}", name)]
+# In the core suite each rule once, and one of the rows that the same code reads.
+TWINS = r"(rejection/(iid|onehot)|block/iid|traversal/swor)/hostile|/plain|medusa_propose/(chain|root|paths)|/fp16"
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if re.search(TWINS, name) else []) for name in LONG]
+)
+def test_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 16 CTAs that read a long row together find what one CTA finds; the last one has fewer tokens."""
+    # One tree has all rows drawn at once; three, on a device with a cluster for each, are walked row by row.
+    ctas = 48 if name.startswith("verify_sampled/three trees") else 192
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{ctas}:227:16")
+    monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", "reverse")
+    row = run_row(CASES[name], SIMT)
+    assert row.status == OK, row.detail
+
+
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES.values()}))
 def test_threads(group: str) -> None:
     """The bits of a result do not depend on the number of threads."""

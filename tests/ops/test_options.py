@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import mapped
 from device_case import placed
 from options_case import (
     CHAINS,
@@ -18,7 +19,6 @@ from options_case import (
     WEIGHED,
     Case,
     batch_of,
-    changed,
     differences,
     make_case,
     strided,
@@ -47,7 +47,7 @@ def case_of(vocab: int, parts: Iterable[str], parents: list[list[int]], seed: in
         to_target = torch.randperm(vocab, generator=generator)
         ids = torch.where(case.drafts < 0, -1, to_target.argsort()[case.drafts])
         case = replace(case, drafts=ids, draft_to_target=to_target)
-    return changed(case, strided) if seed & 8 else case
+    return mapped(case, strided) if seed & 8 else case
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 64, 333, pytest.param(5003, marks=pytest.mark.slow)])
@@ -56,7 +56,7 @@ def case_of(vocab: int, parts: Iterable[str], parents: list[list[int]], seed: in
 def test_random_options(device, vocab, seed, parents):
     generator = torch.Generator().manual_seed(seed)
     parts = [part for part in PARTS if seed == 0 or torch.rand((), generator=generator) < 0.5]
-    assert differences(changed(case_of(vocab, parts, parents, seed), lambda t: placed(t, device))) == []
+    assert differences(mapped(case_of(vocab, parts, parents, seed), lambda t: placed(t, device))) == []
 
 
 # By hand --------------------------------------------------------------------------------------------------------------

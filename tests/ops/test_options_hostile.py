@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from calls import mapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, Case, changed, good_case, hostile_options
+from options_case import VOCAB, Case, good_case, hostile_options
 from step_case import int32
 from torch import Tensor
 from verify_case import check_bounds
@@ -255,7 +256,7 @@ def of_fixed_size(case: Case) -> Case:
 def test_replays_take_other_options(device):
     """One captured call, in which every tensor changes between replays."""
     first, *others = (of_fixed_size(good_case(device, seed)) for seed in (1, 2, 3, 4))
-    steps = Steps(changed(first, Tensor.clone))
+    steps = Steps(mapped(first, Tensor.clone))
     replay = captured(steps, device)
     for other in (*others, first):
         steps.copy_(other)

@@ -76,7 +76,9 @@ def cases() -> Iterator[Case]:
     for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
         yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), SAMPLINGS["cool"], epsilon, delta)
     yield _typical("drafts on the bound", _even_problem(False), SAMPLINGS["plain"], 0.25, 5.0)
-    yield _typical("hostile rows", forest("", 12, hostile=True), SAMPLINGS["plain"], loops=False)
+    for vocab in (40, 40_001):
+        hostile = forest("", 12, vocab, nodes=7, hostile=True)
+        yield _typical(f"hostile rows/V {vocab}", hostile, SAMPLINGS["plain"], loops=False)
 
 
 @lru_cache
