@@ -114,7 +114,7 @@ BOUNDARIES = {
 
 
 def first_token(
-    siblings: list[int], distributions: Tensor, coins: Tensor, threshold_single: float
+    siblings: list[int], distributions: Tensor, coins: Tensor, threshold_single: float, final: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The first token and whether it was drafted, for each of bs distributions and coins; `siblings` are drafted."""
     (bs, vocab), n = distributions.shape, len(siblings) + 1
@@ -126,7 +126,7 @@ def first_token(
         retrive_next_token=torch.tensor([1] + [-1] * (n - 1)).repeat(bs, 1),
         retrive_next_sibling=torch.tensor([-1, *range(2, n), -1]).repeat(bs, 1),
         uniform_samples=coins[:, None].repeat(1, n),
-        uniform_samples_for_final_sampling=torch.zeros(bs),
+        uniform_samples_for_final_sampling=torch.zeros(bs) if final is None else final,
         target_probs=distributions[:, None].repeat(1, n, 1),
         draft_probs=torch.zeros(bs, n, vocab),
         threshold_single=threshold_single,
@@ -288,25 +288,9 @@ def test_distribution_of_the_first_token(on_device) -> None:
     p, grid = torch.tensor([0.4, 0.2, 0.2, 0.2]), 20
     even = (torch.arange(grid) + 0.5) / grid
     coins, final = (x.flatten() for x in torch.meshgrid(even, even, indexing="ij"))
-    bs = grid * grid
-    trees = {
-        "candidates": torch.tensor([[9, 0, 2]]).repeat(bs, 1),
-        "retrive_index": torch.arange(bs * 3).view(bs, 3),
-        "retrive_next_token": torch.tensor([[1, -1, -1]]).repeat(bs, 1),
-        "retrive_next_sibling": torch.tensor([[-1, 2, -1]]).repeat(bs, 1),
-    }
-    outs = outputs(bs * 3, bs, 2, torch.int32)
-    tree_speculative_sampling_target_only(
-        **outs,
-        **trees,
-        uniform_samples=coins[:, None].repeat(1, 3),
-        uniform_samples_for_final_sampling=final,
-        target_probs=p.expand(bs, 3, 4),
-        draft_probs=torch.zeros(bs, 3, 4),
-    )
-    counts = outs["predicts"].view(bs, 3)[:, 0].bincount(minlength=4)
-    assert counts.tolist() == [160, 80, 80, 80]
-    assert outs["accept_token_num"].sum() == 0.6 * bs
+    tokens, accepted = first_token([0, 2], p.expand(grid * grid, 4), coins, 1.0, final)
+    assert tokens.bincount(minlength=4).tolist() == [160, 80, 80, 80]
+    assert accepted.sum() == 0.6 * grid * grid
 
 
 def test_broken_links_end(on_device) -> None:
