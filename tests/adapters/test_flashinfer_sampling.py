@@ -16,6 +16,13 @@ def random_distributions(rng: np.random.Generator, *shape: int) -> Tensor:
     return placed(torch.from_numpy(rng.dirichlet(np.full(shape[-1], 0.7), shape[:-1])).float())
 
 
+def random_chains(vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Distributions of drafts and targets, and drafts, of 50 chains of 4."""
+    rng = np.random.default_rng(0)
+    target = random_distributions(rng, 50, 5, vocab)
+    return random_distributions(rng, 50, 4, vocab), target, torch.randint(vocab, (50, 4))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_documented_example(device, seed) -> None:
     draft = torch.tensor([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], device=device)
@@ -47,12 +54,7 @@ def test_certain_targets(on_device, batch, vocab, count, dtype) -> None:
 
 
 def test_counts_are_added(on_device) -> None:
-    rng = np.random.default_rng(0)
-    draft, target, ids = (
-        random_distributions(rng, 50, 4, 5),
-        random_distributions(rng, 50, 5, 5),
-        torch.randint(5, (50, 4)),
-    )
+    draft, target, ids = random_chains(5)
     accepted, emitted = torch.full((50,), 100, dtype=torch.int64), torch.full((50,), 200, dtype=torch.int32)
     again = chain_speculative_sampling(draft, ids, target, generator=seeded(3))
     result = chain_speculative_sampling(draft, ids, target, accepted, emitted, generator=seeded(3))
@@ -67,12 +69,7 @@ def test_counts_are_added(on_device) -> None:
 
 
 def test_seeds() -> None:
-    rng = np.random.default_rng(0)
-    draft, target, ids = (
-        random_distributions(rng, 50, 4, 9),
-        random_distributions(rng, 50, 5, 9),
-        torch.randint(9, (50, 4)),
-    )
+    draft, target, ids = random_chains(9)
     runs = [
         chain_speculative_sampling(draft, ids, target, seed=s, offset=o)[0] for s, o in ((1, 0), (1, 0), (1, 5), (2, 0))
     ]
