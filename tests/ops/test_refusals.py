@@ -1,4 +1,4 @@
-"""A wrong argument in a valid call of `calls`, and what is said of it: attention, caches, recurrent layers.
+"""A wrong argument of a valid call and what is said of it: attention, caches, recurrent layers, steps and trees.
 
 A refused call writes nothing. `test_calls.py` has values of no type that anything takes.
 """
@@ -20,6 +20,8 @@ from calls import tensors_of
 from step_case import int32
 from torch import Tensor
 
+from pagedtree import RequestOptions, Verdict
+
 Changes = dict[str, Any]  # argument -> its new value, or a function that makes it of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
 
@@ -35,6 +37,11 @@ def heads_first(t: Tensor) -> Tensor:
 
 def four_strides(t: Tensor) -> Tensor:
     return t.new_zeros(6, 4, 4, 6, 8, 10)[:, :, ::2, ::2, ::2, ::2]
+
+
+def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], RequestOptions]:
+    """Makes a function that changes `output_counts` of request options."""
+    return lambda options: replace(options, output_counts=change(options.output_counts))
 
 
 def with_prepared_step(return_lse: bool = True, **arguments: Any) -> Tensor:
@@ -221,6 +228,75 @@ REFUSALS: Table = {
         ({"x": by_columns}, "`x` contiguous in its last dimension"),
         ({"activation": "gelu"}, '`activation` None or "silu", got "gelu"'),
     ],
+    "build_trees": [
+        ({"parents": Tensor.float}, "`parents` of dtype torch.int32, got torch.float32"),
+        ({"parents": lambda t: t[None]}, "`parents` of shape [*] ..., got [1, 7]"),
+        ({"parents": lambda t: t.repeat(2)[::2]}, "`parents` contiguous, got strides [2]"),
+        ({"cu_nodes": Tensor.long}, "`cu_nodes` of dtype torch.int32, got torch.int64"),
+        ({"cu_nodes": lambda t: t[:0]}, "`cu_nodes` of shape [B + 1], got [0]"),
+        *(({"max_nodes": n}, f"`max_nodes` in 1..1024, got {n}") for n in (0, 1025)),
+        *(({"max_depth": n}, f"`max_depth` in 0..1023, got {n}") for n in (-1, 1024)),
+    ],
+    "prepare_step": [
+        ({"page_table": lambda t: t[:1]}, "`page_table` of shape [2, *] ..., got [1, 3]"),
+        ({"page_table": Tensor.long}, "`page_table` of dtype torch.int32, got torch.int64"),
+        ({"start": lambda t: t[:1]}, "`start` of shape [2] ..., got [1]"),
+        ({"start": Tensor.double}, "`start` of dtype torch.int32, got torch.float64"),
+        ({"page_size": 0}, "`page_size` in 1..2147483647, got 0"),
+        ({"total_q": -1}, "`total_q` at least 0, got -1"),
+    ],
+    "commit": [
+        ({"verdict": lambda v: v._replace(tokens=v.tokens.int())}, "`tokens` of dtype torch.int64, got torch.int32"),
+        ({"verdict": lambda v: v._replace(tokens=v.tokens[:, :1])}, "`tokens` of shape [1, 2] ..., got [1, 1]"),
+        (
+            {"verdict": lambda v: v._replace(num_accepted=v.num_accepted.repeat(2))},
+            "`num_accepted` of shape [1] ..., got [2]",
+        ),
+        (
+            {"verdict": lambda v: v._replace(accept_index=v.accept_index[0])},
+            "`accept_index` of shape [*, *] ..., got [2]",
+        ),
+        ({"trees": lambda t: replace(t, cu_nodes=t.cu_nodes.repeat(2))}, "`cu_nodes` of shape [2] ..., got [4]"),
+        ({"start": Tensor.long}, "`start` of dtype torch.int32, got torch.int64"),
+        ({"history": None}, "`history_lens` given together with `history`, got a tensor"),
+        ({"history_lens": None}, "`history_lens` given together with `history`, got None"),
+        ({"history": Tensor.int}, "`history` of dtype torch.int64, got torch.int32"),
+        ({"history": lambda t: t.repeat(2, 1), "history_rows": None}, "`history` of shape [1, *] ..., got [2, 8]"),
+        ({"history": lambda t: t.repeat(2, 1)}, "`history_lens` of shape [2] ..., got [1]"),
+        ({"history_lens": Tensor.long}, "`history_lens` of dtype torch.int32, got torch.int64"),
+        ({"history_rows": lambda t: t.repeat(2)}, "`history_rows` of shape [1] ..., got [2]"),
+        ({"history": None, "history_lens": None}, "`history_rows` None without `history`, got a tensor"),
+        ({"eos_ids": Tensor.int}, "`eos_ids` of dtype torch.int64, got torch.int32"),
+        ({"eos_ids": lambda t: t.repeat(2, 1)}, "`eos_ids` of shape [1, *] ..., got [2, 1]"),
+        ({"eos_ids": lambda t: t[None, None]}, "`eos_ids` of shape [1, *] ..., got [1, 1, 1]"),
+        ({"node_map": Tensor.long}, "`node_map` of dtype torch.int32, got torch.int64"),
+        ({"tokens_left": Tensor.long}, "`tokens_left` of dtype torch.int32, got torch.int64"),
+        ({"tokens_left": lambda t: t.repeat(2)}, "`tokens_left` of shape [1] ..., got [2]"),
+        ({"options": counts(Tensor.long)}, "`output_counts` of dtype torch.int32, got torch.int64"),
+        ({"options": counts(Tensor.float)}, "`output_counts` of dtype torch.int32, got torch.float32"),
+        ({"options": counts(lambda t: t[0])}, "`output_counts` of shape [1, *] ..., got [40]"),
+        ({"options": counts(lambda t: t.repeat(2, 1))}, "`output_counts` of shape [1, *] ..., got [2, 40]"),
+        ({"options": counts(lambda t: t[:, ::2])}, "`output_counts` contiguous in its last dimension"),
+    ],
+    "best_first_tree": [
+        ({"log_probs": Tensor.half}, "`log_probs` of dtype torch.float32, got torch.float16"),
+        ({"log_probs": lambda t: t[0]}, "`log_probs` of shape [*, *, *] ..., got [3, 4]"),
+        ({"log_probs": by_columns}, "`log_probs` contiguous in its last dimension"),
+        ({"log_probs": lambda t: t.new_zeros(2, 1024, 4)}, "`log_probs` of at most 1023 levels, got 1024"),
+        ({"log_probs": lambda t: t.new_zeros(1, 1, 2**20 + 1)}, "`log_probs` of at most 2^20 candidates per level"),
+        ({"tokens": lambda t: t[:, :, 1:]}, "`tokens` of shape [2, 3, 4] ..., got [2, 3, 3]"),
+        ({"tokens": Tensor.int}, "`tokens` of dtype torch.int64, got torch.int32"),
+        ({"root_tokens": lambda t: t[:1]}, "`root_tokens` of shape [2] ..., got [1]"),
+        *(({"num_nodes": n}, f"`num_nodes` in 1..1024, got {n}") for n in (0, 1025)),
+    ],
+    "select_nodes": [
+        ({"survival": lambda t: t[1:]}, "`survival` of shape [8] ..., got [7]"),
+        ({"survival": Tensor.double}, "`survival` of dtype torch.float32, got torch.float64"),
+        ({"survival": lambda t: t.repeat(2)[::2]}, "`survival` contiguous"),
+        *(({"budget": n}, f"`budget` in 0..2^31 - 1, got {n}") for n in (-1, 2**31)),
+        ({"limit": Tensor.long}, "`limit` of dtype torch.int32, got torch.int64"),
+        ({"limit": lambda t: t[0]}, "`limit` of shape [1] ..., got []"),
+    ],
 }
 
 
@@ -231,6 +307,16 @@ def with_value(path: tuple[int, ...], value: int) -> Callable[[Tensor], Tensor]:
         t = t.clone()
         t[path] = value
         return t
+
+    return change
+
+
+def path(root: int = 0, node: int = 2, num_accepted: int = 1) -> Callable[[Verdict], Verdict]:
+    def change(verdict: Verdict) -> Verdict:
+        nodes, count = verdict.accept_index, verdict.num_accepted
+        return verdict._replace(
+            accept_index=nodes.new_tensor([[root, node]]), num_accepted=count.new_tensor([num_accepted])
+        )
 
     return change
 
@@ -285,6 +371,29 @@ BAD_VALUES: Table = {
     ],
     "advance_state": [
         ({"accept_index": with_value((0, 0), 1)}, "`accept_index[0, 0]` 0, the root, got 1"),
+    ],
+    "build_trees": [
+        ({"cu_nodes": with_value((0,), 1)}, "`cu_nodes[0]` 0, got 1"),
+        ({"cu_nodes": with_value((1,), 9)}, "`cu_nodes` non-descending, got [0, 9, 6]"),
+        ({"cu_nodes": with_value((2,), 8)}, "`cu_nodes` at most 7 rows, got 8"),
+    ],
+    "prepare_step": [
+        ({"total_q": 7}, "`cu_nodes` at most 7 rows, got 8"),
+        ({"start": with_value((0,), 8)}, "`page_table` wide enough for position 12 of sequence 0, got 3 pages of 4"),
+        ({"start": with_value((1,), 6)}, "`page_table[1, 2]` a page id in ..., got -1"),
+        ({"page_table": with_value((1, 0), 3)}, "`page_table[1, 0]` a page that no other sequence writes, got 3"),
+    ],
+    "commit": [
+        ({"verdict": path(num_accepted=2)}, "`num_accepted[0]` in 0..1, got 2"),
+        ({"verdict": path(node=3)}, "`accept_index[0, 1]` a node of a tree of 3, got 3"),
+        ({"verdict": path(node=0)}, "`accept_index[0, 1]` greater than the node before it, got 0"),
+        ({"verdict": path(root=1)}, "`accept_index[0, 0]` 0, the root, got 1"),
+        ({"history_lens": with_value((0,), 9)}, "`history_lens[0]` in 0..8, got 9"),
+        ({"node_map": lambda t: t[:2]}, "`cu_nodes` at most 2 rows, got 3"),
+        ({"history_rows": with_value((0,), 1)}, "`history_rows[0]` in -1..0, got 1"),
+    ],
+    "select_nodes": [
+        ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "`cu_nodes` non-descending"),
     ],
 }
 
