@@ -161,30 +161,6 @@ def test_any_bits(backend: str, seed: int) -> None:
     expect_tree(bits.view(torch.float32), numbered((2, 3, 8)), torch.tensor([0, 1]), 20)
 
 
-def test_refusals(device: torch.device) -> None:
-    log_probs, tokens, roots = torch.zeros(2, 3, 4), numbered((2, 3, 4)), torch.tensor([0, 0])
-    for match, replaced in [
-        (
-            r"best_first_tree: `log_probs` must be of dtype torch.float32, got torch.float16",
-            {"log_probs": log_probs.half()},
-        ),
-        (r"`log_probs` must be of shape \[\*, \*, \*\] .*, got \[3, 4\]", {"log_probs": log_probs[0]}),
-        (r"`log_probs` must be contiguous in its last dimension", {"log_probs": log_probs.mT.contiguous().mT}),
-        (r"`log_probs` must be of at most 1023 levels, got 1024", {"log_probs": torch.zeros(2, 1024, 4)}),
-        (r"`log_probs` must be of at most 2\^20 candidates per level", {"log_probs": torch.zeros(1, 1, 2**20 + 1)}),
-        (r"`tokens` must be of shape \[2, 3, 4\] .*, got \[2, 3, 3\]", {"tokens": tokens[:, :, 1:]}),
-        (r"`tokens` must be of dtype torch.int64, got torch.int32", {"tokens": tokens.int()}),
-        (r"`root_tokens` must be of shape \[2\] .*, got \[1\]", {"root_tokens": roots[:1]}),
-        (r"`num_nodes` must be in 1\.\.1024, got 0", {"num_nodes": 0}),
-        (r"`num_nodes` must be in 1\.\.1024, got 1025", {"num_nodes": 1025}),
-    ]:
-        given = {"log_probs": log_probs, "tokens": tokens, "root_tokens": roots, "num_nodes": 4} | replaced
-        with pytest.raises(ValueError, match=match):
-            best_first_tree(**given)
-    with pytest.raises(TypeError):
-        best_first_tree(log_probs, tokens, roots, "4")  # type: ignore[arg-type]
-
-
 def test_numpy_reference_is_the_definition() -> None:
     """The loops that the op is compared with, against sorting all paths."""
     log_probs = np.array([[-1.0, -0.5, np.nan], [-0.25, -2.0, -np.inf]], dtype=np.float32)

@@ -19,6 +19,7 @@ def test_commit_bad_offsets(backend, device) -> None:
         assert all(-1 <= row < 3 for row in result.accept_rows.flatten().tolist())
 
 
+<<<<<<< HEAD
 def test_commit_counts_refuse(backend, device) -> None:
     good = torch.zeros(1, 9, dtype=torch.int32, device=device)
     for counts in (
@@ -98,12 +99,42 @@ def test_commit_value_checks(value_checks, device) -> None:
         with pytest.raises(ValueError, match=f"commit: .*{message}"):
             commit(**arguments)
         assert not arguments["history"].any()
+=======
+@pytest.mark.parametrize("history", [True, False])
+def test_commit_counts_tokens(backend, device, history) -> None:
+    """Once for each time that a token is kept, the bonus and EOS included, whether the history has room or not."""
+    batch, vocab = 6, 9
+    trees = batch_of([[-1, 0, 1, 2]] * 4 + [[], [-1, 0, 1, 2]], device, max_depth=3)
+    verdict = Verdict(
+        int32([[0, 1, 2, 3]] * 4 + [[-1] * 4, [0, 1, 2, 3]], device), int32([3, 3, 1, 3, 0, 3], device),
+        int64([[5, 5, 2, 5], [1, 7, 3, 7], [4, 4, -1, -1], [8, 9, 2**40, 2**32 + 1], [-1] * 4, [6] * 4], device),
+        int32([0] * batch, device),
+    )  # fmt: skip
+    wide = torch.full((batch, vocab + 4), 70, dtype=torch.int32, device=device)
+    counts = wide[:, 2 : 2 + vocab]
+    counts[:] = torch.arange(vocab, device=device)
+    expected = counts.cpu().clone()
+    for b, kept in ((0, [5, 5, 2, 5]), (1, [1, 7]), (2, [4, 4]), (3, [8])):  # 7 ends sequence 1, the last one is idle
+        for token in kept:
+            expected[b, token] += 1
+    start = int32([0, 3, 4, 5, 6, -1], device)
+    text = {"history": int64([[0] * 2] * batch, device), "history_lens": int32([1] * batch, device)} if history else {}
+    options = RequestOptions(output_counts=counts, prompt_mask=int32([[7]] * batch, device))
+    result = commit(verdict, trees, start, eos_ids=int64([7], device), **text, options=options)
+    assert result.num_tokens.tolist() == [4, 2, 2, 4, 0, 0]
+    assert counts.tolist() == expected.tolist()
+    assert (wide[:, :2] == 70).all() and (wide[:, -2:] == 70).all() and (options.prompt_mask == 7).all()
+    plain = commit(verdict, trees, start, eos_ids=int64([7], device), options=RequestOptions())
+    for a, b in zip(result[:6], plain[:6], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_two_sequences_have_two_histories(value_checks, device) -> None:
+>>>>>>> 7e0eeeab (Tests of the refusals that the table has go)
     arguments = commit_arguments(device)
-    assert commit(**arguments).start.tolist() == [6]
-    assert arguments["history"].tolist() == [[0, 0, 0, 5, 6, 0, 0, 0]] and arguments["history_lens"].tolist() == [5]
-    two = Verdict(*(torch.cat([each, each]) for each in verdict))
-    arguments |= {"verdict": two, "trees": batch_of([[-1, 0, 0]] * 2, device), "start": int32([4, 4], device)}
+    arguments["verdict"] = Verdict(*(torch.cat([part, part]) for part in arguments["verdict"]))
+    arguments |= {"trees": batch_of([[-1, 0, 0]] * 2, device), "start": int32([4, 4], device)}
     with pytest.raises(ValueError, match="`history_rows` must be another row for each sequence, got 0 twice"):
         commit(**arguments, history_rows=int32([0, 0], device))
     commit(**arguments, history_rows=int32([-1, -1], device))
-    assert arguments["history_lens"].tolist() == [5]
+    assert arguments["history_lens"].tolist() == [3]

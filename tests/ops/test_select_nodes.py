@@ -132,30 +132,3 @@ def test_selected_trees_verify_like_trees_of_their_own(backend: str) -> None:
     assert part.batch_size == 1 and part.parents.tolist() == kept.parents[int(kept.cu_nodes[2]) :].tolist()
     fixed = batch_of([9, 0, 12], seeded(6))
     assert torch.equal(fixed.copy_(kept).parents[:12], kept.parents)
-
-
-def test_refusals(device: torch.device) -> None:
-    trees = batch_of([3, 4], seeded(1))
-    ones = torch.ones(7)
-    for match, survival, budget, limit in [
-        (r"select_nodes: `survival` must be of shape \[7\] .*, got \[6\]", ones[1:], 4, None),
-        (r"`survival` must be of dtype torch.float32, got torch.float64", ones.double(), 4, None),
-        (r"`survival` must be contiguous", torch.ones(14)[::2], 4, None),
-        (r"`budget` must be in 0\.\.2\^31 - 1, got -1", ones, -1, None),
-        (r"`budget` must be in 0\.\.2\^31 - 1, got 2147483648", ones, 2**31, None),
-        (r"`limit` must be of dtype torch.int32, got torch.int64", ones, 4, torch.tensor([3])),
-        (r"`limit` must be of shape \[1\] .*, got \[\]", ones, 4, int32([3])[0]),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            select_nodes(trees, survival, budget, limit=limit)
-    with pytest.raises(TypeError, match="trees: expected a TreeBatch, got Tensor"):
-        select_nodes(ones, ones, 4)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        select_nodes(trees, ones, 4, limit=3)  # type: ignore[arg-type]
-
-
-def test_value_checks(value_checks: None) -> None:
-    trees = batch_of([3, 4], seeded(1))
-    trees.cu_nodes[1] = 9
-    with pytest.raises(ValueError, match="select_nodes: `cu_nodes` must be non-descending"):
-        select_nodes(trees, torch.ones(7), 4)

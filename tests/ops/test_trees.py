@@ -7,14 +7,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from device_case import placed
 from hypothesis import example, given
 from hypothesis import strategies as st
 from step_case import int32
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, build_trees, medusa_propose
-from pagedtree._ops import ops
 from pagedtree.reference import tree as loops
 
 
@@ -189,40 +187,6 @@ def test_arguments_are_not_written(backend, device) -> None:
     before = parents.clone(), cu_nodes.clone()
     build_trees(parents, cu_nodes, max_nodes=3, max_depth=2)
     assert torch.equal(parents, before[0]) and torch.equal(cu_nodes, before[1])
-
-
-@pytest.mark.parametrize(
-    ("parents", "cu_nodes", "max_nodes", "max_depth", "message"),
-    [
-        (torch.zeros(3), int32([0, 3]), 3, 2, "`parents` must be of dtype torch.int32, got torch.float32"),
-        (int32([-1]), torch.tensor([0, 1]), 3, 2, "`cu_nodes` must be of dtype torch.int32, got torch.int64"),
-        (int32([-1]).view(1, 1), int32([0, 1]), 3, 2, r"`parents` must be of shape \[\*\] .*, got \[1, 1\]"),
-        (int32([-1]), int32([]), 3, 2, r"`cu_nodes` must be of shape \[B \+ 1\], got \[0\]"),
-        (int32([-1, 0, 0, 0])[::2], int32([0, 2]), 3, 2, r"`parents` must be contiguous, got strides \[2\]"),
-        (int32([-1]), int32([0, 1]), 0, 2, "`max_nodes` must be in 1..1024, got 0"),
-        (int32([-1]), int32([0, 1]), 1025, 2, "`max_nodes` must be in 1..1024, got 1025"),
-        (int32([-1]), int32([0, 1]), 3, -1, "`max_depth` must be in 0..1023, got -1"),
-        (int32([-1]), int32([0, 1]), 3, 1024, "`max_depth` must be in 0..1023, got 1024"),
-    ],
-)
-def test_build_trees_refuses(backend, device, parents, cu_nodes, max_nodes, max_depth, message) -> None:
-    parents, cu_nodes = placed(parents, device), placed(cu_nodes, device)
-    with pytest.raises(ValueError, match=f"build_trees: {message}"):
-        build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
-    with pytest.raises(RuntimeError, match=message):
-        ops.build_trees(parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
-
-
-def test_build_trees_value_checks(value_checks, device) -> None:
-    parents = int32([-1, 0, 0, -1]).to(device)
-    for offsets, message in [
-        ([1, 3], r"`cu_nodes\[0\]` must be 0, got 1"),
-        ([0, 3, 2], r"`cu_nodes` must be non-descending, got \[0, 3, 2\]"),
-        ([0, 5], "`cu_nodes` must be at most 4 rows, got 5"),
-    ]:
-        with pytest.raises(ValueError, match=f"build_trees: {message}"):
-            build_trees(parents, int32(offsets).to(device), max_nodes=4, max_depth=2)
-    assert build_trees(parents, int32([0, 3]).to(device), max_nodes=4, max_depth=2).valid.tolist() == [True]
 
 
 # TreeBatch of fixed shape ---------------------------------------------------------------------------------------------
