@@ -37,7 +37,7 @@ import calls
 import calls.adapters
 import calls.checkpoints
 import torch
-from calls import Call, changed, parts_of, tensors_of
+from calls import Call, changed, mapped, parts_of, tensors_of
 from calls.ops import VOCAB
 from device_case import default_dtype
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -193,19 +193,10 @@ class Guarded:
 
     def __init__(self, call: Call) -> None:
         self.memory: dict[int, Tensor] = {}
-        self.arguments = {name: self._copy(value) for name, value in call.arguments.items()}
+        self.arguments = mapped(call.arguments, self._guarded)
         written = {t.untyped_storage().data_ptr() for name in call.written for t in tensors_of(self.arguments[name])}
         self.written = {key for key, t in self.memory.items() if t.untyped_storage().data_ptr() in written}
         self.before = {key: t.clone() for key, t in self.memory.items()}
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return self._guarded(value)
-        for key, part in list(parts_of(value)):
-            new = self._copy(part)
-            if new is not part:
-                value = changed(value, (key,), new)
-        return value
 
     def _guarded(self, t: Tensor) -> Tensor:
         if t.device.type != "cpu":
