@@ -26,11 +26,6 @@ class Outcome(NamedTuple):
     def tokens(self) -> list[int]:
         return [int(word[1:]) for word in self.out.split()]
 
-    @property
-    def last(self) -> str:
-        """The last line of standard error."""
-        return self.err.strip().splitlines()[-1]
-
 
 def command_of(folder: Path, capsys: Any, count: int, name: str = ".") -> Callable[..., Outcome]:
     """Returns what runs the command on a checkpoint in the folder, with its prompt.txt, for `count` tokens."""
