@@ -25,7 +25,7 @@ def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (CASE
 
 
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
-    only = "test_clusters or simt and not test_simt"
+    only = "simt and (expand or logprobs) or test_clusters"
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CASES), "simt", only)
 
 

@@ -177,8 +177,8 @@ def _rule(
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
         own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
-        p = [reference.distribution(row, **sampling_of(sampling, b)).tolist() for row in tree.rows]
-        q = [_draft_distribution(probs[tree.begin + i], draft_params) for i in range(len(p))]
+        p: list[list[Any]] = [reference.distribution(row, **sampling_of(sampling, b)).tolist() for row in tree.rows]
+        q: list[list[Any]] = [_draft_distribution(probs[tree.begin + i], draft_params) for i in range(len(p))]
         if even:
             q = [row if draft_rows[tree.begin + i] in order else [0.0] * 8 for i, row in enumerate(q)]
             p, q = ([[Fraction(mass) for mass in row] for row in rows] for rows in (p, q))
