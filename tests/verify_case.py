@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, Verdict
+from pagedtree import DraftTree, TreeBatch, Verdict
 
 MALFORMED, BAD_ROW = 1, 2
-PARAMS = SamplingParams(temperature=0.8, top_k=6, top_p=0.9)
 
 
 def batch_of(parents: list[list[int]], device: torch.device, **bounds) -> TreeBatch:
