@@ -223,7 +223,7 @@ def scheduled(monkeypatch):
 @pytest.mark.each_value
 @pytest.mark.parametrize("params", [None, SAMPLING], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    "name", ["ngram tree", "suffix", "medusa", "medusa, best first", "EAGLE", "draft model", "block", "MTP", "combined"]
+    "name", ["ngram tree", "suffix", "medusa", "medusa best first", "EAGLE", "draft model", "block", "MTP", "combined"]
 )
 def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
     prompts = prompts_of((5, 21, 1, 34), seed=3)
