@@ -1,4 +1,4 @@
-"""The part that ordinary and captured decode steps share: a packed pass over trees, its verification and its commit."""
+"""The shared part of ordinary and captured decode steps: a packed pass over trees, verification and commit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["DecodeStep", "KnownTokens", "Pass"]
 
 @dataclass
 class KnownTokens:
-    """Tokens that R sequences read in front of the trees of a pass.
+    """Prefill tokens of R sequences, placed before the trees of a pass.
 
     Attributes:
-        counts: how many each sequence reads; T in all.
+        counts: tokens of each sequence; T in all.
         tokens, positions: int64 [T].
         seq_lens: int32 [R], up to the last token read. cu_seqlens: int32 [R + 1], the rows of each sequence.
-        last_rows: the row of the last token of each sequence that reads up to it; these get a new token.
+        last_rows: the last row of each sequence that finishes prefill in this pass; these sequences get a new token.
     """
 
     counts: list[int]
@@ -41,12 +41,12 @@ class KnownTokens:
 
 @dataclass
 class Pass:
-    """One packed pass: sequences that read known tokens come first, then those that decode a tree, then padding.
+    """One packed pass: sequences in prefill, then sequences that decode a tree, then padding.
 
     Attributes:
-        draft, start: of the sequences that gain tokens, with their roots' tokens and positions: those that read up to
-            their last token (the first num_read), whose tree is a root alone, and all that decode.
-        decode_table: int32 [D, max_pages], the pages of those that decode.
+        draft, start: trees, with the roots' tokens, and root positions of the sequences that gain tokens: first the
+            num_read sequences that finish prefill, with root-only trees, then all that decode.
+        decode_table: int32 [D, max_pages], the pages of the sequences that decode.
         logit_rows: the rows of the trees' nodes; None = all.
     """
 
@@ -61,9 +61,9 @@ class Pass:
 
 
 class DecodeStep:
-    """Packs trees into a pass of the model, runs it, verifies the trees and commits what is accepted.
+    """Packs trees into a pass of the model, runs it, verifies the trees and commits the accepted paths.
 
-    Without `KnownTokens` nothing here needs the host, so that a CUDA graph can hold a step.
+    Without `KnownTokens` it never needs the host, so a CUDA graph can capture a step.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class DecodeStep:
         known: KnownTokens | None = None,
         is_active: Tensor | None = None,
     ) -> Pass:
-        """Prepares the pass over R sequences that read known tokens (0 without `known`) and the trees of D that decode.
+        """Prepares the pass over R sequences in prefill (0 without `known`) and the trees of D that decode.
 
-        draft: of the D sequences. roots: int64 [D], their last tokens. start: int32 [D], the positions of these.
-        page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], where their recurrent states are, and
+        draft: of the D sequences. roots: int64 [D], their last tokens. start: int32 [D], the roots' positions.
+        page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], indices of their recurrent states, and
         prompt_lens: int64 [R + D]; both None for a model without recurrent layers. is_active: bool [D], False for rows
         without a sequence; None = all are active.
         """
@@ -121,7 +121,7 @@ class DecodeStep:
         return packed
 
     def run(self, packed: Pass) -> PassOutput:
-        """Runs the model, and gives what the drafter wants to see of it, too."""
+        """Runs the model; the output includes the hidden states and features that the drafter needs."""
         wanted = packed.logit_rows, self.drafter.needs_hidden, self.feature_layers
         return self.model.run(packed.input_ids, packed.positions, packed.step, *wanted)
 
@@ -138,20 +138,20 @@ class DecodeStep:
     ) -> tuple[StepResult, Tensor, Found | None]:
         """Verifies the trees of B sequences and commits the accepted paths.
 
-        history: int64 [B, capacity], gets the new tokens; sampling, options, grammar_mask: see `Sampling.verify`.
+        history: int64 [B, capacity], receives the new tokens. sampling, options, grammar_mask: see `Sampling.verify`.
         node_map: see `commit`. Returns the result, a report int64 [B, S + 3] of tokens, their number, finished and
-        status, and log-probabilities where they are read. `compact` has to follow before the next pass writes.
+        status, and log-probabilities if requested. `compact` must follow before the next pass writes.
         """
         draft, start, first = packed.draft, packed.start, packed.num_read
         verdict = sampling.verify(output.logits, draft, self.drafter.draft_law, start, options, grammar_mask)
-        # What was read lies in its place, and is in the recurrent states, already.
+        # Prefill rows are already in place and in the recurrent states.
         accepted = verdict.accept_index[first:], verdict.num_accepted[first:]
         if draft.trees.max_nodes > 1:
             self._moves = (packed.decode_table, start[first:], *accepted)
         if packed.step.recurrent is not None:
             packed.step.recurrent.advance(*accepted)
         text = {"history": history, "history_lens": start + 1, "eos_ids": self.eos_ids}
-        # Processed log-probabilities count the tokens in place of `commit`.
+        # With processed log-probabilities the reader counts the tokens instead of `commit`.
         counted = None if self.logprobs is not None and self.logprobs.is_processed else options
         committed = commit(verdict, draft.trees, start, **text, node_map=node_map, options=counted)
         found = None
@@ -162,26 +162,26 @@ class DecodeStep:
         return result, torch.cat([verdict.tokens, extra], dim=1), found
 
     def compact(self) -> None:
-        """Moves the rows of the accepted paths to their places: any time before the next pass writes."""
+        """Compacts the rows of the accepted paths. Must run before the next pass writes."""
         if self._moves is not None:
             self.cache.compact(*self._moves)
             self._moves = None
 
 
 def _with_roots(draft: Draft, roots: Tensor, is_active: Tensor | None) -> Draft:
-    """Returns `draft` with the roots' own tokens, which a drafter need not give."""
+    """Returns `draft` with the roots' tokens, which drafters may omit."""
     tokens, rows = draft.draft_tokens.long(), draft.trees.cu_nodes[:-1].long()
     num_nodes = tokens.shape[0]
-    if is_active is None:  # a tree without a root has no row of its own; the engine refuses it when it is verified
+    if is_active is None:  # a tree without a root has no row; the engine rejects it after verification
         tokens = tokens.index_copy(0, rows.clamp(min=0, max=max(num_nodes - 1, 0)), roots)
-    else:  # an inactive row may have no tree; its token goes behind the last node
+    else:  # an inactive row may have no tree; its token goes after the last node
         rows = torch.where(is_active, rows, num_nodes)
         tokens = torch.cat([tokens, roots[:1]]).index_copy(0, rows, roots)[:num_nodes]
     return draft._replace(draft_tokens=tokens)
 
 
 def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
-    """Lets the pass read known tokens first; those that read up to their last token get a tree of that one alone."""
+    """Prepends prefill rows to the pass. Sequences whose prompt ends in this pass get a root-only tree."""
     step, device, num_known = packed.step, known.tokens.device, known.tokens.shape[0]
     table = step.page_table[: len(known.counts)]
     slots = slot_mapping(table, known.seq_lens, known.cu_seqlens, page_size, total_q=num_known)
@@ -203,7 +203,7 @@ def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:
-    """Returns `draft` after a tree of one node for each token of `roots`."""
+    """Returns `draft` preceded by a root-only tree for each token of `roots`."""
     num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft
@@ -211,6 +211,6 @@ def _after_roots(roots: Tensor, draft: Draft) -> Draft:
     return draft._replace(
         draft_tokens=torch.cat([roots, draft.draft_tokens]),
         trees=TreeBatch.concatenate([trees, draft.trees]),
-        # Any row will do for a root that has no children.
+        # A root without children may use any row.
         draft_rows=torch.cat([rows.new_zeros(num_roots), rows]) if rows is not None else None,
     )

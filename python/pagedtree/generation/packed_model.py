@@ -1,4 +1,4 @@
-"""The interface of a language model that the engine runs, or that a drafter drafts with."""
+"""The interface of the language models that the engine and drafters run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class PassOutput(NamedTuple):
     """The results of a pass over T packed tokens.
 
     Attributes:
-        logits: [R, V], at the rows that were asked for.
-        hidden: [R, H], what the output layer read there, if it was asked for, else None.
-        features: [T, len(feature_layers) * H], at all tokens, the layers side by side in the order in which they were
-            asked for; None without feature_layers.
+        logits: [R, V], at the requested rows.
+        hidden: [R, H], the input of the output layer at these rows, if requested, else None.
+        features: [T, len(feature_layers) * H] at all tokens, the layers concatenated in the requested order; None
+            without feature_layers.
     """
 
     logits: Tensor
@@ -34,13 +34,13 @@ class PackedModel(Protocol):
     """A language model that reads packed tokens; its attention layers call `PagedStep.attend`.
 
     Attributes:
-        device: where its weights are.
-        vocab_size: it reads the token ids 0..vocab_size - 1.
-        num_logits: columns of its logits, padding of the vocabulary included.
-        hidden_size: of what its decoder layers give for a token.
-        num_weights: parameters, all in all.
-        num_positions: positions that it is made for, None = any number. has_position_table: whether it cannot read
-            others, as models with a learned embedding of each position.
+        device: device of its weights.
+        vocab_size: valid token ids are 0..vocab_size - 1.
+        num_logits: columns of its logits, vocabulary padding included.
+        hidden_size: width of its decoder layers' outputs.
+        num_weights: total number of parameters.
+        num_positions: positions it is made for, None = unlimited. has_position_table: whether it cannot read others, as
+            models with learned position embeddings.
         is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
 
@@ -69,13 +69,13 @@ class PackedModel(Protocol):
     def is_recurrent(self) -> bool: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        """Tells whether all of these sequences are long, for models that read long texts another way than short ones.
+        """Returns whether all of these sequences are long, for models that read long and short texts differently.
 
-        Raises ValueError, with the model's `name`, for sequences that cannot be in one pass.
+        Raises ValueError, with the model's `name`, for sequences that cannot share a pass.
         """
 
     def use(self, is_long: bool | None = None) -> AbstractContextManager[None]:
-        """Inside the block `run` may be called. is_long: what `check_sequences` said, None if it was not asked."""
+        """Returns a context in which `run` may be called. is_long: from `check_sequences`; None without that call."""
 
     def run(
         self,
@@ -86,10 +86,9 @@ class PackedModel(Protocol):
         needs_hidden: bool = False,
         feature_layers: Sequence[int] = (),
     ) -> PassOutput:
-        """Runs one pass over packed tokens, int64 [T]: logits at `rows` (int64 [R], None = all), what the output
-        layer read there if `needs_hidden`, and at all tokens what these decoder layers gave (see
-        `Drafter.feature_layers`). Raises ValueError for a model that cannot be run so, or lacks such layers.
-        """
+        """Runs one pass over packed tokens, int64 [T]. Returns logits at `rows` (int64 [R], None = all), the output
+        layer's input there if `needs_hidden`, and the outputs of `feature_layers` at all tokens (see
+        `Drafter.feature_layers`). Raises ValueError if the model lacks such layers or cannot run this pass."""
 
     def new_hidden(self, num_rows: int) -> Tensor:
-        """Zeros [num_rows, H] in the form of what the output layer reads."""
+        """Returns zeros [num_rows, H] in dtype and device of the output layer's input."""

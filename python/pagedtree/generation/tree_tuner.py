@@ -1,12 +1,12 @@
-"""`generate(tree="auto")`: how deep a step drafts, and which of the drafted nodes the target verifies.
+"""`generate(tree="auto")`: chooses the depth of drafts and the nodes that the target verifies.
 
     plan = tuner.plan(remaining)                               # how deep to draft, or not at all
     if plan.depth is not None:
-        kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes that are worth their time
+        kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes worth verifying
     tuner.learn(plan, Outcome(seconds, accept_index, tokens, drafting, kept))
 
-One number decides: tokens per second, of a step with drafts and of one without. Tokens are what the nodes promise by
-what was accepted before (`Odds`), seconds by what steps took before (`StepCosts`).
+The objective is tokens per second, with drafts and without. Tokens are estimated from past acceptance rates (`Odds`),
+seconds from past steps (`StepCosts`).
 """
 
 from __future__ import annotations
@@ -28,32 +28,30 @@ from pagedtree.check_draft import rows_of
 
 __all__ = ["Kept", "Outcome", "Plan", "TreeTuner", "TunerOf"]
 
-# Until steps are measured, a drafted row is taken to cost what a token of a prompt did, and a plain step as much as so
-# many rows.
+# Priors until steps are measured: a drafted row costs as much as a prompt token, a plain step as many rows as this.
 PLAIN_ROWS = 32.0
-# The first steps verify at most so many drafted rows for each sequence, further ones at most twice the most so far.
+# The first steps verify at most this many drafted rows per sequence, later ones at most twice the maximum so far.
 FIRST_ROWS = 8
-# A plain step is taken to be the faster, the longer none was measured: by half after so many steps.
+# The estimate of a plain step decays while none is measured: by half after this many steps.
 PLAIN_AGE = 32
-# A step that takes so many times as long as expected was held up by something else.
+# Steps longer than this multiple of the expected time are outliers.
 HICCUP = 2.0
-# What evidence keeps of its weight when new evidence comes; and the weight of a first guess.
+# Decay of old observations per new one, and the weight of a prior.
 KEPT, PRIOR = 0.95, 1.0
-# Classes of guesses by their surprise; they are finer where guesses are sure.
+# Classes of drafts by surprise, finer at low surprise.
 KINDS = 12
-# The surprise (negative log-probability) of a drafter's first choice where it does not tell its own; and the odds that
-# no node exceeds.
+# Surprise (negative log-probability) of a drafter's first choice without `confidence`, and the upper bound of odds.
 SURPRISE, SUREST = 0.5, 0.97
-# The share of the time that may go into drafts for which nothing speaks, to see whether that has changed.
+# Share of the time spent on probes: drafts that the estimates do not justify.
 LOOK_SHARE = 0.01
-# A token of a sequence counts by this power of what it still has to come: the batch ends with its last sequence.
+# A token counts by this power of its sequence's remaining tokens: the batch ends with its last sequence.
 BEHIND = 2.0
 
 
 class Odds:
-    """Estimates how often guesses of a class are right, or how many of them in one step.
+    """Estimates the acceptance rate of a class of drafts, or the number of accepted drafts per step.
 
-    weight: for how many observations a first guess stands.
+    weight: number of observations that the prior counts as.
     """
 
     def __init__(self, weight: float = PRIOR) -> None:
@@ -70,10 +68,10 @@ class Odds:
 
 
 class StepCosts:
-    """Estimates the seconds of steps of one batch size: guesses at first, then what was measured.
+    """Estimates the seconds of steps of one batch size: priors at first, then measurements.
 
-    plain: a step without drafts. once, row: what any drafts add to the target's pass, and each drafted row. level: what
-    the drafter takes for each level, and for a call as a whole.
+    plain: a step without drafts. once: fixed cost of drafts in the target's pass. row: cost per drafted row. level: the
+    drafter's cost per level, and its fixed cost per call.
     """
 
     def __init__(self, plain: float, once: float, row: float, level: float) -> None:
@@ -81,14 +79,14 @@ class StepCosts:
         self.age, self.most_rows = PLAIN_AGE, 0  # steps since the last plain one; drafted rows of one step
         self._guess = once, row
         self._plain, self._level = deque[float](maxlen=9), deque[float](maxlen=9)
-        # Sums over steps with drafts: their number, rows, rows², what they added, and rows times that.
+        # Sums over steps with drafts: 1, rows, rows², added seconds, rows * added seconds.
         self._sums: tuple[float, ...] = (0.0,) * 5
 
     def drafter(self, levels: int) -> float:
         return self.level * (levels + 1) if levels else 0.0
 
     def target(self, rows: float) -> float:
-        """Seconds of the target's pass."""
+        """Returns the seconds of the target's pass."""
         return self.plain + (self.once + self.row * rows if rows else 0.0)
 
     @property
@@ -96,8 +94,8 @@ class StepCosts:
         return self.plain / (1.0 + self.age / PLAIN_AGE)
 
     def learn(self, rows: int, levels: int, drafting: float, seconds: float) -> None:
-        """Takes in a step with so many drafted rows and levels, `drafting` of whose seconds were the drafter's."""
-        if levels > 0:  # the first call also pays for what is set up only once
+        """Records a step with this many drafted rows and levels. `drafting`: the drafter's share of `seconds`."""
+        if levels > 0:  # the first call includes one-time setup
             self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / (levels + 1))
             self.level = max(statistics.median_low(self._level), 1e-9)
         seconds -= drafting
@@ -113,7 +111,7 @@ class StepCosts:
         added = seconds - self.plain
         news = (1.0, rows, rows * rows, added, rows * added)
         self._sums = tuple(KEPT * old + new for old, new in zip(self._sums, news, strict=True))
-        # The line through what rows added, as if one step with none and one with FIRST_ROWS had confirmed the guesses.
+        # Linear fit of added seconds over rows, with two prior observations: no rows, and FIRST_ROWS.
         (once, row), (n, x, xx, y, xy) = self._guess, self._sums
         most = once + FIRST_ROWS * row
         n, x, xx, y, xy = n + 2, x + FIRST_ROWS, xx + FIRST_ROWS**2, y + once + most, xy + FIRST_ROWS * most
@@ -125,8 +123,8 @@ class StepCosts:
 class Kept:
     """The nodes of a proposal that the target verifies.
 
-    rows: int32, where they are in the proposal; None: all of it. num_drafted: how many are no roots. guesses: of each
-    row of the proposal its tree, its parent's row (-1 at roots) and its class.
+    rows: int32, their rows in the proposal; None: all of it. num_drafted: nodes that are not roots. guesses: (tree,
+    parent's row or -1 at roots, class) of each row of the proposal.
     """
 
     draft: Draft
@@ -138,9 +136,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step: its seconds, the drafter's among them; [B, S] accepted nodes and the tokens behind them.
+    """The outcome of a step: its seconds, including the drafter's; accepted nodes and their tokens [B, S].
 
-    seconds is None where they do not tell what such a step takes. A tree whose nodes are all -1 tells nothing.
+    seconds is None if this step's time is not representative. A tree whose nodes are all -1 is ignored.
     """
 
     seconds: float | None
@@ -152,11 +150,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """A decision what to draft in a step.
+    """The drafting decision for one step.
 
-    depth: at most so many levels; 0: only guesses that no model is asked for; None: nothing. is_look: whether nothing
-    speaks for it. reading: seconds of the drafter besides its levels. weights: what a token of each sequence is worth,
-    in plain steps. remaining, others_wait: as `TreeTuner.plan` got them.
+    depth: largest number of levels; 0: only drafts without a model pass; None: no drafts. is_look: whether this is a
+    probe that the estimates do not justify. reading: the drafter's seconds outside its levels. weights: value of one
+    token of each sequence, in plain steps. remaining, others_wait: the arguments of `TreeTuner.plan`.
     """
 
     remaining: Sequence[int]
@@ -169,11 +167,11 @@ class Plan:
     is_look: bool = False
 
     def keep(self, proposal: Draft, confidence: Tensor | None = None) -> Kept:
-        """Finds the nodes that give the most tokens per second, if any; `confidence` as `Drafter.confidence` tells it.
+        """Returns the nodes with the most tokens per second, if any. confidence: from `Drafter.confidence`.
 
         for node in tree:
-            odds = how often guesses were right that surprised the drafter as much, where their parent was accepted
-            worth[node] = worth[parent] * min(odds, odds of the sibling before it)
+            odds = acceptance rate of drafts of the same surprise whose parent was accepted
+            worth[node] = worth[parent] * min(odds, odds of the previous sibling)
         """
         trees, log_probs = proposal.trees, None if confidence is None else confidence.tolist()
         offsets, parents = trees.cu_nodes.tolist(), trees.parents.tolist()
@@ -187,7 +185,7 @@ class Plan:
                     continue
                 surprise = SURPRISE + rank[place] if log_probs is None else log_probs[first + place] - log_probs[row]
                 kind = min(int(4.0 * math.sqrt(surprise)), KINDS - 1) if surprise > 0.0 else 0
-                # Drafts that were drawn must not lose a sibling before them.
+                # Sampled drafts must keep all earlier siblings.
                 least[place] = min(least[place], odds[kind])
                 guesses[row], worth[row] = (tree, first + place, kind), worth[first + place] * least[place]
                 rank[place] += 1
@@ -201,7 +199,7 @@ class Plan:
         return Kept(draft, proposal, rows, count, guesses)
 
     def count(self, worth: list[float]) -> int:
-        """Returns how many of the nodes are verified; they come in the order of what they are worth."""
+        """Returns the number of nodes to verify. worth: descending."""
         costs, sunk = self.costs, self.reading + self.costs.drafter(self.depth or 0)
         best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
@@ -213,37 +211,37 @@ class Plan:
 
 
 class TreeTuner:
-    """Plans steps, and learns from what came of them; what it has learnt serves further calls.
+    """Plans steps and learns from their outcomes; later calls reuse its estimates.
 
-    max_depth: the drafter's most levels. grows_by_level, has_free_guesses: as the drafter says.
+    max_depth: the drafter's largest number of levels. grows_by_level, has_free_guesses: the drafter's attributes.
     """
 
     def __init__(self, max_depth: int, grows_by_level: bool = False, has_free_guesses: bool = False) -> None:
         self.max_depth, self.grows_by_level, self.has_free_guesses = max_depth, grows_by_level, has_free_guesses
         self.costs: dict[int, StepCosts] = {}
-        self.odds, self.by_depth = Odds(), Odds()  # the latter of whether any child of an accepted node was right
+        self.odds, self.by_depth = Odds(), Odds()  # by_depth: whether any child of an accepted node was accepted
         self.seconds_of_token = 1e-3  # of a prompt
         self.begin()
 
     def begin(self) -> None:
-        """Begins with a call of `generate` that starts to decode."""
-        # Seconds of all steps and of looks; plain steps that drafts have saved the sequences on average, and the batch.
+        """Resets the counters when a call of `generate` starts to decode."""
+        # Seconds of all steps and of probes; plain steps that drafts saved per sequence on average, and for the batch.
         self.elapsed = self.looking = self.found = self.saved = 0.0
 
     def plan(self, remaining: Sequence[int], unread: float = 0.0, others_wait: bool = False) -> Plan:
-        """Finds the depth with the most expected tokens per second.
+        """Returns the plan whose depth has the most expected tokens per second.
 
-        remaining: [B], how many tokens each sequence still has to come. unread: how many the drafter has to read before
-        it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch, which
-        therefore does not end with its last one.
+        remaining: [B], tokens that each sequence still has to generate. unread: tokens that the drafter must read
+        before it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch, so
+        that the batch does not end with its last sequence.
         """
         costs, size = self._costs_of(len(remaining)), len(remaining)
         shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]
-        # Sequences that are brought forward one by one save the batch less than they save themselves.
+        # Speeding up single sequences saves the batch less than it saves them.
         trust = (self.saved + PRIOR) / (self.found + PRIOR)
         weights = [trust * share / sum(shares) for share in shares]
         plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
-        if costs.level == 0.0:  # nobody knows yet what levels take
+        if costs.level == 0.0:  # the cost of a level is unknown
             return replace(plan, depth=1 if self.grows_by_level else self.max_depth)
         if plan.reading + costs.drafter(self.max_depth) <= LOOK_SHARE * costs.plain:
             return replace(plan, depth=self.max_depth)
@@ -263,7 +261,7 @@ class TreeTuner:
         return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
-        """Takes in what came of a step."""
+        """Records the outcome of a step."""
         kept, seconds = outcome.kept, outcome.seconds
         rows = 0 if kept is None else kept.num_drafted
         if seconds is not None:
@@ -279,10 +277,10 @@ class TreeTuner:
             found = [max(sum(node >= 0 for node in path) - 1, 0) for path in paths]
             of_all = sum(w * n for w, n in zip(plan.weights, found, strict=True)) / sum(plan.weights)
             last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, found, strict=True))
-            # The others' tokens count by the chance that theirs will be the last sequence later.
+            # Tokens of other sequences count by the chance that theirs becomes the last one.
             saved = of_all if plan.others_wait else last + (of_all - last) / len(found)
             self.saved, self.found = KEPT * self.saved + saved, KEPT * self.found + of_all
-        # Every child of an accepted node tells something, verified or not.
+        # Every child of an accepted node is an observation, verified or not.
         rows_of_trees: dict[int, list[int]] = defaultdict(list)
         for row in range(len(kept.guesses)) if kept.rows is None else kept.rows.tolist():
             if row >= 0:
@@ -291,7 +289,7 @@ class TreeTuner:
         for tree, (path, tokens) in enumerate(zip(paths, outcome.tokens.tolist(), strict=True)):
             came |= {rows_of_trees[tree][n]: token for n, token in zip(path, tokens, strict=True) if n >= 0}
         drafted, depths = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist()
-        # Where nothing was drafted below, though it might have been, nothing was right.
+        # A node without drafted children above the planned depth counts as a miss.
         is_any_right = {row: False for row in came if depths[row] < (plan.depth or 0)}
         for row, (_, parent, kind) in enumerate(kept.guesses):
             if parent in came:
@@ -302,11 +300,11 @@ class TreeTuner:
             self.by_depth.add(depths[parent] + 1, is_right)
 
     def learn_reading(self, num_tokens: int, seconds: float) -> None:
-        """Takes in the seconds of a pass of the target over prompts."""
+        """Records the seconds of a prefill pass of the target."""
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
     def _costs_of(self, batch_size: int) -> StepCosts:
-        """Finds the costs of a batch size; they begin with what the nearest size has taught."""
+        """Returns the costs of a batch size, initialized from the nearest known size."""
         if batch_size not in self.costs:
             row = self.seconds_of_token
             near = StepCosts(PLAIN_ROWS * row, 0.0, row, 0.0)
@@ -318,7 +316,7 @@ class TreeTuner:
 
 
 class TunerOf(NamedTuple):
-    """What a drafter has learnt, and with which target. Copies of the drafter, also pickled ones, have None instead."""
+    """A drafter's tuner and its target. Copies of the drafter, including pickled ones, get None instead."""
 
     model: weakref.ref[Any]
     tuner: TreeTuner

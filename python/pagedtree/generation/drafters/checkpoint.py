@@ -1,6 +1,6 @@
 """Checkpoints of draft heads: a folder with config.json and a file of tensors.
 
-Names and shapes of the tensors are compared with what the config says before any is loaded.
+Names and shapes of the tensors are checked against the config before any is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["WEIGHTS_NAME", "StoredTensors", "check_ids", "draft_ids", "have_same
 
 WEIGHTS_NAME = "model.safetensors"
 
-# As safetensors calls them; tensors of other types are not read.
+# Names of safetensors; other dtypes are not read.
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
 DTYPES = {**FLOATS, **INTEGERS, "BOOL": torch.bool}
@@ -37,13 +37,13 @@ class _Stored(NamedTuple):
 class StoredTensors:
     """The tensors in the files of a checkpoint, by name.
 
-    Raises ValueError, naming the file, for one that is broken or of another format, and OSError if it cannot be read.
-    From a pickled file nothing but tensors is taken, and no code in it runs.
+    Raises ValueError, naming the file, for a corrupt file or another format, and OSError if it cannot be read. No code
+    in pickled files runs; only tensors are loaded.
 
     Args:
-        folder: where the files are.
-        files: names of files; the first one that is there is read, "*.safetensors" stands for all of these together.
-        rename: from names in the files to those that are asked for.
+        folder: the folder of the files.
+        files: names in order of preference; the first one found is read. "*.safetensors" means all of these together.
+        rename: maps names in the files to names in the model.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str) -> None:
@@ -74,13 +74,13 @@ class StoredTensors:
         integers: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> None:
-        """Raises ValueError for tensors that are missing or unknown, of another shape, or of a type without values.
+        """Raises ValueError for missing or unknown tensors, wrong shapes and unsupported dtypes.
 
         Args:
-            shapes: for each name its sizes as products, as "intermediate_size, 2 * hidden_size".
-            sizes: what their factors are by the config; messages name both.
-            optional: names of tensors that may be missing. integers: of those that hold integers, all others being
-                floating-point. ignored: of those that may be there and are not read.
+            shapes: each name's sizes as products, like "intermediate_size, 2 * hidden_size".
+            sizes: the config's values of the factors; messages show both.
+            optional: names of tensors that may be missing. integers: names of integer tensors; all others are
+                floating-point. ignored: names of tensors that may be present and are not read.
         """
         unknown = sorted(self._tensors.keys() - shapes.keys() - set(ignored))
         if unknown:
@@ -111,13 +111,13 @@ class StoredTensors:
 
 
 def have_same_values(stored: Tensor, weight: Tensor) -> bool:
-    """Tells whether the rows that both have are the same, in the dtype of `weight`."""
+    """Returns whether the rows present in both are equal, in the dtype of `weight`."""
     pairs = zip(stored.split(4096), weight.detach().split(4096), strict=False)  # bounds the memory
     return all(torch.equal(a[: len(b)].to(b), b[: len(a)]) for a, b in pairs)
 
 
 def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
-    """Raises ValueError for draft tokens that the target lacks, or that are there twice."""
+    """Raises ValueError for draft tokens that the target lacks, and for duplicates."""
     if ids.ndim != 1 or not len(ids) or ids.dtype not in INTEGERS.values():
         raise ValueError(f"{name}: expected integers [draft vocabulary], got {ids.dtype} {[*ids.shape]}")
     if bool(((ids < 0) | (ids >= num_tokens)).any()):
@@ -129,10 +129,9 @@ def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
 
 
 def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
-    """Returns int64 [count]: of a head's draft tokens their ids in the target, which has `num_tokens`; by the tensor
-    d2t, else the first ones.
+    """Returns int64 [count], the target ids of a head's draft tokens: from the tensor d2t, else the first `count` ids.
 
-    Raises ValueError for ids that are no draft vocabulary, and for a tensor t2d that names others.
+    Raises ValueError for ids outside `num_tokens` or duplicates, and if the tensor t2d disagrees.
     """
     ids = torch.arange(count, dtype=torch.int64)
     if "d2t" in stored:
@@ -154,9 +153,9 @@ def save_checkpoint(
     *,
     name: str = WEIGHTS_NAME,
 ) -> None:
-    """Writes config.json and a file of tensors into a folder, which is made if it is missing.
+    """Writes config.json and a file of tensors into a folder; creates the folder if needed.
 
-    weights: written in `dtype`. others: written as they are. name: of the file, in the format of safetensors.
+    weights: written in `dtype`. others: written as they are. name: of the file, in safetensors format.
     """
     from safetensors.torch import save_file  # of an extra of the package
 
@@ -188,11 +187,11 @@ def _of_safetensors(path: Path) -> dict[str, _Stored]:
 
 def _of_pickle(path: Path) -> dict[str, _Stored]:
     try:
-        # Mapped, so that the file's size bounds the memory; its code does not run.
+        # Memory-mapped: the file's size bounds the memory. weights_only: its code does not run.
         tensors: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError:
         raise
-    except Exception as error:  # whatever an unpickler meets in a file of any kind
+    except Exception as error:  # an unpickler can raise anything on an arbitrary file
         first = (str(error).splitlines() or [""])[0]
         raise ValueError(f"{path}: expected tensors as torch.save writes them, got {first}") from error
     if not isinstance(tensors, dict) or not all(isinstance(name, str) for name in tensors):
@@ -201,7 +200,7 @@ def _of_pickle(path: Path) -> dict[str, _Stored]:
 
 
 def _form(path: Path, name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]:
-    """Shape, dtype and how to get it; ValueError for what is no tensor with a place in memory for each element."""
+    """Returns shape, dtype and a loader. Raises ValueError for anything but a plain tensor."""
     is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError(f"{path}: {name}: expected a plain tensor that holds all of its elements")

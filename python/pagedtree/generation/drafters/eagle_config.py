@@ -1,4 +1,4 @@
-"""The config.json of an EAGLE-3 head: in the form of SGLang and vLLM, or in that of speculators."""
+"""The config.json of an EAGLE-3 head, in the format of SGLang and vLLM or of speculators."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagedtree.generation.drafters.rotary_config import Rotary
 __all__ = ["ARCHITECTURES", "EagleConfig"]
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"  # SGLang's name
-# Of heads of this form: vLLM's, those of speculators, and what EAGLE's own training wrote.
+# Other names of this architecture: vLLM's, speculators' and EAGLE's training code.
 OTHERS = ("Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel", "LlamaForCausalLM")
 ARCHITECTURES = (ARCHITECTURE, *OTHERS)
 PARALLEL_ARCHITECTURES = ("PEagleSpeculator", "PEagleDraftModel")
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-# What ModelOpt writes of its other heads, and what no layer computes otherwise.
+# ModelOpt's entries for its other heads, and entries with only one supported value.
 OF_MODELOPT: dict[str, Any] = {
     "parallel_draft_step": 1,
     "position_embedding_type": "rope",
@@ -39,14 +39,14 @@ ONLY: dict[str, Any] = {
     "is_causal": True,
     "logit_scale": 1.0,
 }
-# The kinds that speculators names, and the layers that it makes for them; those of Qwen 3 norm queries and keys.
+# Kinds of speculators and their layers; Qwen 3's norm queries and keys.
 KINDS = ("eagle3", "peagle")
 LAYER_KINDS = ("llama", "qwen3")
 MAX_LAYERS = 1024
 OF_SPECULATORS = ("speculators_config", "speculators_model_type", "speculators_version", "transformer_layer_config")
-# Entries that tell the rotary embedding.
+# Entries of the rotary embedding.
 ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
-# A window without a layer that has one.
+# Windows that no layer uses.
 UNUSED = ("sliding_window",)
 # Columns of `fc`.
 NUM_LAYERS_READ = f"layers of {LAYER_IDS}"
@@ -55,22 +55,20 @@ FEATURES = f"{NUM_LAYERS_READ} * target_hidden_size"
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(LayerSizes):
-    """The sizes of an EAGLE-3 head, and what is computed, by the names of its config.json.
+    """Sizes and variant of an EAGLE-3 head; fields have the names of config.json.
 
     Attributes:
-        where: what messages call the file.
-        entries: as they stand in the file, those of speculators' transformer_layer_config among the others.
-        target_hidden_size: of the target's layers.
-        draft_vocab_size: None: not said.
-        norm_before_residual: whether what stays of the state is it after its norm.
-        norm_before_fc, fc_norm: whether the features are normed before they are fused: all layers together, or each
-            layer for itself.
-        norm_output: whether the state that a node's children read is what the output layer reads, after the last norm.
-        by_output, by_input: the target's layers that are read, by their outputs or inputs; () = not said.
-        num_layers_read: how many they are; None: not said.
+        where: the file's name in messages.
+        entries: the file's entries, with speculators' transformer_layer_config merged in.
+        target_hidden_size: hidden size of the target's layers.
+        draft_vocab_size: None: not given.
+        norm_before_residual: whether the residual is the state after its norm.
+        norm_before_fc, fc_norm: whether the features are normed before `fc`: all layers together, or per layer.
+        norm_output: whether a node's children read the state after the last norm, as the output layer does.
+        by_output, by_input: target layers that are read, by their outputs or inputs; () = not given.
+        num_layers_read: their number; None: not given.
         has_head_norms: whether queries and keys have a norm, as in Qwen 3.
-        mask_token_id: of P-EAGLE, which guesses all tokens in one pass: the token that stands for those that are not
-            known. None for EAGLE-3.
+        mask_token_id: P-EAGLE's placeholder for unknown tokens; it drafts all tokens in one pass. None for EAGLE-3.
     """
 
     where: str
@@ -100,7 +98,7 @@ class EagleConfig(LayerSizes):
 
     @classmethod
     def read(cls, top: ConfigEntries) -> EagleConfig:
-        """Raises ValueError for what the head does not compute, and for entries of which it is not known."""
+        """Raises ValueError for entries that are unknown or that this head does not implement."""
         is_parallel = top.word("speculators_model_type", KINDS, "eagle3") == "peagle"
         top.words("architectures", PARALLEL_ARCHITECTURES if is_parallel else ARCHITECTURES)
         layer, eagle = top.section("transformer_layer_config"), top.section("eagle_config")
@@ -136,9 +134,9 @@ class EagleConfig(LayerSizes):
         return config
 
     def to_entries(self) -> dict[str, Any]:
-        """For a config.json that SGLang, vLLM and `read` understand; without what the weights beside it decide.
+        """Returns entries of a config.json for SGLang, vLLM and `read`, without entries that follow from the weights.
 
-        What SGLang has no words for (layers of Qwen 3, more than one layer, biases, P-EAGLE) is in speculators' form.
+        Uses speculators' format for features that SGLang lacks: Qwen 3 layers, several layers, biases, P-EAGLE.
         """
         values = vars(self)
         layer = {"model_type": "qwen3" if self.has_head_norms else "llama", "hidden_act": "silu"}
@@ -156,15 +154,15 @@ class EagleConfig(LayerSizes):
 
     @property
     def needs_nesting(self) -> bool:
-        """Whether only speculators' form of a config can say what this head is."""
+        """Whether this head needs speculators' format."""
         return (
             self.num_hidden_layers > 1 or self.has_head_norms or self.attention_bias or self.mask_token_id is not None
         )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the target's layers, of which it has `num_layers`, whose outputs the head reads."""
+        """Returns the target layers, of `num_layers`, whose outputs the head reads. Raises ValueError."""
         layers = self.by_output  # SGLang's
-        if not layers:  # vLLM's, and where both look without an entry
+        if not layers:  # vLLM's, and the default of both
             layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))
         if not all(0 <= layer < num_layers for layer in layers):
             raise ValueError(
@@ -176,7 +174,7 @@ class EagleConfig(LayerSizes):
         return layers
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:
-        """Returns the tensors of a checkpoint, for each its sizes by the names of `sizes`."""
+        """Returns the shape of each tensor of a checkpoint, with the names of `sizes` as factors."""
         of_layer = partial(layer_shapes, bias=self.attention_bias, has_norms=self.has_head_norms)
         first = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
         shapes = {"fc.weight": f"hidden_size, {FEATURES}", "norm.weight": "hidden_size", "d2t": "draft_vocab_size"}
@@ -197,8 +195,7 @@ class EagleConfig(LayerSizes):
 
 
 def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:
-    """Returns an entry at the top of the file or in eagle_config, where NVIDIA's heads have it; False if there is
-    none."""
+    """Returns a flag at the top of the file or in eagle_config, as in NVIDIA's heads; False without an entry."""
     value = top.flag(name, False)
     found = inner.flag(name, value)
     if name in top and found != value:

@@ -1,4 +1,4 @@
-"""Drafts from a smaller model: trees grown level by level with its own paged cache, by score or by drawing."""
+"""Drafts of a smaller model: trees grown level by level with a separate paged cache, by score or by sampling."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["ModelDrafter"]
 
-# Models of one tokenizer pad their vocabularies to multiples of at most some hundred.
+# Vocabularies are padded to multiples of at most a few hundred.
 MAX_PADDING = 1024
 
 
 class ModelDrafter(TreeGrower):
-    """A draft model of the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
+    """A draft model with the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
 
-    Each step runs the draft model `depth` times: over what it has not read yet, then over some nodes of each level but
-    the last. What it read of the accepted path stays in its cache. It has pages of its own, which do not count in
-    `num_pages` of `generate`. That number limits them all the same: only running sequences hold pages, for their tokens
-    and the nodes read. The pool doubles when it is full.
+    Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
+    last. Rows of the accepted path stay in its cache. Its pages do not count in `num_pages` of `generate`, but that
+    number bounds them too: only running sequences hold pages, for their tokens and the nodes read. The pool doubles
+    when it is full.
 
-    Token ids mean the same to both models, but one may pad its vocabulary further than the other (Qwen2.5 has 151936 or
-    152064 rows): what the target lacks is never drafted, and has probability 0. Sizes that differ by more than 1024 are
-    refused when `generate` begins. Another tokenizer of about the same size cannot be told from padding: its drafts are
-    rejected, and the text stays right.
+    Token ids mean the same to both models, but vocabulary padding may differ (Qwen2.5 has 151936 or 152064 rows):
+    tokens that the target lacks are never drafted, and tokens that the draft model lacks have probability 0. `generate`
+    refuses sizes that differ by more than 1024. A different tokenizer of similar size cannot be detected: its drafts
+    are rejected, and the text stays correct.
 
-    It drafts within the positions that the draft model is made for (`max_position_embeddings` in the configs of
-    transformers). Further on in a text there are no drafts.
+    It drafts only within the draft model's positions (`max_position_embeddings` in transformers configs).
 
     Args:
-        model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers),
-            under the same conditions as the target, on the same device; without recurrent layers.
+        model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
+            that meets the target's conditions, on the same device and without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
-            "topk": the likeliest ones; the tree takes shape by their scores (EAGLE-2). Any rule but "traversal".
-            "iid", "swor": drawn from what the draft model gives under the sampling parameters of `generate`,
-                independently or without replacement. The rules that weigh probabilities accept most of these.
-            "coupled": as "swor", but by the noise with which rule "sampled" samples the target, for that rule only.
+            "topk": the likeliest ones; scores shape the tree (EAGLE-2). Any rule but "traversal".
+            "iid", "swor": drawn from the draft model under the sampling parameters of `generate`, independently or
+                without replacement. The rules that weigh probabilities accept most of these.
+            "coupled": like "swor", but drawn with the noise with which rule "sampled" samples the target; only for that
+                rule.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
             level have children. Under the other laws the root has `width` children and every other node has one, which
             gives `width` chains.
-        branching: in place of depth and width, not under "topk": children of each node, level by level, of which
-            `num_nodes` keeps the first ones.
-        max_batch_tokens: prompts are read in chunks, so that a pass has about this many tokens.
+        branching: replaces depth and width, not under "topk": children of each node, level by level; `num_nodes` keeps
+            the first nodes.
+        max_batch_tokens: prompts are read in chunks of about this many tokens per pass.
     """
 
     is_capturable = True
@@ -70,12 +70,12 @@ class ModelDrafter(TreeGrower):
         max_batch_tokens: int = 4096,
     ) -> None:
         self.model, self.packed, self.networks = model, self.pack(model), (model,)
-        if self.packed.is_recurrent:  # a tree grows level by level, and a state is behind one path alone
+        if self.packed.is_recurrent:  # a tree grows level by level, and a state belongs to a single path
             raise ValueError(f"drafter: expected a draft model without recurrent layers, got {type(model).__name__}")
         self.num_weights, self.num_positions = self.packed.num_weights, self.packed.num_positions
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False
-        self._is_long: bool | None = None  # found by `prepare`; None where nobody calls it, as in vLLM
+        self._is_long: bool | None = None  # set by `prepare`; None without that call, as in vLLM
         super().__init__(self.packed.vocab_size, self.packed.device, law, num_nodes, depth, width, branching)
 
     def _reset(self, page_size: int) -> None:
@@ -86,7 +86,7 @@ class ModelDrafter(TreeGrower):
         self._table: Tensor | None = None  # the page table of the last proposal
 
     def pack(self, model: Any) -> PackedModel:
-        """Returns `model` as the drafter runs it; adapters take models of their library and override this."""
+        """Returns `model` as a `PackedModel`; adapters override this for models of their library."""
         return cast(PackedModel, model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
@@ -110,7 +110,7 @@ class ModelDrafter(TreeGrower):
         super().end()
 
     def _attend(self) -> None:
-        """Gives the draft model our attention. In `begin` this would delay a short prompt's first token by 1 %."""
+        """Installs our attention. In `begin` this would delay a short prompt's first token by 1 %."""
         if not self._attends:
             self._context.enter_context(self.packed.use(self._is_long))
             self._attends = True
@@ -147,7 +147,7 @@ class ModelDrafter(TreeGrower):
         return self._draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Moves what the draft model read of the accepted paths to its place."""
+        """Compacts the draft model's rows of the accepted paths."""
         if rows is not None:
             self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
             return
@@ -155,13 +155,13 @@ class ModelDrafter(TreeGrower):
             return
         drafted, start = result.sequences[result.num_read :], result.start[result.num_read :]
         verdict = Verdict(*(tensor[result.num_read :] for tensor in result.verdict))
-        if len(drafted) > len(self._selected):  # another drafter guessed for the others
+        if len(drafted) > len(self._selected):  # another drafter drafted for the rest
             places = {sequence.index: i for i, sequence in enumerate(drafted)}
             which = torch.tensor([places[s.index] for s in self._selected], dtype=torch.int64).to(start.device)
             drafted, start = list(self._selected), start.index_select(0, which)
             verdict = Verdict(*(tensor.index_select(0, which) for tensor in verdict))
         committed = commit(verdict, self._draft.trees, start, node_map=self._draft.node_map)
-        assert self._table is not None  # of the selected sequences, which are those that were drafted for
+        assert self._table is not None  # of the selected sequences
         self._compact(self._table, start, committed)
         self.advance(drafted)
         self._draft = self._grown_draft = self._table = None
@@ -178,9 +178,9 @@ class ModelDrafter(TreeGrower):
         self.cache.compact(table, start, committed.draft_accept_index, committed.draft_num_accepted)
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """Takes in that the rows of the accepted paths are in place: the pages behind them are given back."""
+        """Gives back the pages past the accepted paths, whose rows are already in place."""
         for sequence in sequences:
-            # The last accepted token may not have been read. Reading it again costs less than asking the device.
+            # The last accepted token may be unread. Reading it again is cheaper than a device synchronisation.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
 
@@ -203,7 +203,7 @@ class ModelDrafter(TreeGrower):
         return torch.stack([logits[sequence.index] for sequence in sequences])
 
     def _enter(self, sequence: GeneratedSequence) -> bool:
-        """Makes the sequence known, with pages shared by another outcome of its prompt; False while that is read."""
+        """Registers a sequence and shares its prompt's pages; False while another outcome is reading these."""
         if sequence.index in self._known:
             return True
         siblings = [index for index, other in self._known.items() if other.group == sequence.group]
@@ -217,7 +217,7 @@ class ModelDrafter(TreeGrower):
         return True
 
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
-        """Runs one causal pass over the next tokens of each; returns which are read to their end, and their logits."""
+        """Runs one causal pass over the chunks; returns the sequences that are fully read, and their logits."""
         tokens: list[int] = []
         complete, rows = [], []
         step, positions = self._causal_step([(s, self._cached[s.index], count) for s, count in chunks])
@@ -233,9 +233,8 @@ class ModelDrafter(TreeGrower):
         return complete, self.packed.run(ids, positions, step, wanted).logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """Reads the root of each row and the token before it, which may be in the cache or not; returns logits [B, V]
-        at the roots. Runs on the device alone.
-        """
+        """Reads each row's root and the token before it, whether cached or not; returns logits [B, V] at the roots.
+        Device only."""
         num_rows = lengths.shape[0]
         positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device, dtype=torch.int64)
         ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
@@ -252,5 +251,5 @@ class ModelDrafter(TreeGrower):
         return self.num_positions is None or position < self.num_positions
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Positions that the model has. What is guessed at others is not used: a batch is computed as a whole."""
+        """Clamps positions to the model's range. Drafts past it are discarded; the batch is computed as a whole."""
         return positions.clamp(min=0, max=None if self.num_positions is None else self.num_positions - 1)
