@@ -1,4 +1,4 @@
-"""What DFlash 2 adds to a block drafter: convolutions within a block, and a selector of candidates."""
+"""Additions of DFlash 2 to a block drafter: convolutions within a block, and a candidate selector."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["CandidateSelector", "LocalConvolution"]
 
 
 class LocalConvolution(nn.Module):
-    """Convolutions over the tokens of a block in front of a part of a layer and behind it.
+    """Convolutions over the tokens of a block, before and after a part of a layer.
 
-    Each channel of a token becomes a weighted sum of that channel in it and in the tokens before it in its block. A
-    weight is the sum of a trained one and of one that is made of the token, which `conv_group_size` channels share.
+    Each channel of a token becomes a weighted sum of the same channel at this and earlier tokens of its block. A weight
+    is the sum of a trained one and one computed from the token, which `conv_group_size` channels share.
     """
 
     def __init__(self, config: BlockDraftConfig) -> None:
@@ -28,7 +28,7 @@ class LocalConvolution(nn.Module):
         self.kernel_projection = nn.Linear(config.hidden_size, 2 * kernel * self.num_groups, bias=False)
 
     def before(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """States [..., T, H] of whole blocks to what the part reads, and the weights that `behind` takes."""
+        """Maps states [..., T, H] of whole blocks to the part's input; also returns the weights for `behind`."""
         shape = (2, self.kernel_size, self.num_groups)
         weights = cast(Tensor, self.kernel_projection(states)).unflatten(-1, shape)
         return self._convolved(states, weights[..., 0, :, :], self.base_kernel[0]), weights[..., 1, :, :]
@@ -47,7 +47,7 @@ class LocalConvolution(nn.Module):
 
 
 class CandidateSelector(nn.Module):
-    """Weighs the likeliest tokens of a place by the token in front of it: a sum over `selector_rank` products."""
+    """Scores of the likeliest tokens of a place given the token before it: a sum over `selector_rank` products."""
 
     def __init__(self, config: BlockDraftConfig) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, states: Tensor, before: Tensor, candidates: Tensor, logits: Tensor) -> Tensor:
-        """Scores of the candidates of a place behind each of F tokens, [B, F, K].
+        """Returns scores [B, F, K] of a place's candidates after each of F tokens.
 
         states [B, H] of the place, before int64 [B, F], candidates int64 [B, K] and their logits [B, K].
         """

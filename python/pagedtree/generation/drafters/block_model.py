@@ -1,7 +1,4 @@
-"""The draft model of DFlash (Chen et al., 2026, arXiv 2602.06036).
-
-One pass over a block of mask tokens guesses all of its positions.
-"""
+"""The draft model of DFlash (Chen et al., 2026, arXiv 2602.06036): one pass drafts a block of mask tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from pagedtree.generation.drafters.target import Target
 
 __all__ = ["BlockDraftConfig", "BlockDraftModel"]
 
-# What a checkpoint may hold of the target, whose own is used, and what follows from d2t.
+# Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.
 NOT_READ = (
     "embed_tokens.weight",
     "lm_head.weight",
@@ -45,7 +42,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Layer(DecoderLayer):
-    """Within convolutions, if the config says so."""
+    """A decoder layer, with convolutions if the config has them."""
 
     def __init__(self, config: BlockDraftConfig) -> None:
         super().__init__(config, has_head_norms=True)
@@ -63,22 +60,21 @@ class _Layer(DecoderLayer):
 
 
 class BlockDraftModel(nn.Module):
-    """Transformer layers that guess a block of tokens in one pass, from what a target model made of the text so far.
+    """Transformer layers that draft a block of tokens in one pass, from the target's features of the text so far.
 
-    The block is the newest known token and block_size - 1 mask tokens in the places of those that follow it. The
-    context is in keys and values alone: the outputs of some of the target's layers at a token are joined and projected
-    to one state (`fc`, `hidden_norm`), from which every layer makes the token's key and value. Embeddings and output
-    layer are the target's.
+    The block is the newest token and block_size - 1 mask tokens in the places after it. The context consists of keys
+    and values only: the outputs of some target layers at a token are concatenated and projected to one state (`fc`,
+    `hidden_norm`), from which every layer computes the token's key and value. Embeddings and output layer are the
+    target's.
 
-    The layers' forms, the names of their weights and the keys of the config are those of DFlash's published
-    `DFlashDraftModel` checkpoints (github.com/z-lab/dflash), which `from_pretrained` is written to read: z-lab's for
-    Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, and others of this architecture, those of DFlash 2
-    (`DFlash2DraftModel`), and what speculators writes of both. It was tested with files that the packages dflash and
-    speculators saved, with random weights, not with the published ones. Refused: RoPE of types that change with the
-    length, and attention sinks.
+    Layers, weight names and config keys follow DFlash's published `DFlashDraftModel` checkpoints
+    (github.com/z-lab/dflash). `from_pretrained` is written for these: z-lab's for Qwen3-4B, Qwen3-8B,
+    Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, others of this architecture, DFlash 2 (`DFlash2DraftModel`), and
+    speculators' versions of both. It was tested with files saved by the packages dflash and speculators, with random
+    weights, not with the published ones. Refused: RoPE types that depend on the length, and attention sinks.
 
-    DFlash 2 has convolutions within a block around attention and MLP of each layer, and a selector that weighs the
-    guesses of a place by the token in front of it.
+    DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs the
+    candidates of a place by the token before it.
 
     Args:
         config: sizes.
@@ -105,13 +101,13 @@ class BlockDraftModel(nn.Module):
         rotary = config.rotary or Rotary("default", config.rope_theta, {})
         self._angles = RotaryAngles(rotary.frequencies(config.head_dim))
         self.candidate_selector = None if config.selector_rank is None else CandidateSelector(config)
-        # Its own output layer, where it guesses only some of the target's tokens: these.
+        # With a draft vocabulary: a separate output layer, and the target ids of its tokens.
         self.lm_head: nn.Linear | None = None
         self.register_buffer("target_ids", None, persistent=False)
         if config.draft_vocab_size is not None:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
             self.target_ids = torch.arange(config.draft_vocab_size, dtype=torch.int64)
-        # In a tuple, so that the target's layers do not become submodules: their weights are not this model's to save.
+        # In a tuple, so that the target's layers do not become submodules and are not saved.
         self._of_target = (embed, lm_head)
 
     @property
@@ -120,9 +116,8 @@ class BlockDraftModel(nn.Module):
         return cast(Tensor, self._of_target[0].weight)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError where the model does not fit a target whose layers have `hidden_size` outputs and which
-        reads the tokens 0..vocab_size - 1.
-        """
+        """Raises ValueError unless the target's layers have `hidden_size` outputs and it reads the tokens 0..vocab_size
+        - 1."""
         expected, (num_tokens, width) = self.fc.in_features, self.embeddings.shape
         given = hidden_size * len(self.config.target_layer_ids)
         if given != expected:
@@ -134,19 +129,18 @@ class BlockDraftModel(nn.Module):
             )
 
     def context(self, features: Tensor, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of known tokens for each layer: features [..., len(target_layer_ids) * hidden_size] and
-        positions int64 [...] -> (k, v), each [..., Hkv, D].
-        """
+        """Returns each layer's keys and values of known tokens: features [..., len(target_layer_ids) * hidden_size] and
+        positions int64 [...] -> (k, v), each [..., Hkv, D]."""
         weight = self.fc.weight
         states = self.hidden_norm(self.fc(features.to(weight.dtype)))
         rotation = self._angles.at(positions, weight.dtype)
         return [cast(DecoderLayer, layer).self_attn.keys_values(states, rotation) for layer in self.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Tokens of whole blocks and their positions, int64 [..., T], one block behind the other -> the states
-        [..., T, hidden_size] that `logits` takes.
+        """Maps tokens of whole blocks and their positions, int64 [..., T], concatenated, to the states [..., T,
+        hidden_size] for `logits`.
 
-        attend: attention of a layer's queries over the context and over the given keys and values of the blocks.
+        attend: attention of a layer's queries over the context and over the blocks' keys and values.
         """
         states = F.embedding(tokens, self.embeddings)
         if self.config.input_embedding_scale != 1.0:
@@ -157,9 +151,8 @@ class BlockDraftModel(nn.Module):
         return cast(Tensor, self.norm(states))
 
     def logits(self, states: Tensor) -> Tensor:
-        """States [..., hidden_size] of a block -> logits [..., V] of the tokens in these very places, with
-        `sample_from_anchor` of those behind them. With a draft vocabulary they are of its tokens, `target_ids`.
-        """
+        """Maps a block's states [..., hidden_size] to logits [..., V] of the tokens in the same places; with
+        `sample_from_anchor`, of the tokens after them. With a draft vocabulary the columns are `target_ids`."""
         logits = self._of_target[1](states) if self.lm_head is None else self.lm_head(states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
@@ -177,9 +170,9 @@ class BlockDraftModel(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
         """Returns a block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
-        Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of a
-        checkpoint that is not as the class says, or not for this model, or of entries and tensors that are not known;
-        OSError for files that cannot be read.
+        Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
+        tensor, for a checkpoint of another architecture or target and for unknown entries or tensors; OSError for files
+        that cannot be read.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place
@@ -212,13 +205,13 @@ class BlockDraftModel(nn.Module):
                 raise ValueError(f"{path}: {name}: expected the target's values, which are used, got others")
         drafter = cls(config, target.embed_tokens, target.lm_head)
         drafter.target_ids = ids
-        drafter.to(device, dtype)  # before it has values, which the default dtype would round
+        drafter.to(device, dtype)  # before loading: the default dtype would round the values
         drafter.load_state_dict({name: stored.load(name) for name in shapes if name != "d2t"})
         return drafter.eval()
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
-    """Returns the tensors of a checkpoint, for each its sizes as products."""
+    """Returns the shape of each tensor of a checkpoint, as products."""
     layer = layer_shapes(bias=config.attention_bias, has_norms=True)
     if config.conv_kernel_size is not None:
         for name in ("attention_conv", "mlp_conv"):
@@ -240,7 +233,7 @@ def _shapes(config: BlockDraftConfig) -> dict[str, str]:
 
 
 def _own_name(name: str) -> str:
-    """DFlash's own code has embeddings for codebooks; its files, as speculators', have the bare tensors."""
+    """Strips ".weight" of codebooks, which are embeddings in DFlash's code but bare tensors in its files."""
     is_codebook = (
         name.removesuffix(".weight").removeprefix("candidate_selector.").removesuffix("_codebook") in CODEBOOKS
     )

@@ -1,4 +1,4 @@
-"""Drafts that end where their sequence ends, and where the drafter's model has no more positions."""
+"""Drafts that end where their sequence or the positions of the drafter's model end."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ __all__ = ["RowMap", "bounded", "trees_of", "without_padding"]
 
 
 class RowMap:
-    """The rows of what drafters proposed, laid one behind the other, that the rows of a draft are.
+    """A map from the rows of a draft to rows of the concatenated proposals.
 
-    rows: integers [N], -1 for a row that nobody proposed; None: they are the same.
+    rows: integers [N], -1 for a row of no proposal; None: identity.
     """
 
     def __init__(self, rows: Tensor | None = None) -> None:
         self._rows = rows
 
     def part(self, rows: Tensor) -> RowMap:
-        """Returns the map of a part of the draft: its rows `rows`, -1 for new ones."""
+        """Returns the map for the rows `rows` of the draft, -1 for new ones."""
         if self._rows is None:
             return RowMap(rows)
         return RowMap(torch.where(rows < 0, -1, self._rows[rows.clamp(min=0).long()]))
 
     def rows(self, first: int = 0) -> Tensor:
-        """Returns int32 [N], the rows of the drafter whose own ones begin at `first`."""
+        """Returns int32 [N], rows of the drafter whose rows begin at `first`."""
         assert self._rows is not None
         return (self._rows - first).int()
 
     def values(self, values: Tensor) -> Tensor:
-        """Returns values [M] of the proposals at the rows of the draft, 0 for rows that nobody proposed."""
+        """Returns the proposals' values [M] at the rows of the draft; 0 for rows of no proposal."""
         if self._rows is None:
             return values
         rows = self._rows.to(values.device).long()
@@ -47,7 +47,7 @@ class RowMap:
 
 
 def bounded(drafter: Drafter) -> Drafter:
-    """Returns `drafter`, whose proposals end where nodes are of no more use to their sequence.
+    """Returns `drafter` with proposals cut where nodes are of no more use to their sequence.
 
         for s in sequences:
             # A draft model can read the parent of a node at most at its last position.
@@ -57,25 +57,25 @@ def bounded(drafter: Drafter) -> Drafter:
             last = min(s.max_length - 2, drafter.num_positions)
             trees[s] = [node for node in tree if s.root + depth(node) <= last]
 
-    Its proposals are checked, and are a `Draft` whose draft_rows are set where there are draft_probs.
+    Its proposals are checked `Draft`s; draft_rows is set if draft_probs is.
     """
     return cast(Drafter, _Bounded(drafter))
 
 
 class _Bounded:
-    """Cuts the proposals of a drafter, whose other methods and attributes it has."""
+    """Cuts a drafter's proposals; forwards all other methods and attributes."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._num_positions = drafter.num_positions
         self._num_selected = 0
-        self._asked: list[int] = []  # places of the selected sequences that the drafter is asked for
-        self._limits: list[int] = []  # how deep the nodes of each of these may be
+        self._asked: list[int] = []  # indices of the selected sequences that the drafter is asked for
+        self._limits: list[int] = []  # depth limit of each of these
         self._map = RowMap()  # of the last proposal, to the drafter's own
         self._last: Tensor | None = None  # int32 [sequences + 1], the last positions, for captured steps
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_drafter" or name.startswith("__"):  # asked for by what copies or pickles the object
+        if name == "_drafter" or name.startswith("__"):  # requested by copy and pickle
             raise AttributeError(name)
         return getattr(self._drafter, name)
 
@@ -156,10 +156,9 @@ class _Bounded:
 
 
 def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
-    """Returns the nodes that are at most limits[b] deep, limits int32 [B], and every root; int32 [N]: their rows in
-    `draft`.
+    """Returns all roots and the nodes at most limits[b] deep, limits int32 [B], and their rows in `draft`, int32 [N].
 
-    Runs on the device alone, with as many rows as before; the last ones are padding.
+    Device only. The number of rows stays the same; the last ones are padding.
     """
     trees = draft.trees
     rows = torch.arange(draft.draft_tokens.shape[0], dtype=torch.int32, device=limits.device)
@@ -170,9 +169,8 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
-    """Returns some of the trees of drafts, which are counted through, as one draft; int64: its rows in theirs, laid one
-    behind the other. Synchronises.
-    """
+    """Returns a selection of the trees of `drafts`, numbered consecutively, as one draft, and int64 its rows in the
+    concatenated drafts. Synchronises."""
     bounds: list[tuple[int, int]] = []
     before = 0
     for draft in drafts:
@@ -184,7 +182,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
     offsets = [0, *accumulate(bounds[b][1] - bounds[b][0] for b in wanted)]
     probs = [draft.draft_probs for draft in drafts if draft.draft_probs is not None]
     draft_probs = draft_rows = None
-    if probs:  # any row will do for nodes of the other drafts, which have no children that were drawn
+    if probs:  # nodes of the other drafts have no sampled children and may use any row
         draft_probs = torch.cat(probs) if len(probs) > 1 else probs[0]
         counts = [0 if draft.draft_probs is None else len(draft.draft_probs) for draft in drafts]
         of_each = [
@@ -203,7 +201,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
 
 
 def without_padding(draft: Draft) -> Draft:
-    """Drops the rows past the last tree where reading their number costs nothing: the model would run on them."""
+    """Drops the rows past the last tree on a CPU, where reading their number is free: the model would run on them."""
     trees, rows = draft.trees, draft.draft_tokens.shape[0]
     is_plain = trees.max_nodes == 1 and rows == trees.batch_size
     if trees.device.type != "cpu" or is_plain:

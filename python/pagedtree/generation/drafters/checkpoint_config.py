@@ -1,4 +1,4 @@
-"""The values of a checkpoint's config.json, each checked where it is read; nothing in the file is taken on trust."""
+"""Checked access to the values of a checkpoint's config.json; nothing in the file is trusted."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 __all__ = ["CONFIG_NAME", "HARMLESS", "ConfigEntries"]
 
 CONFIG_NAME = "config.json"
-# Above every real size, and low enough that products of two of them are integers of 64 bits.
+# Above every real size, and small enough that the product of two fits in 64 bits.
 MAX_SIZE = 1 << 24
 MAX_BYTES = 1 << 24  # of the file
 
-# Entries that say nothing about what a model computes: what transformers writes for all models, what concerns training,
-# tokens or the choice of tokens, and where a checkpoint comes from.
+# Entries that do not change the computation: transformers' common entries, training, tokens, sampling, provenance.
 WORDS = """
     add_cross_attention architectures attention_dropout attn_implementation auto_map bad_words_ids begin_suppress_tokens
     bos_token_id chunk_size_feed_forward cross_attention_hidden_size decoder_sparse_step decoder_start_token_id
@@ -36,14 +35,14 @@ HARMLESS = frozenset(WORDS.split())
 
 
 class ConfigEntries:
-    """Entries of a config.json, or of an object in it, that are read one after another and checked.
+    """Entries of a config.json, or of an object in it, that are read one by one and checked.
 
-    An entry that is null counts as missing. Every method raises ValueError, in a message that names the file and the
-    entry, for a value of another type or out of bounds; `refuse_others` does so for entries that no method has read.
+    A null entry counts as missing. Every method raises ValueError, naming the file and the entry, for a value of
+    another type or out of bounds. `refuse_others` does so for entries that no method has read.
 
     Args:
-        entries: what stands in the file.
-        where: what messages call it.
+        entries: the parsed object.
+        where: its name in messages.
     """
 
     def __init__(self, entries: Any, where: str = "config") -> None:
@@ -54,7 +53,7 @@ class ConfigEntries:
 
     @classmethod
     def load(cls, folder: Path) -> ConfigEntries:
-        """Reads the file in this folder; OSError if it cannot be read."""
+        """Reads the file in this folder. Raises OSError if it cannot be read."""
         path = folder / CONFIG_NAME
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -67,29 +66,29 @@ class ConfigEntries:
         return cls(entries, str(path))
 
     def __contains__(self, key: str) -> bool:
-        """Tells whether it has a value; `section` and the like may then be asked for it."""
+        """Returns whether the entry has a value."""
         return self.entries.get(key) is not None
 
     def refuse(self, key: str, expected: str, got: Any = None) -> NoReturn:
-        """got: the value, where it is not the one that stands here."""
+        """Raises ValueError. got: the value, if it is not the entry's."""
         value = self.entries.get(key) if got is None else got
         shown = "nothing" if value is None else reprlib.repr(value)
         raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {shown}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Returns a value of any type, which the caller checks."""
+        """Returns a value of any type; the caller checks it."""
         self._read.add(key)
         return self.entries[key] if key in self else default
 
     def integer(self, key: str, default: int | None = None, *, least: int = 1, most: int = MAX_SIZE) -> int:
-        """least <= integer <= most. Without a default the entry must be there."""
+        """Returns an integer from `least` to `most`. Without a default the entry is required."""
         value = self.value(key, default)
         if not _is_integer(value) or not least <= value <= most:
             self.refuse(key, f"an integer from {least} to {most}")
         return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a finite number above 0. Without a default the entry must be there."""
+        """Returns a finite number above 0. Without a default the entry is required."""
         value = self.value(key, default)
         if not (_is_integer(value) and value < 1 << 63) and not isinstance(value, float):
             self.refuse(key, "a number above 0")
@@ -104,7 +103,7 @@ class ConfigEntries:
         return value
 
     def integers(self, key: str, *, least: int, most: int = MAX_SIZE) -> tuple[int, ...]:
-        """Returns a list of integers from `least` to `most`; () where there is none."""
+        """Returns a list of integers from `least` to `most`; () without an entry."""
         values = self.value(key, [])
         if not isinstance(values, (list, tuple)) or not all(_is_integer(v) and least <= v <= most for v in values):
             self.refuse(key, f"a list of integers from {least} to {most}")
@@ -118,14 +117,14 @@ class ConfigEntries:
         return value
 
     def words(self, key: str, known: Collection[str]) -> tuple[str, ...]:
-        """Returns a list of some of these words; () where there is none."""
+        """Returns a list of some of these words; () without an entry."""
         values = self.value(key, [])
         if not isinstance(values, (list, tuple)) or not all(isinstance(v, str) and v in known for v in values):
             self.refuse(key, f"a list of {', '.join(known)}")
         return tuple(values)
 
     def section(self, key: str) -> ConfigEntries:
-        """Returns an object in the object, with no entries where there is none."""
+        """Returns an object in the object; an empty one without an entry."""
         return ConfigEntries(self.value(key, {}), f"{self.where}: {key}")
 
     def only(self, **values: Any) -> None:
@@ -136,7 +135,7 @@ class ConfigEntries:
                 self.refuse(key, f"{json.dumps(expected)}, as nothing else is computed")
 
     def refuse_others(self, harmless: Collection[str] = ()) -> None:
-        """Refuses entries that were not read and are not among these; names that begin with _ are private notes."""
+        """Refuses entries that are neither read nor in `harmless`; names that begin with _ are private notes."""
         for key in self.entries:
             if key in self and key not in self._read and key not in harmless and not str(key).startswith("_"):
                 self.refuse(key, "no such entry, as nobody knows whether it changes what is computed")

@@ -1,4 +1,4 @@
-"""Two drafters: for each sequence and step the one that promises more tokens for what it costs."""
+"""A drafter that chooses between two drafters, per sequence and step, by expected tokens per cost."""
 
 from __future__ import annotations
 
@@ -21,43 +21,42 @@ from pagedtree.generation.tree_tuner import Odds
 
 __all__ = ["CombinedDrafter"]
 
-# Tokens that a model is taken to guess right in a step before any of its trees was verified.
+# Prior of a model's accepted tokens per step.
 UNKNOWN = 1.0
-# For how many steps that stands, and what all sequences gave for one of them: a copy that came right by luck, or a few
-# tokens of a bad draft, do not turn the choice.
+# Weight in steps of the prior, and of the batch average for one sequence: damps lucky copies and single bad drafts.
 WEIGHT = 3.0
-# A drafter that was asked for no sequence in so many steps is asked again, to see whether that has changed.
+# A drafter that was not asked for any sequence in this many steps is probed.
 LOOK_AFTER = 32
 
 
 class CombinedDrafter(Drafter):
-    """Chooses between two drafters, for each sequence and step anew, by expected tokens per cost.
+    """A choice between two drafters by expected tokens per cost, per sequence and step.
 
-    What a drafter's trees named of the tokens that came is counted, for each sequence. Trees that n-gram drafters look
-    up are there before the choice, so these are counted also where they are not taken, apart for each number of tokens
-    that stood before the first guess earlier. A pass of a drafter's model takes the same time for one sequence and for
-    all, so the whole batch decides whether it is worth it:
+    It counts, per sequence, how many of the new tokens each drafter's tree contained. N-gram drafters are looked up
+    before the choice, so their trees are counted even if not chosen, with separate counts per length of the match
+    before the first draft. A pass of a drafter's model takes the same time for one sequence and for all, so the whole
+    batch decides whether it is worth it:
 
-        expected[d][b] = tokens that trees of drafter d named lately, for this sequence, on average
+        expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         better[b] = drafter d with the largest expected[d][b]
-        # everywhere the one, everywhere the other, or for each sequence the better one:
+        # one drafter everywhere, the other everywhere, or the better one per sequence:
         chosen = the one with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
-    Nothing here depends on a clock, nor on what was drawn for the tree that is chosen: the text stays what it is under
-    greedy decoding and rule "sampled", keeps its distribution under the others, and a call that is repeated makes the
-    same choices. A drafter that was asked for no sequence in 32 steps is asked once. Which sequences are asked for is
-    decided on the host, so that a step on a GPU synchronises once more.
+    The choice depends neither on a clock nor on the draws of the chosen tree. So the text is unchanged under greedy
+    decoding and rule "sampled", keeps its distribution under the other rules, and a repeated call makes the same
+    choices. A drafter that was not asked for any sequence in 32 steps is asked once. The choice is made on the host,
+    which adds one synchronisation per step on a GPU.
 
     Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 
     Args:
-        drafter, lookup: two drafters of one draft_law. lookup: default chains of 7 tokens, after at most 8 equal ones.
-        min_match: from 1 to the lookup's max_ngram. Before anything was counted, a copy is taken to be right to its end
-            where at least so many of the last tokens stood before it earlier, else to be wrong, and a model to guess
-            one token right.
-        costs: of a proposal of each, in passes of the target. None: its model's passes, one for each level where it
-            grows trees by levels, times its weights, over those of the target.
+        drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
+            ones.
+        min_match: 1 to the lookup's max_ngram. Prior before any counts: a copy after a match of at least this many
+            tokens is fully accepted, any other copy is rejected, and a model gets one token accepted.
+        costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
+            level) times its weights, divided by the target's weights.
     """
 
     def __init__(
@@ -98,18 +97,17 @@ class CombinedDrafter(Drafter):
 
     def _reset(self) -> None:
         self._levels: int | None = None
-        # Tokens that trees named, by drafter and tokens before the guess; and the same of each sequence.
+        # Tokens that trees contained, by drafter and match length: of all sequences, and of each.
         self._named, self._named_of = Odds(WEIGHT), dict[int, Odds]()
         self._idle = [0, 0]  # steps in which each was asked for nobody
         self._forget_step()
 
     def _forget_step(self) -> None:
-        # Of the last proposal: what each drafter gave for which places, how many tokens stood before its guesses, and
-        # which drafter's trees were taken.
+        # Of the last proposal: each drafter's rows of the batch and draft, its match lengths, and the chosen drafters.
         self._given: list[tuple[list[int], Draft] | None] = [None, None]
         self._kinds: list[list[int]] = [[], []]
         self._chosen: list[int] = []
-        self._lengths: list[int] = []  # of the texts; empty once what came behind them is counted
+        self._lengths: list[int] = []  # of the texts; empty once the tokens after them are counted
         self._map: RowMap | None = None  # its rows in those of both drafters; None: all are of one
 
     def check_target(self, model: PackedModel) -> None:
@@ -132,7 +130,7 @@ class CombinedDrafter(Drafter):
         self._forget_step()
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """A drafter is told once it is known for which sequences."""
+        """Does nothing: the sequences of each drafter are not known yet."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
@@ -152,7 +150,7 @@ class CombinedDrafter(Drafter):
             self._idle[which] = 0 if places or is_lookup else self._idle[which] + 1
         if len(set(self._chosen)) == 1:
             return self._of(self._chosen[0])[1]
-        # Trees are counted through; each drafter has given those of its places.
+        # Trees are numbered across both drafts; each drafter has only the trees of its own rows.
         trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w)[0])}
         wanted = [trees[which, b] for b, which in enumerate(self._chosen)]
         combined, rows = trees_of([self._of(0)[1], self._of(1)[1]], wanted)
@@ -194,14 +192,14 @@ class CombinedDrafter(Drafter):
         return chosen
 
     def _cost(self, which: int) -> float:
-        """Of a proposal, in passes of the target."""
+        """Returns the cost of a proposal, in passes of the target."""
         if self.costs is not None:
             return self.costs[which]
         levels = self._depths[which] if self._levels is None else min(self._levels, self._depths[which])
         return self._weights[which] / self._target_weights * (levels if self._by_level[which] else 1)
 
     def _expected(self, which: int, b: int) -> float:
-        """How many tokens the drafter's tree of a sequence is likely to name."""
+        """Returns the expected number of new tokens that the drafter's tree contains."""
         kind = self._kinds[which][b]
         first = UNKNOWN
         if self.is_lookup[which]:
@@ -211,7 +209,7 @@ class CombinedDrafter(Drafter):
         return of_all if own is None else own.of((which, kind), of_all)
 
     def confidence(self) -> Tensor | None:
-        """Guesses that are copied and those of a model have log-probabilities on one scale."""
+        """Returns log-probabilities on one scale for copies and a model's drafts."""
         if not self._chosen:
             return None
         if self._map is None:
@@ -251,7 +249,7 @@ class CombinedDrafter(Drafter):
             each.observe(result)
 
     def _count(self) -> None:
-        """Counts how many of the tokens that came the trees of the last proposal had named, chosen or not."""
+        """Counts the new tokens that each tree of the last proposal contained, chosen or not."""
         for which, given in enumerate(self._given):
             if given is None or not self._lengths:
                 continue

@@ -1,4 +1,4 @@
-"""EAGLE-3: trees that a head grows from the target's features, with its own paged cache (Li et al., 2025)."""
+"""EAGLE-3: trees that a head grows from the target's features, with a separate paged cache (Li et al., 2025)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ __all__ = ["EagleDrafter"]
 
 
 class EagleDrafter(TreeGrower):
-    """An EAGLE-3 head grows a tree of at most `num_nodes` nodes and `depth` levels, by its most likely tokens.
+    """An EAGLE-3 head grows a tree of at most `num_nodes` nodes and `depth` levels from its most likely tokens.
 
-    Each step runs the head `depth` times: over what the target has read since the last step, with the target's
-    features, then over the best `width` nodes of each level but the last, with its own states in their place. Of all
-    candidates the `num_nodes` best are the tree (EAGLE-2). The head has pages of its own, which do not count in
-    `num_pages` of `generate`; only running sequences hold pages. The pool doubles when it is full. While nothing is
-    drafted, as `generate(tree="auto")` may decide, at most 256 MiB of features wait to be read.
+    Each step runs the head `depth` times: over the tokens that the target has read since the last step, with the
+    target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
+    The `num_nodes` best candidates form the tree (EAGLE-2). The head's pages do not count in `num_pages` of `generate`;
+    only running sequences hold pages. The pool doubles when it is full. While nothing is drafted, as
+    `generate(tree="auto")` may decide, at most 256 MiB of unread features are kept.
 
     Args:
-        head: the head, made for the target that `generate` gets.
+        head: made for the target of `generate`.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain.
     """
@@ -49,9 +49,9 @@ class EagleDrafter(TreeGrower):
     def _reset(self, page_size: int) -> None:
         super()._reset(page_size)
         self._waiting = WaitingFeatures(self._enter, self._read_known)
-        self._fixed: FixedFeatures | None = None  # of captured steps, and the roots with which the last one began
+        self._fixed: FixedFeatures | None = None  # of captured steps; `_roots`: first roots of the last one
         self._roots: dict[int, int] = {}
-        self._states: Tensor | None = None  # [B * F, H], what the head gave at the frontier that it read last
+        self._states: Tensor | None = None  # [B * F, H], the head's output at the last frontier
 
     def check_target(self, model: PackedModel) -> None:
         super().check_target(model)
@@ -93,15 +93,15 @@ class EagleDrafter(TreeGrower):
             self._waiting.put(self._fixed.take(self._selected))
         if not all(sequence.index in self._known for sequence in self._selected):
             self._grown = None
-            # A text of one token, or one of which another outcome has read all but the last, has no features yet.
+            # There are no features yet for a one-token text, or if another outcome has read all but the last token.
             return roots_only(tokens.shape[0], tokens.device)
         draft = self._guess(self.cache.table_of(self._reserve_trees(self._selected)), lengths)
-        for sequence in self._selected:  # of the tree's nodes nothing stays
+        for sequence in self._selected:  # the tree's rows are dropped
             self.cache.trim(sequence.index, self._cached[sequence.index])
         return self._of_target(draft)
 
     def _of_target(self, draft: Draft) -> Draft:
-        """Returns the draft in the target's tokens."""
+        """Maps the draft to the target's tokens."""
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
@@ -112,16 +112,15 @@ class EagleDrafter(TreeGrower):
             self._fixed = FixedFeatures(count, self.max_depth + 1, width, weight.dtype, weight.device)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """In front of a captured step: reads what ordinary passes gave, but for one token of each sequence, which the
-        step reads.
-        """
+        """Before a captured step, also reads the features of ordinary passes, except the last one of each sequence,
+        which the step reads."""
         super().select(sequences, batch_size)
         if batch_size is None:
             return
         assert self._fixed is not None
         self._waiting.sort()
         for sequence in sequences:
-            if sequence.index not in self._known:  # of which there are no features yet, see `propose`
+            if sequence.index not in self._known:  # no features yet, see `propose`
                 self._enter(sequence, sequence.root)
                 self._fixed.clear(sequence)
         ends = [(sequence, sequence.root - 1) for sequence in sequences]
@@ -134,7 +133,7 @@ class EagleDrafter(TreeGrower):
         self._tables[batch_size].set(self._reserve_trees(sequences))
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """The step read up to the root that it began with; now the tokens from there on wait."""
+        """Marks the tokens before the step's initial root as read; the later ones wait."""
         assert self._fixed is not None
         for sequence in sequences:
             begin = self._roots[sequence.index]
@@ -142,7 +141,7 @@ class EagleDrafter(TreeGrower):
             self.cache.trim(sequence.index, sequence.root)
 
     def _guess_fixed(self, tokens: Tensor, lengths: Tensor, active: Tensor | None, rows: Tensor) -> Draft:
-        """Grows the trees in a captured step, on the device alone, which first reads what the step before gave."""
+        """Reads the features of the previous step and grows the trees, in a captured step. Device only."""
         assert self._fixed is not None
         table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
         counts = self._fixed.counts.index_select(0, rows)
@@ -151,12 +150,12 @@ class EagleDrafter(TreeGrower):
         batch, most = features.shape[:2]
         begin = (lengths - 1 - counts).clamp(min=0)
         offsets = F.pad(counts.cumsum(0), (1, 0))
-        # The sequences' tokens lie one behind the other, and padding behind them.
+        # The sequences' tokens are concatenated, followed by padding.
         row = torch.arange(batch * most, device=rows.device, dtype=torch.int64)
         owner = torch.bucketize(row, offsets[1:], right=True).clamp(max=batch - 1)
         place = (row - offsets[owner]).clamp(max=most - 1)
         positions = begin[owner] + place
-        # The head's row of a token stands at the place of the token before it, whose features it has.
+        # The head's row of a token has the position and features of the token before it.
         ids = tokens[owner, (positions + 1).clamp(max=tokens.shape[1] - 1)]
         seq_lens, offsets = (begin + counts).int(), offsets.int()
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=batch * most)
@@ -167,11 +166,11 @@ class EagleDrafter(TreeGrower):
 
     def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
         """Returns the trees of the selected sequences, in tokens of the draft vocabulary."""
-        # The head's row of the root's token stands at the place of the token before it, whose features it has.
+        # The head's row of the root has the position and features of the token before it.
         return self._grow_under(self._read_until(self._unread_ends(), table), table, lengths - 2)
 
     def _grow_under(self, states: Tensor, table: Tensor, start: Tensor, active: Tensor | None = None) -> Draft:
-        """Returns the trees under the roots, where the head gave these states."""
+        """Returns the trees under roots with these states."""
         self._states = states
         roots = torch.zeros_like(start).long()
         draft = self._grow(self.head.logits(states), roots, table, start, self._sampling, active)
@@ -182,7 +181,7 @@ class EagleDrafter(TreeGrower):
         return [(sequence, sequence.root) for sequence in self._selected]
 
     def _enter(self, sequence: GeneratedSequence, start: int) -> None:
-        """Makes the sequence known, of which another outcome of the prompt has read the pages before `start`."""
+        """Registers the sequence; another outcome of its prompt has read the pages before `start`."""
         if sequence.index in self._known:
             return
         if start:
@@ -197,23 +196,23 @@ class EagleDrafter(TreeGrower):
         self._known[sequence.index], self._cached[sequence.index] = sequence, start
 
     def _read_known(self) -> None:
-        """Reads what waits, but for the newest token of each sequence, whose state `propose` needs."""
+        """Reads the waiting features, except each sequence's newest, whose state `propose` needs."""
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
         if any(self._num_readable(sequence, end) for sequence, end in ends):
             self._read_until(ends)
 
     def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
-        """Returns how many of the sequence's waiting features stand in front of position `end`."""
+        """Returns the number of the sequence's waiting features before position `end`."""
         return max(min(end - self._cached[sequence.index], self._waiting.count(sequence.index)), 0)
 
     def _read_until(
         self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None, num_unknown: int = 0
     ) -> Tensor:
-        """Reads the waiting features of each sequence in front of a position, and returns the states at the last ones
-        read, [B, H] if all had some. The token at that position must be known.
+        """Reads each sequence's waiting features before a position; returns the states at the last ones, [B, H] if
+        every sequence had some. The token at that position must be known.
 
-        table: the page table of all these sequences, where it is made already. num_unknown: so many tokens behind that
-        position are read with them, of P-EAGLE's kind, and not kept; the states are then [B, 1 + num_unknown, H].
+        table: the sequences' page table, if already built. num_unknown: P-EAGLE's unknown tokens after that position,
+        read but not kept; the states are then [B, 1 + num_unknown, H].
         """
         chunks, tokens, features, counts = list[tuple[GeneratedSequence, int, int]](), list[int](), [], []
         masks = [cast(int, self.head.config.mask_token_id)] * num_unknown if num_unknown else []
@@ -239,7 +238,7 @@ class EagleDrafter(TreeGrower):
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
         assert self._states is not None
-        # A node reads the state of its parent, which the head gave in the pass before.
+        # A node reads its parent's state, the head's output of the previous pass.
         batch, newest = state.batch_size, state.level_sizes[-1]
         before = self._states.shape[0] // batch
         parent = (state.frontier.long() - (state.num_candidates - newest)) // (newest // before)

@@ -24,35 +24,34 @@ from pagedtree.generation.drafters.target import Target, check_attention
 
 __all__ = ["EagleHead"]
 
-# Folders may hold their weights in one of these ways.
+# Supported file names.
 WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
-# Tensors of a checkpoint that the target's own replace, or that follow from d2t.
+# Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.
 NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class EagleHead(nn.Module):
-    """A decoder layer of Llama's kind that reads a token and a state at each position, with what is around it.
+    """A Llama-style decoder layer that reads a token and a state at each position and attends to the text so far.
 
-    At position t stand the target's token t + 1 and its features of token t, three layers' outputs that `fuse` makes
-    one state of; in a draft, the state is what the layer gave at the node before. What the layer gives, read by
-    `logits`, names the token t + 2.
+    Position t holds the target's token t + 1 and a state of token t. For known tokens `fuse` makes the state from the
+    target's features, the outputs of three layers; in a draft it is the layer's output at the parent node. `logits` of
+    the layer's output predicts token t + 2.
 
-    The draft vocabulary may be a part of the target's: `target_ids` are the target's ids of its tokens.
+    The draft vocabulary may be a subset of the target's: `target_ids` are the target's ids of its tokens.
 
-    EAGLE 3.1 adds the entries norm_before_fc, fc_norm and norm_output. By the first two, the features are normed before
-    they are fused, all layers together or each for itself. By the third, the state in a draft is what the output layer
-    read at the node before, behind the last norm.
+    EAGLE 3.1 adds the entries norm_before_fc, fc_norm and norm_output. The first two norm the features before they are
+    fused, all layers together or per layer. With norm_output, the state in a draft is the output layer's input at the
+    parent node, after the last norm.
 
-    Heads of speculators may have more layers behind the first one, layers of Qwen 3, and biases. A P-EAGLE head (Hui et
-    al., 2026) has a state for tokens that are not known, `mask_hidden`, and guesses all levels in one pass.
+    Heads of speculators may have further layers, layers of Qwen 3, and biases. A P-EAGLE head (Hui et al., 2026) has a
+    state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
 
     Args:
-        config: entries of config.json, as SGLang and vLLM name them. ValueError for what the head does not compute, and
-            for entries of which that is not known.
-        embed_tokens, lm_head: the target's embedding and output layer. The head has its own in their place if its
-            checkpoint does.
-        feature_layers: the layers of the target whose outputs are the features (`Drafter.feature_layers`).
+        config: entries of config.json, as in SGLang and vLLM. ValueError for entries that are unknown or not
+            implemented.
+        embed_tokens, lm_head: the target's embedding and output layer, used unless the head's checkpoint has others.
+        feature_layers: the target's layers whose outputs are the features (`Drafter.feature_layers`).
         target_ids: int64 [draft vocabulary], ascending; None = the target's whole vocabulary.
     """
 
@@ -87,47 +86,46 @@ class EagleHead(nn.Module):
         unknown = torch.zeros(1, 1, width, dtype=self.fc.weight.dtype)
         self.mask_hidden = None if sizes.mask_token_id is None else nn.Parameter(unknown)
         self.midlayer = _Layer(sizes)
-        # By its number, as in checkpoints, where the first one may be layers.0.
+        # Numbered as in checkpoints, where the first layer may be layers.0.
         behind = range(1, sizes.num_hidden_layers)
         self.layers = nn.ModuleDict({str(i): DecoderLayer(sizes, has_head_norms=sizes.has_head_norms) for i in behind})
         self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.embed_tokens: nn.Embedding | None = None
-        # In a tuple, so that the target's layer does not become a submodule: its weights are not the head's to save.
+        # In a tuple, so that the target's layer does not become a submodule and is not saved.
         self._embed_tokens = (embed_tokens,)
-        # The target's own rows until the head has others.
+        # The target's rows, unless the head has an output layer.
         self.lm_head: nn.Linear | None = None
         self._rows = (rows.detach(),)
         self._angles = RotaryAngles(sizes.rotary.frequencies(sizes.head_dim))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the draft vocabulary."""
+        """Size of the draft vocabulary."""
         return self.target_ids.shape[0]
 
     @property
     def embedding(self) -> nn.Module:
-        """The head's own, or the target's."""
+        """The head's embedding, else the target's."""
         return self._embed_tokens[0] if self.embed_tokens is None else self.embed_tokens
 
     @property
     def input_rows(self) -> Tensor:
-        """[V, hidden_size]: of the embedding."""
+        """[V, hidden_size], rows of the embedding."""
         return cast(Tensor, self.embedding.weight)
 
     @property
     def output_rows(self) -> Tensor:
-        """[draft vocabulary, hidden_size]: of the head's own output layer, or of the target's."""
+        """[draft vocabulary, hidden_size], rows of the head's output layer, else of the target's."""
         return self._rows[0] if self.lm_head is None else self.lm_head.weight
 
     def check_attention(self) -> None:
-        """Raises ValueError for heads that `tree_attention` does not take."""
+        """Raises ValueError for heads that `tree_attention` does not support."""
         sizes = self.config
         check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError where the head does not fit a target whose layers have `hidden_size` outputs and which
-        reads the tokens 0..vocab_size - 1, or its own parts do not fit each other.
-        """
+        """Raises ValueError if the head does not fit a target whose layers have `hidden_size` outputs and which reads
+        the tokens 0..vocab_size - 1, or if its parts do not fit each other."""
         own, given = self.config.hidden_size, self.fc.in_features
         if given != hidden_size * len(self.feature_layers):
             raise ValueError(
@@ -146,7 +144,7 @@ class EagleHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Turns the target's features [T, F] into states [T, H]."""
+        """Maps the target's features [T, F] to states [T, H]."""
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norm is not None:
@@ -156,17 +154,16 @@ class EagleHead(nn.Module):
         return states
 
     def unknown_state(self) -> Tensor:
-        """Returns [1, H]: the state in place of the features of a token that is not known. ValueError for EAGLE-3's
-        heads."""
+        """Returns [1, H], the state of a token without features. Raises ValueError for heads of EAGLE-3."""
         if self.mask_hidden is None:
             raise ValueError("head: expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3")
         return self.fuse(self.mask_hidden[0])
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Tokens of the target's vocabulary, int64 [..., T], with states [..., T, H] to the next states.
+        """Maps tokens of the target's vocabulary, int64 [..., T], and states [..., T, H] to the next states.
 
         positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
-        [..., T, Hq, D]. Layers behind the first one give it their number, too, by the name `layer`.
+        [..., T, Hq, D]. Layers after the first pass their number as `layer`.
         """
         rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
@@ -175,7 +172,7 @@ class EagleHead(nn.Module):
         return self.norm(out) if self.config.norm_output else out
 
     def logits(self, states: Tensor) -> Tensor:
-        """Turns what `forward` gave, [..., H], into logits over the draft vocabulary."""
+        """Maps the result of `forward`, [..., H], to logits over the draft vocabulary."""
         states = states if self.config.norm_output else self.norm(states)
         if self.lm_head is not None:
             return cast(Tensor, self.lm_head(states))
@@ -186,8 +183,8 @@ class EagleHead(nn.Module):
     ) -> None:
         """Writes config.json and model.safetensors into the folder `path`, in the format of SGLang and vLLM.
 
-        needs_target: leave out an output layer that the head has from the target. SGLang and vLLM then cannot load it;
-            `from_pretrained` can.
+        needs_target: omit the output layer if it is the target's. SGLang and vLLM then cannot load the head;
+        `from_pretrained` can.
         """
         config, ids = self.config, self.target_ids.cpu()
         entries = config.to_entries() | {
@@ -207,13 +204,13 @@ class EagleHead(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
-        """Returns the head for `model`, on its device and in its dtype, from a folder as SGLang, vLLM or speculators
-        write it.
+        """Returns the head for `model`, on its device and in its dtype, from a folder in the format of SGLang, vLLM or
+        speculators.
 
-        Without d2t the draft vocabulary is the target's. Where a tensor embed_tokens.weight or lm_head.weight is
-        missing, the target's rows stand in for it. Config and shapes are checked before any weight is read. ValueError
-        names the file and the entry or tensor of a head of another architecture, for another target, or of entries and
-        tensors that are not known; OSError for files that cannot be read.
+        Without d2t the draft vocabulary is the target's. The target's rows replace a missing embed_tokens.weight or
+        lm_head.weight. Config and shapes are checked before any weight is read. Raises ValueError, naming the file and
+        the entry or tensor, for another architecture or target and for unknown entries or tensors; OSError for files
+        that cannot be read.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place
@@ -249,7 +246,7 @@ class EagleHead(nn.Module):
                     f" {weight.shape[1]}"
                 )
         ids, num_rows = None, target.lm_head.weight.shape[0]
-        if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding behind its tokens
+        if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding after its tokens
             ids = draft_ids(stored, draft_vocab, num_rows)
         head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
         if "embed_tokens.weight" in own:
@@ -257,13 +254,13 @@ class EagleHead(nn.Module):
         if "lm_head.weight" in own:
             head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
         tensors = {name: stored.load(name) for name in stored.names if name not in (*NOT_READ, "d2t")}
-        head.to(device, dtype)  # before it has values, which the default dtype would round
+        head.to(device, dtype)  # before loading: the default dtype would round the values
         head.load_state_dict({"lm_head.weight": tensors["embed_tokens.weight"], **tensors} if is_tied else tensors)
         return head.eval()
 
 
 class _Layer(DecoderLayer):
-    """Reads an embedding and a state, both normed, side by side."""
+    """A decoder layer that reads an embedding and a state, both normed and concatenated."""
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, 2 * config.hidden_size, has_head_norms=config.has_head_norms)
@@ -277,5 +274,5 @@ class _Layer(DecoderLayer):
 
 
 def _own_name(name: str) -> str:
-    """SGLang's training writes midlayer, vLLM's layers.0; some have the model in front."""
+    """Maps layers.0, as vLLM writes it, to SGLang's midlayer, and drops the prefix "model."."""
     return name.removeprefix("model.").replace("layers.0.", "midlayer.")

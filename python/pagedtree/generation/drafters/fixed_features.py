@@ -1,4 +1,4 @@
-"""Features of the target that wait on the device, from one captured step to the next."""
+"""Features of the target that stay on the device between captured steps."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["FixedFeatures"]
 
 
 class FixedFeatures:
-    """For each sequence the features of the tokens that the last step read and accepted, in front of its newest token.
+    """Features of the tokens that each sequence read and accepted in the last step, excluding its newest token.
 
     Attributes:
-        features: [sequences + 1, S, F], the first ones count; the last row is that of idle rows.
+        features: [sequences + 1, S, F], of which the first `counts` are valid; the last row is for idle rows.
         counts: int64 [sequences + 1].
-        held: of which sequences, by index, with the position of the first one, which features stand here. The host's.
+        held: on the host, position of the first feature, by index of the sequences with features here.
 
     Args:
-        num_sequences: of a call of `generate`. length: the most tokens of a step. width: F.
+        num_sequences: of a call of `generate`. length: largest number of tokens of a step. width: F.
     """
 
     def __init__(self, num_sequences: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -31,21 +31,21 @@ class FixedFeatures:
         self.held: dict[int, int] = {}
 
     def put(self, sequence: GeneratedSequence, features: Tensor) -> None:
-        """Takes over those of the token in front of the sequence's newest one, [1, F]."""
+        """Stores the features [1, F] of the token before the sequence's newest one."""
         self.features[sequence.index, :1], self.counts[sequence.index] = features, 1
         self.held[sequence.index] = sequence.root - 1
 
     def clear(self, sequence: GeneratedSequence) -> None:
-        """Notes that there are none of this sequence, whose guesses are then of no worth."""
+        """Marks a sequence as having no features; its drafts are then useless."""
         self.counts[sequence.index] = 0
 
     def take(self, sequences: Sequence[GeneratedSequence]) -> list[tuple[GeneratedSequence, int, Tensor]]:
-        """Gives those of these sequences back: each one, the position of its first token, and [count, F]."""
+        """Removes and returns these sequences' features: (sequence, position of the first token, [count, F])."""
         begins = [(s, self.held.pop(s.index)) for s in sequences if s.index in self.held]
         return [(s, begin, self.features[s.index, : s.root - begin].clone()) for s, begin in begins]
 
     def store(self, result: StepResult, rows: Tensor) -> None:
-        """Keeps those of the roots and the accepted nodes; runs on the device alone."""
+        """Stores the features of the roots and the accepted nodes. Device only."""
         assert result.features is not None
         path = result.commit.accept_rows.clamp(min=0)
         found = result.features.index_select(0, path.flatten().long()).view(*path.shape, -1)

@@ -1,4 +1,4 @@
-"""The base of drafters that grow trees level by level with a paged cache of their own."""
+"""The base of drafters that grow trees level by level with a separate paged cache."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from pagedtree.generation.scheduler import GeneratedSequence
 __all__ = ["TreeGrower", "chosen_scores"]
 
 INITIAL_PAGES = 64
-# What `expand_tree` calls its law, and what that is to the rules of verification.
+# `draft_law` by law of `expand_tree`.
 DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "coupled"}
 
 
 def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
-    """Returns [N]: of the candidates' scores [B, C] those of the nodes that `rerank_tree` chose by them."""
+    """Returns [N], the scores of the nodes that `rerank_tree` chooses by the candidates' scores [B, C]."""
     best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
     chosen = scores.gather(1, best)
     return chosen[chosen > -torch.inf]
 
 
 class TreeGrower(Drafter):
-    """Base of drafters with a model that reads known tokens and then levels of a tree.
+    """Base of drafters whose model reads known tokens and then the levels of a tree.
 
-    The model's own cache is a pool that doubles when it is full; only running sequences hold pages. A subclass runs the
-    model: `_read_level` for the nodes of a level, and what it needs for known tokens.
+    The model's cache is a pool that doubles when it is full; only running sequences hold pages. A subclass runs the
+    model: `_read_level` for a level, and its own passes for known tokens.
     """
 
     grows_by_level = True
@@ -81,7 +81,7 @@ class TreeGrower(Drafter):
     def _reset(self, page_size: int) -> None:
         self.cache = PagedCache(INITIAL_PAGES, page_size, self.device)
         self._known: dict[int, GeneratedSequence] = {}
-        self._cached: dict[int, int] = {}  # tokens from the start that the cache holds for certain
+        self._cached: dict[int, int] = {}  # tokens from the start that the cache certainly holds
         self._grown: Tensor | None = None  # the scores of the last proposal's candidates
         self._depth = self.max_depth
         self._tables: dict[int, Mirror] = {}  # page tables of captured steps, by batch size
@@ -94,7 +94,7 @@ class TreeGrower(Drafter):
         self._reset(page_size=1)
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """Makes the pool hold all sequences from here on: it cannot grow under a graph."""
+        """Grows the pool for all sequences, because it cannot grow under a graph."""
         pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
         if self.cache.num_pages < sum(pages):
             self.cache.grow(sum(pages) - self.cache.num_pages)
@@ -119,9 +119,9 @@ class TreeGrower(Drafter):
         sampling: Sampling,
         active: Tensor | None = None,
     ) -> Draft:
-        """Trees under `roots`, where the model's logits are known; runs on the device alone.
+        """Returns trees under `roots`, given the model's logits there. Device only.
 
-        start: int32 [B], the roots' places in the model's cache.
+        start: int32 [B], the roots' positions in the model's cache.
         """
         state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
         noise: dict[str, Any] = {}
@@ -143,7 +143,7 @@ class TreeGrower(Drafter):
                 logits = self._read_level(state, table, start)
         self._grown = state.scores
         draft = rerank_tree(state, self.max_nodes, active=active)
-        if draft.draft_probs is not None:  # the model gives 0 to tokens that it lacks
+        if draft.draft_probs is not None:  # tokens that the model lacks have probability 0
             missing = vocab_size - draft.draft_probs.shape[-1]
             draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
         return draft
@@ -153,7 +153,7 @@ class TreeGrower(Drafter):
         raise NotImplementedError
 
     def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
-        """Prepares the pass over the frontiers, for `_read_level`."""
+        """Prepares the pass over the frontiers."""
         tree_lens, offsets, present = state.level_tree_lens, state.cu_seqlens_q, state.level_present
         seq_lens = start + tree_lens
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=present.shape[0])
@@ -163,9 +163,9 @@ class TreeGrower(Drafter):
     def _causal_step(
         self, chunks: list[tuple[GeneratedSequence, int, int]], table: Tensor | None = None
     ) -> tuple[PagedStep, Tensor]:
-        """Prepares a causal pass over some tokens of each sequence: its pages, and the tokens' positions.
+        """Prepares a causal pass over some tokens of each sequence: returns the step and the tokens' positions.
 
-        chunks: sequence, position of its first token, number of tokens. table: their pages, if these are reserved.
+        chunks: sequence, position of its first token, number of tokens. table: their pages, if already reserved.
         """
         offsets = [0, *accumulate(count for _, _, count in chunks)]
         ends = [begin + count for _, begin, count in chunks]

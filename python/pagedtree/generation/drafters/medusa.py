@@ -1,4 +1,4 @@
-"""Medusa-1 heads, the tree they fill, and the drafter that has both (Cai et al., ICML 2024)."""
+"""Medusa-1 heads, their tree and their drafter (Cai et al., ICML 2024)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["MedusaDrafter", "MedusaHeads", "medusa_tree"]
 WEIGHTS_NAME = "medusa.safetensors"
 SHAPES = {"weight": "num_heads, hidden_size, hidden_size", "bias": "num_heads, hidden_size"}
 OWN_OUTPUTS = {"outputs": "num_heads, vocab_size, hidden_size"}
-# Medusa's own files, and the tensors of a head by their names there.
+# File names of Medusa's format, and a head's tensor names in it.
 PUBLISHED_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PUBLISHED = {
     "0.linear.weight": ("weight", "hidden_size, hidden_size"),
@@ -36,13 +36,13 @@ MAX_HEADS = 1024
 
 
 class MedusaHeads(nn.Module):
-    """Residual blocks that turn a model's last hidden state into that of a later position, read by its own `lm_head`.
+    """Residual blocks that map a model's last hidden state to a later position's, read by the model's `lm_head`.
 
-    `lm_head` names the token after the hidden state's position; head i (from 0) the token i + 2 after it.
+    `lm_head` predicts the token after the hidden state's position; head i (from 0) predicts token i + 2 after it.
 
-    vocab_size: of heads with output layers of their own, as Medusa's published ones have; None: they share `lm_head`.
+    vocab_size: of heads with separate output layers, as Medusa's published ones; None: they share `lm_head`.
 
-    Raises ValueError for a hidden_size that `lm_head`, if it is a layer that tells, does not read.
+    Raises ValueError for a hidden_size that differs from the input size of `lm_head`, if that is known.
     """
 
     def __init__(
@@ -54,14 +54,14 @@ class MedusaHeads(nn.Module):
                 raise ValueError(f"{name}: expected at least 1, got {size}")
         if (width := getattr(lm_head, "in_features", hidden_size)) != hidden_size:
             raise ValueError(f"hidden_size: expected {width}, what lm_head reads, got {hidden_size}")
-        # Zero blocks are the identity, so that training starts from the model's own next-token guess.
+        # Zero blocks are the identity: training starts from the model's next-token prediction.
         dtype = torch.get_default_dtype()
         self.weight = nn.Parameter(torch.zeros(num_heads, hidden_size, hidden_size, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(num_heads, hidden_size, dtype=dtype))
         self.outputs: nn.Parameter | None = None
         if vocab_size is not None:
             self.outputs = nn.Parameter(torch.zeros(num_heads, vocab_size, hidden_size, dtype=dtype))
-        # In a tuple, so that the model's layer does not become a submodule: its weights are not the heads' to save.
+        # In a tuple, so that the model's layer does not become a submodule and is not saved.
         self._lm_head = (lm_head,)
 
     @property
@@ -73,9 +73,8 @@ class MedusaHeads(nn.Module):
         return self.weight.shape[2]
 
     def check_target(self, hidden_size: int) -> None:
-        """Raises ValueError where the heads do not fit a target whose output layer reads `hidden_size` values, or their
-        weights do not fit each other.
-        """
+        """Raises ValueError if the heads do not fit a target whose output layer reads `hidden_size` values, or if their
+        weights do not fit each other."""
         own = (self.num_heads, hidden_size, hidden_size)
         if self.weight.shape != own or self.bias.shape != own[:2]:
             raise ValueError(
@@ -85,12 +84,11 @@ class MedusaHeads(nn.Module):
 
     @property
     def vocab_size(self) -> int | None:
-        """Columns of the output layer's logits; None where it does not tell."""
+        """Columns of the output layer's logits; None if unknown."""
         return getattr(self._lm_head[0], "out_features", None) if self.outputs is None else self.outputs.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Turns hidden states [..., hidden], normalised as `lm_head` takes them, into logits [..., num_heads,
-        vocab]."""
+        """Maps hidden states [..., hidden], normalised as `lm_head` expects, to logits [..., num_heads, vocab]."""
         update = torch.einsum("...d,hed->...he", hidden, self.weight) + self.bias
         states = hidden.unsqueeze(-2) + F.silu(update)
         if self.outputs is not None:
@@ -107,12 +105,12 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
-        """Heads for `model` (its output layer, device and dtype) from the folder `path`, as `save_pretrained` or Medusa
-        writes it: config.json with medusa_num_heads and medusa_lm_head.safetensors or medusa_lm_head.pt, whose heads
-        all are taken (some published configs tell of fewer).
+        """Returns heads for `model` (its output layer, device and dtype) from the folder `path`, in the format of
+        `save_pretrained` or of Medusa: config.json with medusa_num_heads, and medusa_lm_head.safetensors or
+        medusa_lm_head.pt. All heads in the file are used (some published configs list fewer).
 
-        Config and shapes are checked before any weight is read. ValueError names the file and the entry or tensor of
-        heads for another target, or of entries and tensors that are not known; OSError for files that cannot be read.
+        Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
+        tensor, for another target and for unknown entries or tensors; OSError for files that cannot be read.
         """
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
@@ -123,9 +121,9 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
-        """Heads from the folder `path`, with any output layer: hidden states [..., hidden] to logits [..., vocab].
+        """Returns heads from the folder `path` with any `lm_head`: hidden states [..., hidden] -> logits [..., vocab].
 
-        Raises what `from_pretrained` does.
+        Raises the errors of `from_pretrained`.
         """
         path = Path(path)
         entries, width = ConfigEntries.load(path), getattr(lm_head, "in_features", None)
@@ -137,7 +135,7 @@ class MedusaHeads(nn.Module):
 
 
 def _own(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
-    """Returns the weights in a folder of `save_pretrained`. width: of the states that the output layer reads."""
+    """Returns the weights in a folder of `save_pretrained`. width: input size of the output layer."""
     entries.word("model_type", ("medusa",), "medusa")
     sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
     shapes = SHAPES
@@ -152,7 +150,7 @@ def _own(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Ten
 
 
 def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
-    """Returns the weights in a folder of Medusa's own."""
+    """Returns the weights in a folder in Medusa's format."""
     stored = StoredTensors(path, PUBLISHED_NAMES, lambda name: name.removeprefix("medusa_head."))
     least = entries.integer("medusa_num_heads", most=MAX_HEADS)
     count = sum(name.endswith(".0.linear.bias") for name in stored.names)
@@ -172,10 +170,9 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
-    """Returns the likeliest tree of `num_nodes` nodes, if each of a head's guesses is right half as often as the one
-    before.
+    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before.
 
-    A path of child ranks r1, r2, ... is then right with probability 2^-(r1 + 1) * 2^-(r2 + 1) * ...
+    A path of child ranks r1, r2, ... then has probability 2^-(r1 + 1) * 2^-(r2 + 1) * ...
     """
     paths: list[list[int]] = []
     queue: list[tuple[int, list[int]]] = [(1, [0])]
@@ -189,14 +186,14 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
 
 
 class MedusaDrafter(Drafter):
-    """Medusa: heads on the target's last hidden state guess the tokens after the next one.
+    """Medusa: heads on the target's last hidden state draft the tokens after the next one.
 
     Args:
-        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i guesses the token i + 2
-            after the state's position.
-        tree: the number of nodes, root included, of trees that each sequence gets anew in each step: those of the
-            highest joint log-probability by what the heads give (`pagedtree.best_first_tree`). Or one fixed tree, whose
-            nodes take the token of their child rank in the head of their depth; `medusa_tree` is a fair one.
+        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i drafts the token i + 2 after the
+            state's position.
+        tree: number of nodes, root included: each step then uses the tree of the highest joint log-probability under
+            the heads (`pagedtree.best_first_tree`). Or one fixed tree, whose nodes take the token of their child rank
+            in the head of their depth; `medusa_tree` is a good default.
     """
 
     needs_hidden = True
@@ -218,8 +215,7 @@ class MedusaDrafter(Drafter):
         self._log_probs: Tensor | None = None  # joint ones, of the last proposal's nodes
         self._hidden: Tensor | None = None  # one row for each sequence's index; idle rows use the last one
         self._known: set[int] = set()  # the sequences that have a state
-        # The newest states, which wait for the next proposal: of which sequences they are, and all rows of a pass with
-        # the path among them that each sequence accepted.
+        # States of the newest pass until the next proposal: sequences, all rows, and the accepted paths.
         self._newest: tuple[list[int], Tensor, Commit] | None = None
         self._vocab_size: int | None = None  # the target's
 
@@ -248,7 +244,7 @@ class MedusaDrafter(Drafter):
             known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
             if known is None:
                 return roots_only(tokens.shape[0], tokens.device)
-            # A sequence that no pass has read yet drafts from an arbitrary state, which costs nothing.
+            # A sequence without a state drafts from an arbitrary one at no cost.
             indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
             rows = torch.tensor(indices, dtype=torch.int64).to(tokens.device)
         assert self._hidden is not None
@@ -269,7 +265,7 @@ class MedusaDrafter(Drafter):
             return
         indices = [sequence.index for sequence in result.sequences]
         self._known.update(indices)
-        # To store each step's states took 2 % of a small model's time where nothing is drafted for long.
+        # Storing every step's states took 2 % of a small model's time during long phases without drafts.
         if self._newest is not None and self._newest[0] != indices:
             self._store_newest()
         self._newest = indices, result.hidden, result.commit
@@ -281,7 +277,7 @@ class MedusaDrafter(Drafter):
             self._store(torch.tensor(indices, dtype=torch.int64).to(hidden.device), hidden, commit)
 
     def _store(self, rows: Tensor, hidden: Tensor, commit: Commit) -> None:
-        """Keeps the states at the ends of the accepted paths in these rows."""
+        """Stores the states at the ends of the accepted paths in these rows."""
         assert self._hidden is not None
         ends = commit.accept_rows.gather(1, commit.num_accepted[:, None].long())[:, 0]
         self._hidden.index_copy_(0, rows, hidden.index_select(0, ends.clamp(min=0)).to(self._hidden.dtype))
@@ -296,7 +292,7 @@ class MedusaDrafter(Drafter):
         self._known.discard(sequence.index)
 
     def _make_room(self, num_rows: int, like: Tensor) -> None:
-        """Makes at least this many rows of states, in the form of `like` [*, H]."""
+        """Grows the states to at least this many rows, in the form of `like` [*, H]."""
         if self._hidden is None:
             self._hidden = like.new_zeros((num_rows, like.shape[1]))
         elif self._hidden.shape[0] < num_rows:

@@ -16,14 +16,14 @@ __all__ = ["NgramDrafter"]
 
 
 class NgramDrafter(Drafter):
-    """Prompt lookup: what followed the last n-gram earlier in the same text (`pagedtree.ngram_propose`).
+    """Prompt lookup: the continuation of an earlier occurrence of the last n-gram (`pagedtree.ngram_propose`).
 
     Args:
-        num_nodes: nodes of a tree, the root included; under `generate(tree="auto")` at most so many are verified.
-        max_depth: tokens of the longest guess, by default all of the nodes for a chain, else half of them.
+        num_nodes: nodes of a tree, the root included; under `generate(tree="auto")` at most this many are verified.
+        max_depth: tokens of the longest draft; default all nodes for a chain, else half of them.
         max_branches: continuations merged into a tree; 1 gives a chain.
-        min_ngram, max_ngram: lengths of the n-grams that are looked for; what follows a longer one comes first.
-        remember: also look in what the target predicted at the rejected nodes of this many earlier steps.
+        min_ngram, max_ngram: lengths of the n-grams; continuations of longer ones come first.
+        remember: also look in the target's predictions at rejected nodes of this many earlier steps.
     """
 
     is_capturable = True
@@ -47,7 +47,7 @@ class NgramDrafter(Drafter):
         self.min_ngram, self.max_ngram = min_ngram, max_ngram
         self.remember = remember
         self._rejected: dict[int, Tensor] = {}
-        # The last proposal, for which texts, and in what else it was looked up.
+        # Arguments, draft and `extra` of the last proposal.
         self._proposed: tuple[Tensor, Tensor, Draft, Tensor | None] | None = None
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
@@ -64,15 +64,13 @@ class NgramDrafter(Drafter):
         return draft
 
     def confidence(self) -> Tensor | None:
-        """Returns fp32 [N]: the longer the text before a guess is the same as earlier, the likelier it is
-        (SuffixDecoding, Oliaro et al., 2024, scores its guesses in this way).
-        """
+        """Returns fp32 [N]: longer matches before a draft give it a higher probability (SuffixDecoding, Oliaro et al.,
+        2024, uses the same score)."""
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
-        """Returns [B]: how many of each text's last tokens stood before the first guess of the last proposal earlier,
-        at most `max_ngram`; 0 without a guess. On the host.
-        """
+        """Returns [B] on the host: match length before the first draft of each text in the last proposal, at most
+        `max_ngram`; 0 without a draft."""
         assert self._proposed is not None
         trees = self._proposed[2].trees
         offsets, child = trees.cu_nodes.cpu().numpy(), trees.first_child.cpu().numpy()
@@ -84,9 +82,7 @@ class NgramDrafter(Drafter):
         return same
 
     def _copied(self) -> tuple[np.ndarray, np.ndarray]:
-        """For each node of the last proposal: how many tokens before it are the same as before an earlier copy, and its
-        joint log-probability by that.
-        """
+        """Returns each node's match length before an earlier copy, and the joint log-probability it implies."""
         assert self._proposed is not None
         tokens, lengths, draft, _ = self._proposed
         return _C.copied_text(
@@ -130,7 +126,7 @@ class NgramDrafter(Drafter):
         self._rejected.pop(sequence.index, None)
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """Returns the rejected predictions of the selected sequences, with -1 in front where there are fewer."""
+        """Returns the rejected predictions of the selected sequences, left-padded with -1."""
         if not self._rejected:
             return None
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]

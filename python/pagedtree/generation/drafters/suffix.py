@@ -1,4 +1,4 @@
-"""N-grams with a memory over requests (SuffixDecoding, Oliaro et al., 2024)."""
+"""N-gram drafts with a memory across requests (SuffixDecoding, Oliaro et al., 2024)."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["SuffixDrafter"]
 
-# Places of former texts that a tree is made of, for each branch that it may have.
+# Places of former texts used per branch of a tree.
 RUNS_OF_A_BRANCH = 2
 
 
 class SuffixDrafter(NgramDrafter):
-    """Prompt lookup in the text itself and in former answers, for agents and others whose requests repeat.
+    """Prompt lookup in the text itself and in former answers, for agents and other workloads with repetitive requests.
 
-    What was generated is remembered when a sequence is finished, from call to call of `generate`, up to `max_tokens`
-    tokens; the oldest are forgotten first. Where at least four of a text's last tokens stand in a former answer, what
-    followed there is looked at, too: a longer n-gram comes first, at equal length the
-    text itself, then what most former answers went on with.
+    A finished sequence's generated tokens are remembered across calls of `generate`, up to `max_tokens` tokens, oldest
+    dropped first. If at least the last four tokens of a text occur in a former answer, its continuation is a candidate
+    too. Longer n-grams come first; at equal length the text itself, then the most frequent continuation of former
+    answers.
 
         tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 
-    The text never depends on it. Drafters may share a `memory`, also in threads.
+    The memory never changes the text. Drafters may share a `memory`, also across threads.
 
     Args:
-        max_tokens: of the memory. memory: one that is there already, in its place.
-        num_nodes, max_depth, max_branches, min_ngram, max_ngram: as in `NgramDrafter`; max_ngram is the memory's if
-            that is given.
+        max_tokens: of the memory. memory: an existing one to use instead.
+        num_nodes, max_depth, max_branches, min_ngram, max_ngram: as in `NgramDrafter`; a given memory sets max_ngram.
     """
 
     is_capturable = False
@@ -58,14 +57,14 @@ class SuffixDrafter(NgramDrafter):
             min_ngram=min_ngram,
             max_ngram=self.memory.max_ngram,
         )
-        self._remembered: dict[int, int] = {}  # of each sequence, so many of its tokens
+        self._remembered: dict[int, int] = {}  # tokens of each sequence
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         super().begin(page_size, sampling)
         self._remembered.clear()
 
     def _copied(self) -> tuple[np.ndarray, np.ndarray]:
-        """Former answers count as the text itself."""
+        """Counts former answers as part of the text."""
         assert self._proposed is not None
         tokens, lengths, draft, extra = self._proposed
         if extra is not None:
@@ -74,7 +73,7 @@ class SuffixDrafter(NgramDrafter):
         return super()._copied()
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """Returns [B, E]: what former answers had, the best run last."""
+        """Returns [B, E], continuations from former answers, the best run last."""
         most = RUNS_OF_A_BRANCH * self.max_branches
         found = [
             self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)
@@ -83,12 +82,12 @@ class SuffixDrafter(NgramDrafter):
         count = max(map(len, found))
         if count == 0:
             return None
-        if len(found) > 1:  # rows that are missing have no token
+        if len(found) > 1:  # pad missing rows
             found = [np.pad(each, ((count - len(each), 0), (0, 0)), constant_values=-1) for each in found]
         return torch.from_numpy(np.concatenate(found).reshape(len(found), -1)).to(tokens.device)
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        """Remembers what was generated, with the tokens in front of it by which it is found."""
+        """Remembers the generated tokens, preceded by the tokens that they are looked up by."""
         super().forget(sequence)
         begin = max(self._remembered.get(sequence.index, sequence.prompt_len), sequence.prompt_len)
         if len(sequence.tokens) > begin:

@@ -1,4 +1,4 @@
-"""Former texts, in which what follows the end of another text is looked up."""
+"""A memory of former texts for looking up continuations."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from pagedtree import _C
 
 __all__ = ["TextMemory"]
 
-# Places with the same hash that a look-up compares at most, the newest first.
+# Places of a hash chain that a look-up visits at most.
 MAX_PLACES = 16
-# Of the hash, which is of 64 bits.
+# Constants of the 64-bit hash.
 FACTOR, MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 NO_TOKEN = -1
 MAX_NGRAM, MAX_LENGTH = 64, 1024
 
-# Of all memories, so that a copy has no lock of its own. A forked process gets whole texts, and a lock that is free.
+# One lock for all memories, so that copies need none. A forked process gets complete texts and a free lock.
 _lock = threading.Lock()
 os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class TextMemory:
-    """A ring of the newest `max_tokens` tokens of texts, in which each place knows the one before it that ends alike.
+    """A ring buffer of the newest `max_tokens` tokens of texts, with hash chains as in LZ77 compressors.
 
-    Places whose last `context` tokens have the same hash are a chain, from the newest to the oldest, as in LZ77's
-    compressors: a look-up walks along at most 16 of them, whatever the memory holds. It takes 20 to 28 bytes a token.
-    Threads may share it, and pickle stores it.
+    Places whose last `context` tokens have the same hash form a chain, newest first. A look-up visits at most 16 of
+    them, whatever the size of the memory. A token takes 20 to 28 bytes. Threads may share it, and it can be pickled.
 
     Args:
-        max_tokens: what is older than so many tokens is forgotten.
-        context: so many tokens have to be equal.
-        max_ngram: equal tokens beyond so many do not count.
+        max_tokens: older tokens are dropped.
+        context: number of tokens that must match.
+        max_ngram: longer matches count as this many tokens.
     """
 
     def __init__(self, max_tokens: int, *, context: int = 4, max_ngram: int = 16) -> None:
@@ -51,35 +50,35 @@ class TextMemory:
         self.max_tokens, self.context, self.max_ngram = max_tokens, context, max_ngram
         bits = max((max_tokens - 1).bit_length(), 1)  # about one entry of the table for each token
         self._shift = 64 - bits
-        # Behind the newest token, and so in front of the oldest, a part of the ring has no token: look-ups read there.
+        # Look-ups read past the newest token, so the gap between newest and oldest holds no tokens.
         self._size = max_tokens + MAX_NGRAM + MAX_LENGTH
         self._tokens = np.full(self._size, NO_TOKEN, dtype=np.int32)
-        self._before = np.full(self._size, -1, dtype=np.int64)  # the place before it in its chain
-        self._newest = np.full(1 << bits, -1, dtype=np.int64)  # of each hash
-        self._count = 0  # tokens that were ever added; a place is such a number
+        self._before = np.full(self._size, -1, dtype=np.int64)  # previous place of the chain
+        self._newest = np.full(1 << bits, -1, dtype=np.int64)  # head of the chain, by hash
+        self._count = 0  # tokens ever added; a place is a value of this counter
 
     def __getstate__(self) -> dict[str, Any]:
-        with _lock:  # what others add meanwhile comes behind the copy
+        with _lock:  # other threads may be adding
             return copy.deepcopy(vars(self))
 
     def __len__(self) -> int:
-        """Tokens that it holds."""
+        """Returns the number of tokens held."""
         return min(self._count, self.max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Takes in a text, or as much of its end as there is room for."""
+        """Adds a text, or as much of its end as fits."""
         text = np.asarray(tokens, dtype=np.int32)[max(len(tokens) - self.max_tokens + 1, 0) :]
         if len(text) < self.context:
             return
         with _lock:
-            run = np.concatenate([[NO_TOKEN], text])  # what stands in front of a text is another one's
+            run = np.concatenate([[NO_TOKEN], text])  # separates the text from the one before it
             places = np.arange(self._count, self._count + len(run))
             self._tokens[places % self._size] = run
             self._count += len(run)
             self._tokens[np.arange(self._count, self._count + MAX_NGRAM + MAX_LENGTH) % self._size] = NO_TOKEN
             ends = places[self.context :]
             hashes = self._hashes(text)
-            # Equal hashes beside each other, in the order of their places: each one's predecessor is its neighbour.
+            # A stable sort makes each place's predecessor in its chain its neighbour.
             order = np.argsort(hashes, kind="stable")
             hashes, ends = hashes[order], ends[order]
             is_first = np.concatenate([[True], hashes[1:] != hashes[:-1]])
@@ -89,12 +88,10 @@ class TextMemory:
             self._newest[hashes[is_last]] = ends[is_last]
 
     def continuations(self, end: Sequence[int], length: int, most: int) -> NDArray[np.int64]:
-        """Returns what stood at the places where former texts end as this one does: int64 [n, max_ngram + length + 1],
-        n <= `most`.
+        """Returns the continuations of this text's end in former texts: int64 [n, max_ngram + length + 1], n <= `most`.
 
-        A row has the tokens up to the place, of which the last ones are equal, then `length` tokens behind it; -1 where
-        there are none, between two texts, and at its end. The best row is the last one: of more equal tokens, then of a
-        next token that more places have, then the newest.
+        A row has the tokens up to the match, then `length` tokens after it; -1 where there are none, between two texts,
+        and at its end. The best row is last: longest match, then the most frequent next token, then the newest.
 
         end: the last `max_ngram` tokens of a text, or fewer. length: at most 1024.
         """
@@ -116,7 +113,7 @@ class TextMemory:
             )
 
     def _hashes(self, text: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Of each `context` tokens."""
+        """Returns the hash of each `context` tokens."""
         values = text.astype(np.uint64)
         count = len(values) - self.context + 1
         total = np.zeros(count, dtype=np.uint64)
@@ -126,7 +123,7 @@ class TextMemory:
         return ((total * np.uint64(FACTOR)) >> np.uint64(self._shift)).astype(np.int64)
 
     def _hash_of(self, tokens: Sequence[int]) -> int:
-        """Returns the same of `context` tokens; a dozen calls of numpy would take longer than all the rest."""
+        """Returns the hash of `context` tokens without numpy, whose call overhead would dominate."""
         total = 0
         for token in tokens:
             total = (total ^ token) * FACTOR & MASK

@@ -1,4 +1,4 @@
-"""Features of the target that wait until the model of a drafter reads them, in order for each sequence."""
+"""Features of the target, queued per sequence until the drafter's model reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["MAX_WAITING_BYTES", "WaitingFeatures"]
 
-# Features that wait, of all sequences, take so many bytes at most: more are read at once.
+# Limit of queued features of all sequences, in bytes; beyond it they are read.
 MAX_WAITING_BYTES = 1 << 28
 
 # A sequence, the position of its first token, and the features, [n, F], of n tokens from there on.
@@ -32,28 +32,28 @@ class _Queue:
 
 
 class WaitingFeatures:
-    """Takes in what `Drafter.read` and `observe` are told of every pass, until the drafter asks for it.
+    """Queues of the features that `Drafter.read` and `observe` receive, until the drafter takes them.
 
-    Passes in which the same sequences decode without drafts are kept as they came: sorting them by sequence in each
-    pass took 1.5 % of a small model's step. `sort` does it, which has to come before anything is asked.
+    Consecutive passes without drafts over the same sequences are kept unsorted: sorting each pass by sequence took 1.5
+    % of a small model's step. Call `sort` before reading anything.
 
     Args:
-        enter: called for features of a sequence of which none wait, with the sequence and the position of the first.
-        read_many: has to take some out; called when more than MAX_WAITING_BYTES wait.
+        enter: called for features of a sequence without a queue, with the sequence and the position of the first.
+        read_many: must take some features; called when more than MAX_WAITING_BYTES wait.
     """
 
     def __init__(self, enter: Callable[[GeneratedSequence, int], None], read_many: Callable[[], None]) -> None:
         self._enter, self._read_many = enter, read_many
         self._queues: dict[int, _Queue] = {}
-        self._plain: list[Tensor] = []  # of passes that are not sorted yet, with this many rows, of these sequences
+        self._plain: list[Tensor] = []  # unsorted passes, their number of rows and their sequences
         self._num_plain = 0
         self._plain_sequences: list[GeneratedSequence] = []
         self._plain_start: list[int] = []
-        self._rows: FeatureRows | None = None  # of the pass that `observe` is about to tell of
-        self._num_bytes = 0  # of all of them, at most
+        self._rows: FeatureRows | None = None  # of the pass of the next `observe`
+        self._num_bytes = 0  # upper bound of all queued features
 
     def read(self, rows: FeatureRows) -> None:
-        """Queues the features of known tokens; those of trees wait for `observe`."""
+        """Queues the features of prefill tokens; features of trees wait for `observe`."""
         self._rows = rows
         self._num_bytes += rows.features.nbytes
         if rows.counts:
@@ -62,7 +62,7 @@ class WaitingFeatures:
             self._read_if_many()
 
     def observe(self, result: StepResult) -> None:
-        """Queues the features of the accepted paths of the pass that `read` was told of."""
+        """Queues the features of the accepted paths, from the pass of the last `read`."""
         assert self._rows is not None
         if not self._keep_plain(self._rows, result):
             self.sort()
@@ -71,23 +71,23 @@ class WaitingFeatures:
         self._read_if_many()
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        """Returns how many tokens of these sequences wait, besides the newest of each."""
+        """Returns the number of queued tokens of these sequences, excluding the newest of each."""
         held = [sequence.index for sequence in sequences if self._plain or sequence.index in self._queues]
         return self._num_plain + sum(map(self.count, held)) - len(held)
 
     def sort(self) -> None:
-        """Gives each sequence the features of its plain passes."""
+        """Moves the features of unsorted passes to their sequences' queues."""
         if self._plain:
             parts = torch.stack(self._plain, dim=1).unbind()
             self._plain, self._num_plain = [], 0
             self.put(list(zip(self._plain_sequences, self._plain_start, parts, strict=True)))
 
     def count(self, index: int) -> int:
-        """Returns how many tokens of the sequence of this index wait, without those that are not sorted."""
+        """Returns the number of queued tokens of a sequence, excluding unsorted passes."""
         return self._queues[index].count if index in self._queues else 0
 
     def take(self, index: int, count: int) -> Tensor:
-        """Takes out the features of the first `count` tokens that wait of a sequence, [count, F]."""
+        """Removes and returns the features of a sequence's first `count` queued tokens, [count, F]."""
         queue = self._queues.pop(index)
         features = torch.cat(queue.parts)
         if rest := queue.count - count:
@@ -97,17 +97,16 @@ class WaitingFeatures:
         return features
 
     def take_all(self) -> list[Features]:
-        """Takes out the features of all sequences."""
+        """Removes and returns the features of all sequences."""
         queues, self._queues, self._num_bytes = self._queues, {}, 0
         return [(queue.sequence, queue.begin, torch.cat(queue.parts)) for queue in queues.values()]
 
     def forget(self, index: int) -> None:
-        """Drops the features of a sequence."""
         self.sort()
         self._queues.pop(index, None)
 
     def _keep_plain(self, rows: FeatureRows, result: StepResult) -> bool:
-        """Keeps a pass as it is, unless it is another kind of pass, or one of other sequences."""
+        """Keeps a pass unsorted if it has no prefill, no drafts and the same sequences as the ones kept."""
         if rows.counts or result.trees.max_nodes > 1:
             return False
         if not self._plain:
@@ -121,7 +120,7 @@ class WaitingFeatures:
         return True
 
     def put(self, parts: list[Features]) -> None:
-        """Queues features behind those that wait of each sequence."""
+        """Appends features to the queues."""
         for sequence, begin, features in parts:
             if sequence.index not in self._queues:
                 self._enter(sequence, begin)
@@ -135,7 +134,7 @@ class WaitingFeatures:
         if self._num_bytes <= MAX_WAITING_BYTES:
             return
         self.sort()
-        # Rejected nodes and finished sequences were counted, too.
+        # The bound includes rejected nodes and finished sequences: count again.
         self._num_bytes = sum(part.nbytes for queue in self._queues.values() for part in queue.parts)
         if self._num_bytes > MAX_WAITING_BYTES:
             self._read_many()
