@@ -1,4 +1,4 @@
-"""The loop behind `generate`: draft, one packed pass of the model, verify, compact, commit."""
+"""The loop of `generate`: draft, run one packed pass of the model, verify, compact, commit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUS_NOT_FINITE = 2
 
 
 class Engine:
-    """Generates until every sequence of the scheduler is finished."""
+    """Runs steps until every sequence of the scheduler is finished."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Engine:
             for each in stats.sequences:
                 each.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
-        if tuner is not None:  # to read a token takes as long as there are weights
+        if tuner is not None:  # reading a token costs time in proportion to the weights
             self.draft_share = drafter.num_weights / max(model.num_weights, 1)
         self.max_nodes = max(drafter.max_nodes, 1)
         sequences = scheduler.waiting
@@ -133,7 +133,7 @@ class Engine:
                 self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, kept))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
-        """A fixed step: nothing but decoding, and the drafter's part in it."""
+        """Runs a captured step: decoding only, drafting included."""
         assert self.fixed_steps is not None
         step = self.fixed_steps.of(len(sequences))
         result, report, found = step(sequences)
@@ -146,11 +146,11 @@ class Engine:
     def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
         """Schedules the next pass and drafts for it.
 
-        Returns it, the trees of those that decode (None where a fixed step makes them itself), and with a tuner what it
-        planned and kept of them.
+        Returns the batch, the trees of the sequences that decode (None if a captured step drafts them itself), and the
+        tuner's plan and kept nodes, if there is a tuner.
         """
         while True:
-            # A tuner drafts only at times, where there is room.
+            # A tuner drafts only in some steps, if pages are free.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)
             for sequence in batch.evicted:
                 self.drafter.forget(sequence)
@@ -169,19 +169,19 @@ class Engine:
             draft = without_padding(draft)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft, choice
-            # The drafter did not declare trees of this size: make sure of the pages, and ask again.
+            # The drafter did not declare trees of this size: check capacity and draft again.
             self.max_nodes = draft.trees.max_nodes
             self.scheduler.check_capacity(self.max_nodes)
 
     def _plan(self, tuner: TreeTuner, batch: Batch) -> Plan:
-        """Plans how deep to draft, if at all, and tells the drafter."""
-        if not self.has_begun_to_tune:  # not earlier, as it takes 0.5 % of the time to a short prompt's first token
+        """Plans the depth of drafts, and limits the drafter to it."""
+        if not self.has_begun_to_tune:  # any earlier, it would cost 0.5 % of a short prompt's time to first token
             self.has_begun_to_tune = True
             tuner.begin()
         unread = self.draft_share * self.drafter.unread(batch.decode)
         remaining = [sequence.max_length - len(sequence.tokens) for sequence in batch.decode]
         plan = tuner.plan(remaining, unread, others_wait=bool(self.scheduler.waiting))
-        # Beside prompts, which wait for their first token, only where drafts are known to be accepted.
+        # During prefill, draft only if drafts were accepted before: prompts wait for their first token.
         is_welcome = plan.depth is not None and (not batch.prefill or tuner.saved > 0.0)
         if not is_welcome or not self.scheduler.reserve(batch.decode, self.max_nodes):
             return replace(plan, depth=None)
@@ -190,8 +190,7 @@ class Engine:
         return plan
 
     def _keep(self, plan: Plan, draft: Draft) -> Kept:
-        """Selects the nodes that are worth verifying."""
-        # Do not select drawn drafts by their probability: the rules need a selection that is independent of the draw.
+        # Sampled drafts are not selected by probability: the rules need a selection independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
         kept = plan.keep(draft, None if is_drawn else self.drafter.confidence())
@@ -242,13 +241,13 @@ class Engine:
         )
 
     def _hand_on(self, batch: Batch, features: Tensor) -> None:
-        """Gives the drafter the features of what the pass read; nothing of it is in `cached` or tokens yet."""
+        """Passes the features to the drafter before `cached` and the tokens are updated."""
         sequences = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
         start = [*(sequence.cached for sequence, _ in batch.prefill), *(sequence.root for sequence in batch.decode)]
         self.drafter.read(FeatureRows(sequences, start, [count for _, count in batch.prefill], features))
 
     def _shared_prefix(self, step: PagedStep, batch: Batch, max_nodes: int) -> PrefixPass | None:
-        """Runs of neighbours that hold the same first pages; None if reading those once would save too little."""
+        """Returns runs of neighbours with the same first pages; None if reading these once saves too little."""
         if self.min_shared_tokens is None:
             return None
         runs: list[list[GeneratedSequence]] = []
@@ -294,7 +293,7 @@ class Engine:
         return result.verdict
 
     def _take_over(self, result: StepResult, report: list[list[int]], found: Found | None) -> None:
-        """Gives the sequences their tokens. report: a row of tokens, their number, finished, status per sequence."""
+        """Appends the new tokens. report: a row of tokens, their number, finished, status per sequence."""
         sequences = result.sequences
         logprobs = [each.tolist() for each in found or ()]
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
@@ -318,7 +317,7 @@ class Engine:
     def _append(
         self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool, logprobs: list[list[Any]]
     ) -> None:
-        """Takes over the committed tokens, up to the length limit or the end of a stop string or grammar."""
+        """Appends the committed tokens, up to the length limit or the end of a stop string or grammar."""
         stats = self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
         self.cache.trim(sequence.index, sequence.cached)
@@ -369,5 +368,5 @@ def _offsets(counts: list[int]) -> list[int]:
 
 
 def _is_all(sequence: GeneratedSequence, count: int) -> bool:
-    """Tells whether the sequence has read all its tokens after `count` more."""
+    """Returns whether the sequence has read all its tokens after `count` more."""
     return sequence.cached + count == len(sequence.tokens)

@@ -1,4 +1,4 @@
-"""A decode step in fixed buffers, drafting to commit, which a CUDA graph can hold (`generate(cuda_graph=True)`)."""
+"""A decode step in fixed buffers, drafting to commit, for CUDA graphs (`generate(cuda_graph=True)`)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ IDLE = -1
 class FixedStep:
     """One decode step of up to `batch_size` sequences; the rows past them are idle.
 
-    The host writes into the buffers what they do not hold yet, replays, and reads the report, which is the only
-    synchronisation. What the step changes on the device (history, caches, positions) is still there at the next step. A
-    graph is captured at the first call, while all rows are idle: they draft, write and commit nothing.
+    The host updates the buffers, replays, and reads the report, which is the only synchronisation. The device's changes
+    (history, caches, positions) persist for the next step. The first call captures the graph while all rows are idle:
+    idle rows draft, write and commit nothing.
     """
 
-    # Tests run the step itself instead of a graph of it, on any device.
+    # Tests set this to False to run the step without a graph, on any device.
     captures = True
 
     def __init__(
@@ -43,7 +43,7 @@ class FixedStep:
         requests: OptionRows | None = None,
     ) -> None:
         self.decode_step, self.sampling, self.batch_size = decode_step, sampling, batch_size
-        self.history = history  # [sequences + 1, capacity]: the last row is that of idle rows
+        self.history = history  # [sequences + 1, capacity]: the last row is for idle rows
         self.drafter = drafter = decode_step.drafter
         self.cache = cache = decode_step.cache
         device = cache.device
@@ -65,7 +65,7 @@ class FixedStep:
         self._found: Found | None = None
 
     def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]], Found | None]:
-        """Runs the step for these sequences: what came of it, a report, and log-probabilities where they are read.
+        """Runs the step for these sequences. Returns the result, a report, and log-probabilities if requested.
 
         Each row of the report is tokens, their number, finished, status.
         """
@@ -89,7 +89,7 @@ class FixedStep:
             self.run()
         assert self._result is not None and self._report is not None
         report = self._report.tolist()[: len(sequences)]
-        # The step has moved on by itself.
+        # The device has already advanced the positions.
         self.start.known(
             [
                 IDLE if finished else s.root + count
@@ -100,7 +100,7 @@ class FixedStep:
         return self._result, report, self._found
 
     def run(self) -> None:
-        """Runs the step, on the device alone."""
+        """Runs the step. Device only."""
         rows, start = self.rows.tensor, self.start.tensor.clone()
         is_active = start >= 0
         history, lengths = self.history.index_select(0, rows), start + 1
@@ -125,7 +125,7 @@ class FixedStep:
     def _capture(self) -> Any:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries allocate what they need at the first call
+        with torch.cuda.stream(stream):  # libraries allocate at the first call
             self.run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
@@ -135,7 +135,7 @@ class FixedStep:
 
 
 class FixedSteps:
-    """Fixed steps for any number of sequences: one for each power of two, made when it is needed."""
+    """Fixed steps for any number of sequences: one per power of two, created on demand."""
 
     def __init__(self, make: Callable[[int], FixedStep]) -> None:
         self._make = make
@@ -154,7 +154,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_drafter(drafter: Drafter) -> None:
-    """Raises ValueError for a drafter whose work cannot be captured in a graph."""
+    """Raises ValueError for a drafter that a graph cannot capture."""
     kind = type(drafter.given)
     if not vars(kind).get("is_capturable"):
         raise ValueError(

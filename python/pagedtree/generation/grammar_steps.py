@@ -1,4 +1,4 @@
-"""Grammars in the steps of `generate`: masks filled while the target's pass runs, matchers told what came of it."""
+"""Grammars in the steps of `generate`: masks are filled during the target's pass, then matchers advance."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["GrammarSteps"]
 
 
 class GrammarSteps:
-    """The grammars of all sequences of a call, of which each step takes those of its own.
+    """The grammars of all sequences of a call; each step uses the grammars of its sequences.
 
     Args:
         matchers: one per sequence, None: no grammar.
         vocab: columns of the target's logits, of all ranks together.
         eos_ids: tokens that end every text.
-        stats: gets the times.
+        stats: receives the times.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GrammarSteps:
         self._fill: GrammarFill | None = None
 
     def fill(self, sequences: Sequence[GeneratedSequence], draft: Draft) -> None:
-        """Begins to fill the masks of the step's trees."""
+        """Starts filling the masks of the step's trees."""
         matchers = [self._matchers[sequence.index] for sequence in sequences]
         self._fill = None
         if any(matcher is not None for matcher in matchers):
@@ -41,7 +41,7 @@ class GrammarSteps:
             self._fill = self._masks.fill(draft.draft_tokens, draft.trees)
 
     def mask(self) -> Tensor | None:
-        """Returns the masks, packed; None where no sequence of the step has a grammar."""
+        """Returns the packed masks; None if no sequence of the step has a grammar."""
         if self._fill is None:
             return None
         mask = self._fill.result()
@@ -50,10 +50,10 @@ class GrammarSteps:
         return mask
 
     def end(self, sequence: GeneratedSequence, tokens: list[int]) -> int | None:
-        """Tells the sequence's matcher which tokens it got; how many remain if the text ends with or in them.
+        """Advances the sequence's matcher; returns how many tokens remain if the text ends with or in them, else None.
 
-        A text ends with the token that completes it. It also ends where nothing is left that the grammar and the other
-        options allow: in front of the token that the grammar forbids, unless that is an EOS token.
+        A text ends with the token that completes it. It also ends when neither the grammar nor the other options allow
+        any token: before the token that the grammar forbids, unless it is an EOS token.
         """
         matcher = self._matchers[sequence.index]
         if matcher is None:

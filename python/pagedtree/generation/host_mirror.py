@@ -1,4 +1,4 @@
-"""Values of the host in device tensors that keep their place, for captured steps."""
+"""Host values in device tensors with fixed addresses, for captured steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Mirror"]
 
 
 class Mirror:
-    """A device tensor that follows values of the host: it is written where they differ from what it holds."""
+    """A device tensor that mirrors host values and is written only when they change."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, fill: int = 0) -> None:
         self.tensor = torch.full(shape, fill, dtype=dtype, device=device)
@@ -19,7 +19,7 @@ class Mirror:
         self._values: list[Any] = []
 
     def set(self, values: list[Any]) -> None:
-        """Sets the first rows to values, numbers or lists that may be shorter than a row; the others get the fill."""
+        """Sets the first rows to values: numbers, or lists that may be shorter than a row. The rest gets the fill."""
         if values == self._values:
             return
         self._host.fill_(self._fill)
@@ -32,5 +32,5 @@ class Mirror:
         self.known(values)
 
     def known(self, values: list[Any]) -> None:
-        """Notes that the device has written these values itself."""
+        """Records values that the device wrote itself."""
         self._values = [list(value) if isinstance(value, list) else value for value in values]

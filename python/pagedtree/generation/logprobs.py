@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens, straight from the logits of the pass that verified them."""
+"""Log-probabilities of generated tokens, from the logits of the pass that verified them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass
 class TokenLogprobs:
-    """Log-probabilities of one sequence by `generate(logprobs=n)`; entry i is of its i-th new token.
+    """Log-probabilities of one sequence under `generate(logprobs=n)`; entry i belongs to its i-th new token.
 
     Attributes:
         logprobs: natural logarithm of the token's probability.
-        ranks: how many tokens are at least as likely, itself included, whatever the filters drop: 1 is the most likely.
-        top_tokens, top_logprobs: the n most likely tokens of the same place, largest first, and theirs.
+        ranks: number of tokens that are at least as likely, itself included, ignoring filters: 1 is the most likely.
+        top_tokens, top_logprobs: the n most likely tokens of the place and their log-probabilities, largest first.
     """
 
     logprobs: list[float] = field(default_factory=list)
@@ -34,19 +34,19 @@ class TokenLogprobs:
     top_logprobs: list[list[float]] = field(default_factory=list)
 
     def append(self, found: list[list[Any]], count: int) -> None:
-        """Takes over the first `count` tokens of one sequence of a step."""
+        """Appends the first `count` tokens of one sequence of a step."""
         mine: tuple[list[Any], ...] = (self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
         for entries, new in zip(mine, found, strict=True):
             entries += new[:count]
 
 
 class LogprobReader:
-    """Reads them for all tokens of a step, accepted drafts and bonus tokens alike.
+    """Computes log-probabilities of all tokens of a step, accepted drafts and bonus tokens alike.
 
     Args:
-        top_n: how many of the most likely tokens are told.
-        is_processed: whether the probabilities are those that the token was drawn with, behind options, temperature and
-            filters (of greedy sequences behind options alone), else those of the logits themselves.
+        top_n: how many of the most likely tokens to report.
+        is_processed: whether the probabilities are taken after options, temperature and filters, as used for sampling
+            (for greedy sequences after options only), else from the raw logits.
     """
 
     def __init__(self, top_n: int, is_processed: bool) -> None:
@@ -62,10 +62,10 @@ class LogprobReader:
         options: RequestOptions | None,
         grammar_mask: Tensor | None,
     ) -> Found:
-        """Returns [B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones mean nothing.
+        """Returns [B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones are undefined.
 
-        options: as they were before the commit, but its history has the new tokens. Where they have counts these are
-        advanced, in place of `commit`.
+        options: from before the commit, but its history has the new tokens. Advances its counts, if any, instead of
+        `commit`.
         """
         rows = committed.accept_rows
         if not self.is_processed:
@@ -85,7 +85,7 @@ class LogprobReader:
 
 
 def _of_greedy_too(params: SamplingParams | None) -> SamplingParams | None:
-    """Parameters that tell something of greedy sequences, too: at temperature 0 one token would have it all."""
+    """Neutralizes greedy parameters: at temperature 0 one token would have all the probability."""
     if params is None:
         return None
     neutral: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -107,7 +107,7 @@ def _options_at(
     options: RequestOptions | None,
     grammar_mask: Tensor | None,
 ) -> RequestOptions | None:
-    """Returns the options at the paths' nodes of this depth; what is in front of them is part of the text there."""
+    """Returns the options at the paths' nodes of this depth; earlier nodes count as text."""
     changed: dict[str, Tensor] = {}
     allowed = None if grammar_mask is None else grammar_mask[row.clamp(min=0)]
     if options is not None:
@@ -128,12 +128,12 @@ def _options_at(
 def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor, vocab: int) -> Tensor:
     """Returns the packed mask without the stop tokens of early rows.
 
-    A stop token that came early was all that was left; there the stop tokens stay allowed.
+    If a stop token came early, it was the only token left: the stop tokens stay allowed there.
     """
     is_early = is_early & (stop_ids != tokens[:, None]).all(dim=1)
     bits = torch.zeros((allowed.shape[0], 32 * allowed.shape[1]), dtype=torch.bool, device=allowed.device)
     known = (stop_ids >= 0) & (stop_ids < vocab) & is_early[:, None]
-    # Entries that are no tokens add nothing to column 0.
+    # Invalid entries write False to column 0.
     columns = torch.where(known, stop_ids, 0).long()
     bits.scatter_reduce_(1, columns, known, "amax")
     return allowed & ~packed(bits)

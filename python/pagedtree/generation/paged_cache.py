@@ -1,4 +1,4 @@
-"""A pool of key/value pages for all layers of a model, and which sequence holds which pages."""
+"""A pool of key/value pages for all layers of a model, and the pages of each sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["PagedCache"]
 
 
 class PagedCache:
-    """`num_pages` pages of `page_size` tokens in every layer; sequences, named by an int, own or share them.
+    """`num_pages` pages of `page_size` tokens in every layer; sequences, identified by an int, own or share them.
 
-    A page's number is the same in every layer. Sequences share only pages that all of them have finished writing, so
-    that nothing is ever copied: `fork` hands over whole pages, and the tokens behind them are computed again.
+    A page has the same number in every layer. Sequences share only pages that all of them have finished writing, so
+    nothing is copied: `fork` shares whole pages, and the tokens after them are computed again.
 
     Attributes:
-        states: those of the model's recurrent layers, of the same sequences; None for a model without such layers.
+        states: of the model's recurrent layers, for the same sequences; None for a model without such layers.
         pages_in_use, peak_pages: pages held now, and at most so far.
         pages_taken: how often a page was taken from the pool; sharing takes none.
     """
@@ -33,7 +33,7 @@ class PagedCache:
         self.peak_pages = self.pages_taken = 0
         self.states = RecurrentStates(device) if is_recurrent else None
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._compaction: PreparedCompaction | None = None  # of the tensors that there are now
+        self._compaction: PreparedCompaction | None = None  # of the current tensors
         self._tables: dict[int, list[int]] = {}
         self._free = list(range(num_pages - 1, -1, -1))
         self._holders = [0] * num_pages
@@ -47,13 +47,13 @@ class PagedCache:
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Returns how many pages `num_tokens` tokens need."""
+        """Returns the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def layer(self, index: int, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; made at first use.
+        """Returns the layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; created at first use.
 
-        A latent layer, whose v is None, has one cache, and None in place of the other.
+        A latent layer, whose v is None, has one cache and None.
         """
         if index not in self._layers:
             self._layers[index] = (self._cache_of(k), self._cache_of(v) if v is not None else None)
@@ -65,17 +65,17 @@ class PagedCache:
         return [tensor for pair in self._layers.values() for tensor in pair if tensor is not None]
 
     def compact(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
-        """Moves the rows of accepted paths together in all layers that ran, as `compact_kv` does."""
+        """Compacts the rows of accepted paths in all layers that ran, like `compact_kv`."""
         if self._compaction is None:
             self._compaction = PreparedCompaction(self.tensors())
         self._compaction(page_table, start, accept_index, num_accepted)
 
     def pages(self, sequence: int) -> list[int]:
-        """Returns the sequence's pages in order; none for a sequence that holds none."""
+        """Returns the sequence's pages in order; an empty list if it holds none."""
         return self._tables.get(sequence, [])
 
     def reserve(self, sequence: int, num_tokens: int) -> bool:
-        """Lets the sequence hold pages for `num_tokens`; False, and nothing happens, if the pool has too few left."""
+        """Reserves pages for `num_tokens` tokens; changes nothing and returns False if the pool has too few."""
         table = self._tables.setdefault(sequence, [])
         missing = self.pages_for(num_tokens) - len(table)
         if missing > len(self._free):
@@ -89,13 +89,13 @@ class PagedCache:
         return True
 
     def reserve_growing(self, sequence: int, num_tokens: int) -> None:
-        """Lets the sequence hold pages for `num_tokens`; doubles the pool at least, if it has too few left."""
+        """Reserves pages for `num_tokens` tokens; at least doubles the pool if it has too few."""
         if not self.reserve(sequence, num_tokens):
             self.grow(max(self.num_pages, self.pages_for(num_tokens)))
             self.reserve(sequence, num_tokens)
 
     def grow(self, num_pages: int) -> None:
-        """Adds pages to the pool; what it holds moves to larger tensors."""
+        """Adds pages to the pool; copies the contents to larger tensors."""
         self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)
         self._holders += [0] * num_pages
         self.num_pages += num_pages
@@ -111,15 +111,15 @@ class PagedCache:
         del table[keep:]
 
     def release(self, sequence: int) -> None:
-        """Gives back all pages of the sequence, and its states; shared pages stay with the others."""
+        """Gives back all pages and states of the sequence; other sequences keep shared pages."""
         self._drop(self._tables.pop(sequence, []))
         if self.states is not None:
             self.states.release(sequence)
 
     def fork(self, source: int, sequence: int, num_tokens: int) -> None:
-        """Lets a new sequence share the first `num_tokens` tokens of `source`: whole pages, none of them copied.
+        """Shares the first `num_tokens` tokens of `source` with a new sequence: whole pages, no copy.
 
-        Of recurrent states it gets a copy of those that were kept behind these tokens (`RecurrentStates.keep_prefix`).
+        Recurrent states are copied from the ones kept after these tokens (`RecurrentStates.keep_prefix`).
         """
         if num_tokens % self.page_size or self._tables.get(sequence):
             raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
@@ -146,7 +146,7 @@ class PagedCache:
         shape = (self.num_pages, self.page_size, *states.shape[1:])
         try:
             return states.new_empty(shape)
-        except RuntimeError as error:  # torch.OutOfMemoryError is one; on the CPU it has no type of its own
+        except RuntimeError as error:  # includes torch.OutOfMemoryError; the CPU raises a plain RuntimeError
             size = math.prod(shape) * states.element_size() / 2**30
             raise torch.OutOfMemoryError(
                 f"num_pages, page_size: expected a cache that fits in memory, got {self.num_pages} pages of"

@@ -14,13 +14,13 @@ from pagedtree.generation.recurrent_step import RecurrentStep
 
 __all__ = ["PagedStep", "PrefixPass", "Rotation"]
 
-# Which keys queries see, by the names that `tree_attention` has for it.
+# Arguments of `tree_attention` that determine the visible keys.
 KEYS_OF_PREFIX = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q")
 KEYS = (*KEYS_OF_PREFIX, "tree_mask", "tree_lens")
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of a pass's tokens: positions, int64 [T], and cos_sin as `rope_append` takes them."""
+    """The rotary embedding of a pass's tokens: positions, int64 [T], and cos_sin as in `rope_append`."""
 
     positions: Tensor
     cos_sin: Tensor
@@ -28,12 +28,12 @@ class Rotation(NamedTuple):
 
 @dataclass
 class PrefixPass:
-    """Key sets for reading pages that several sequences share once: the shared prefixes, then each one's own pages.
+    """Key sets for reading shared pages once: the shared prefixes, then each sequence's unshared pages.
 
     Attributes:
         page_table, seq_lens, cu_seqlens_q: one entry per run of neighbouring sequences of one prefix (length 0 = none);
             every query of the run sees all of it.
-        own_page_table, own_seq_lens: as in `PagedStep`, without the pages read through the prefix.
+        own_page_table, own_seq_lens: as in `PagedStep`, without the pages of the prefix.
         max_seqlen_q: hint for the prefix part.
     """
 
@@ -47,15 +47,15 @@ class PrefixPass:
 
 @dataclass
 class PagedStep:
-    """One packed pass of a model over a paged cache, as `pagedtree.tree_attention` and `append_kv` take it.
+    """One packed pass of a model over a paged cache, with the arguments of `pagedtree.tree_attention` and `append_kv`.
 
     Attributes:
-        cache: where the pass writes and reads keys and values.
+        cache: receives and provides the pass's keys and values.
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
-        slots: those of `append_kv`, one per token.
-        prefix: set where shared pages are to be read once.
-        recurrent: the same pass for recurrent layers, of a model that has some.
-        layers_run: the layers that came here so far, by their layer_idx.
+        slots: for `append_kv`, one per token.
+        prefix: set if shared pages are read once.
+        recurrent: the same pass for recurrent layers, if the model has any.
+        layers_run: layer_idx of the layers that have run in this pass.
     """
 
     cache: PagedCache
@@ -87,10 +87,10 @@ class PagedStep:
         """Computes attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T,
         Hq, Dv].
 
-        q and k are rotated here by `rotation`, if it is given. A latent layer has v None: its values are the first
-        head_dim_v columns of k [T, 1, D], which alone is cached.
+        `rotation`, if given, is applied to q and k. A latent layer has v None: its values are the first head_dim_v
+        columns of k [T, 1, D], and only k is cached.
 
-        Raises ValueError for a layer that comes twice: what it wrote the first time would be lost.
+        Raises ValueError if a layer runs twice: the second run would overwrite the first.
         """
         if layer in self.layers_run:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
@@ -101,11 +101,11 @@ class PagedStep:
         else:
             q = rope_append(q, k, v, *rotation, k_cache, own_v_cache, self.slots)
         v_cache = k_cache[..., :head_dim_v] if own_v_cache is None else own_v_cache
-        # A window counts positions from the start of the sequence, which the own pages do not hold.
+        # Windows need positions from the start of the sequence, which the unshared pages lack.
         if self.prefix is not None and window == 0:
             return self._attend_in_parts(q, k_cache, v_cache, self.prefix, options)
         scale, softcap = options.get("scale"), options.get("softcap", 0.0)
-        # The layers of a kind share all but queries and caches.
+        # Layers of a kind differ only in queries and caches.
         shape = _shape(q, k_cache, v_cache)
         kind = (*shape.values(), window, scale, softcap)
         if kind not in self._calls:
@@ -121,7 +121,7 @@ class PagedStep:
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, prefix: PrefixPass, options: dict[str, Any]
     ) -> Tensor:
         mask = self.tree_mask if self.tree_mask is not None else q.new_zeros((q.shape[0], 1), dtype=torch.int32)
-        no_tree = torch.zeros_like(prefix.seq_lens)  # no tree ends a prefix, so all of it is visible
+        no_tree = torch.zeros_like(prefix.seq_lens)  # without a tree at its end, the whole prefix is visible
         shared = {**{name: getattr(prefix, name) for name in KEYS_OF_PREFIX}, "tree_mask": mask, "tree_lens": no_tree}
         own = {**self._keys(), "page_table": prefix.own_page_table, "seq_lens": prefix.own_seq_lens}
         shape, parts = _shape(q, k_cache, v_cache), list[Tensor]()
@@ -131,7 +131,7 @@ class PagedStep:
         return merge_states(*parts)[0]
 
     def _plan(self, part: str, keys: dict[str, Any], shape: dict[str, Any], window: int = 0) -> Tensor:
-        """Makes one plan, which serves all layers of the same heads and window."""
+        """Returns a plan shared by all layers with the same heads and window."""
         kind = part, *shape.values(), window
         if kind not in self._plans:
             planned = {name: keys[name] for name in ("seq_lens", "cu_seqlens_q", "tree_lens", "max_seqlen_q")}
@@ -140,12 +140,12 @@ class PagedStep:
 
 
 def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
-    """What `attention_plan` asks of queries and caches."""
+    """Returns the arguments of `attention_plan` that follow from queries and caches."""
     return {
         "num_q_heads": q.shape[1],
         "num_kv_heads": k_cache.shape[2],
         "head_dim": q.shape[2],
         "head_dim_v": v_cache.shape[3],
-        "latent": v_cache.data_ptr() == k_cache.data_ptr(),  # values are keys, too
+        "latent": v_cache.data_ptr() == k_cache.data_ptr(),  # values are columns of the keys
         "page_size": k_cache.shape[1],
     }

@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers, one for each sequence, beside the pages of its attention layers."""
+"""The states of a model's recurrent layers, one per sequence."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["RecurrentStates"]
 
 
 class RecurrentStates:
-    """The states of every recurrent layer; a sequence, named by an int, holds one of each layer.
+    """The states of every recurrent layer; a sequence, identified by an int, holds one per layer.
 
-    A state's index is the same in every layer. It is taken, with states of zeros, when a sequence is first read, and
-    given back when the sequence is finished or evicted. Unlike pages, states cannot be shared, as each one has taken in
-    all tokens of its sequence. So where outcomes of one prompt share its first pages, the state behind these is kept at
-    an index of its own (`keep_prefix`), and each outcome gets a copy (`fork`).
+    A state has the same index in every layer. It is taken, zeroed, when a sequence is first read, and given back when
+    the sequence is finished or evicted. Unlike pages, states cannot be shared, because each one has absorbed all tokens
+    of its sequence. If outcomes of one prompt share its first pages, the state after these is kept at a separate index
+    (`keep_prefix`), and each outcome gets a copy (`fork`).
 
     Attributes:
-        num_states: states there are in a layer, taken or not; doubled when all are taken.
+        num_states: states per layer, taken or not; doubled when all are taken.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,7 +31,7 @@ class RecurrentStates:
         self._holders: dict[int, int] = {}
 
     def __getitem__(self, name: tuple[int, str]) -> Tensor:
-        """Returns the states of this name as they are now: a new tensor whenever there are more."""
+        """Returns the current states of this name; growing replaces the tensor."""
         return self._tensors[name]
 
     def tensor(self, name: tuple[int, str], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -41,26 +41,26 @@ class RecurrentStates:
         return self._tensors[name]
 
     def state_index(self, sequence: int) -> int:
-        """Returns the index of the sequence's states; a new one for a sequence that has none."""
+        """Returns the index of the sequence's states; takes one if it has none."""
         if sequence not in self._indices:
             self._indices[sequence] = self._take()
         return self._indices[sequence]
 
     def reserve(self, num_states: int) -> None:
-        """Makes so many states, and none from here on: they keep their place, as captured steps need it."""
+        """Allocates this many states and fixes their addresses, for captured steps."""
         if self.num_states < num_states:
             self._grow(num_states - self.num_states)
         self._is_full = True
 
     def keep_prefix(self, sequence: int) -> None:
-        """Keeps the states as they are now for `fork`, until the sequence and all it was forked to are released."""
+        """Keeps a copy of the current states for `fork`, until the sequence and all its forks are released."""
         self._drop_prefix(sequence)
         kept = self._take()
         self._copy(self._indices[sequence], kept)
         self._prefixes[sequence], self._holders[kept] = kept, 1
 
     def fork(self, source: int, sequence: int) -> None:
-        """Gives a new sequence the states that were kept of `source`."""
+        """Copies the kept states of `source` to a new sequence."""
         kept = self._prefixes[source]
         self._indices[sequence] = self._take()
         self._copy(kept, self._indices[sequence])
@@ -68,7 +68,7 @@ class RecurrentStates:
         self._holders[kept] += 1
 
     def release(self, sequence: int) -> None:
-        """Gives back what the sequence holds."""
+        """Gives back the sequence's states."""
         self._drop_prefix(sequence)
         index = self._indices.pop(sequence, None)
         if index is not None:

@@ -1,4 +1,4 @@
-"""One packed pass of a model over its recurrent states, as its recurrent layers see it."""
+"""One packed pass over a model's recurrent states, as its recurrent layers see it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["RecurrentStep"]
 
 @dataclass
 class RecurrentStep:
-    """The rows of one packed pass: those of sequences that read known tokens, then those of trees.
+    """The rows of one packed pass: first prefill rows, then rows of trees.
 
-    What is read goes into the states in the pass itself. Each layer keeps its inputs of the trees' rows, from which
-    `advance` takes the accepted paths into the states: no node has a state.
+    Prefill rows update the states in the pass itself. Each layer keeps its inputs at the trees' rows, from which
+    `advance` applies the accepted paths to the states: no node has a state.
 
     Attributes:
-        states: those of every sequence.
-        read_index: int32 [R], the state_index of the sequences that read. cu_seqlens: int32 [R + 1], their rows,
+        states: of every sequence.
+        read_index: int32 [R], the state_index of the sequences in prefill. cu_seqlens: int32 [R + 1], their rows,
             num_read in all.
         tree_index: int32 [B], the state_index of the trees' sequences. trees: B of them; their rows follow.
-        is_generated: bool [T], rows of tokens that were generated or drafted. Where a model has another rule for the
-            tokens of prompts than for later ones, a token follows its own also when it is read again.
-        layers_run: the layers that came here so far, by their layer_idx.
+        is_generated: bool [T], rows of generated or drafted tokens. If a model has different rules for prompt tokens
+            and later ones, a restored token keeps its rule.
+        layers_run: layer_idx of the layers that have run in this pass.
     """
 
     states: RecurrentStates
@@ -52,14 +52,14 @@ class RecurrentStep:
         positions: Tensor,
         num_read: int = 0,
     ) -> RecurrentStep:
-        """Returns the step of R sequences that read num_read tokens, and of B that have these trees.
+        """Returns the step of R sequences that read num_read tokens, and of B sequences with these trees.
 
         state_index: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each
         sequence. positions: int64 [T].
         """
         first = state_index.shape[0] - trees.batch_size
         rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
-        # The sequence of each row; padding behind the trees counts to the last.
+        # The sequence of each row; padding after the trees belongs to the last.
         owner = torch.searchsorted(cu_seqlens_q[1:], rows, right=True).clamp(max=state_index.shape[0] - 1)
         return cls(
             states,
@@ -76,7 +76,7 @@ class RecurrentStep:
     ) -> Tensor:
         """Applies the short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
 
-        Raises ValueError for a layer that comes twice: it has one state.
+        Raises ValueError if a layer runs twice: it has one state.
         """
         if layer in self.layers_run:
             raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
@@ -101,7 +101,7 @@ class RecurrentStep:
     def delta_rule(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, *, l2norm: bool, scale: float
     ) -> Tensor:
-        """Applies the recurrence of layer `layer` on all T rows: arguments and result as of `tree_delta_rule`."""
+        """Applies the recurrence of layer `layer` to all T rows. Arguments and result are as in `tree_delta_rule`."""
         name = (layer, "state")
         state = self.states.tensor(name, (v.shape[1], k.shape[2], v.shape[2]), torch.float32)
         out, n = [], self.num_read
@@ -120,15 +120,13 @@ class RecurrentStep:
         return torch.cat(out) if len(out) > 1 else out[0]
 
     def advance(self, accept_index: Tensor, num_accepted: Tensor) -> None:
-        """Takes the accepted paths into the states: accept_index int32 [B, S] and num_accepted int32 [B] of a verdict
-        on the trees.
-        """
+        """Applies the accepted paths to the states: accept_index int32 [B, S] and num_accepted int32 [B] of a verdict
+        on the trees."""
         for advance, name, inputs, options in self._advances:
             state = self.states[name]  # may have moved since the pass
             advance(state, self.tree_index, *inputs, self.trees, accept_index, num_accepted, **options)
         self._advances.clear()
 
     def _tree_rows(self, rows: Tensor) -> Tensor:
-        """Returns the trees' part; not as a view, which would hold the rows of the prompts until the paths are
-        known."""
+        """Returns a copy of the trees' rows; a view would keep the prefill rows alive until `advance`."""
         return rows[self.num_read :].clone() if self.num_read else rows

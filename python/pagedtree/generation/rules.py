@@ -1,4 +1,4 @@
-"""The choice of tokens in `generate`: a rule of verification, sampling parameters and seeds."""
+"""The choice of tokens in `generate`: verification rule, sampling parameters and seeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Sampling", "check_options", "check_rule"]
 
-# Rules that judge a draft by the target's and the drafter's probability of it.
+# Rules that compare the target's and the drafter's probability of a draft.
 _BY_RATIO: dict[str, Callable[..., Verdict]] = {
     "rejection": verify_rejection,
     "block": verify_block,
@@ -39,18 +39,18 @@ RULES = ("auto", "greedy", "sampled", *_BY_RATIO, "typical")
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
 DRAWN = ("iid", "swor")
 
-# Odd, so that every step of a sequence has its own key; the golden ratio's bits keep keys of small seeds apart.
+# Odd, so that every step of a sequence has a different key; the golden ratio's bits separate keys of small seeds.
 _STEP_KEY = 0x9E3779B97F4A7C15 - 2**64
 
 
-# Rules that ranks can follow with a part of the vocabulary each.
+# Rules that support a vocabulary split across ranks.
 _SHARDED = ("greedy", "sampled", "rejection")
 
 
 def check_rule(
     rule: str, params: SamplingParams | None, draft_law: str, is_chain: bool, is_sharded: bool = False
 ) -> str:
-    """Returns the rule that "auto" stands for, else `rule`; ValueError for what it cannot be combined with."""
+    """Returns `rule` with "auto" resolved. Raises ValueError for invalid combinations."""
     if rule not in RULES:
         raise ValueError(f"rule: expected one of {', '.join(RULES)}, got {rule!r}")
     if draft_law not in DRAFT_LAWS:
@@ -76,9 +76,7 @@ def check_rule(
 
 
 def check_options(rule: str, params: SamplingParams | None, origin: str = "") -> tuple[str, SamplingParams | None]:
-    """Returns the rule and params under which request options are served; ValueError, which ends with `origin`, where
-    they cannot be.
-    """
+    """Returns the rule and params that support request options. Raises ValueError, ending with `origin`, if none do."""
     if rule == "typical":
         raise ValueError(f'rule: "typical" takes no options, penalties or min_new_tokens; the other rules do{origin}')
     return ("sampled", SamplingParams(temperature=0.0)) if params is None else (rule, params)
@@ -86,11 +84,11 @@ def check_options(rule: str, params: SamplingParams | None, origin: str = "") ->
 
 @dataclass
 class Sampling:
-    """Chooses tokens by a rule of verification.
+    """Chooses tokens by a verification rule.
 
     Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
-    shards: this rank's part of the vocabulary, where the ranks of a group hold the logits in parts.
-    vocab_size: columns of the target's logits, of all ranks together; None = not known.
+    shards: this rank's part of the vocabulary, if the logits are split across ranks.
+    vocab_size: columns of the target's logits, of all ranks together; None = unknown.
     """
 
     rule: str
@@ -100,14 +98,14 @@ class Sampling:
     vocab_size: int | None = None
 
     def of(self, sequences: Sequence[GeneratedSequence]) -> Sampling:
-        """Returns the same rule with the parameters and seeds of these sequences alone."""
-        if self.params is None:  # there is nothing that differs between sequences
+        """Returns the rule with the parameters and seeds of these sequences only."""
+        if self.params is None:  # nothing differs between sequences
             return self
         rows = torch.tensor([sequence.index for sequence in sequences], dtype=torch.int64)
         return self.at(rows.to(self.seeds.device))
 
     def at(self, rows: Tensor) -> Sampling:
-        """Does as `of` for the sequences with these numbers, int64 [B]; a number past the last one is any of them."""
+        """Like `of`, for sequence numbers int64 [B]; a number past the last one stands for an arbitrary sequence."""
         rows = rows.clamp(max=max(self.seeds.shape[0] - 1, 0))
         params = self.params
         if params is not None:
@@ -119,16 +117,15 @@ class Sampling:
         return replace(self, params=params, seeds=self.seeds[rows])
 
     def draft_seeds(self, start: Tensor) -> Tensor:
-        """Seeds that sequences have in this step alone, whose roots stand at `start`.
+        """Returns seeds for this step only, with roots at `start`.
 
-        What "block" and "traversal" accept depends on drafts further on, too. Were those drawn again by the same noise
-        in the next step, its drafts would not be independent of the text any more.
+        The decisions of "block" and "traversal" also depend on later drafts. If the next step drew these again with the
+        same noise, its drafts would no longer be independent of the text.
         """
         return self.seeds + _STEP_KEY * (start.long() + 1)
 
     def for_drafts(self) -> Sampling:
-        """Returns the same without penalties: a draft model draws by the other parameters, which `expand_tree`
-        takes."""
+        """Returns a copy without penalties, for a draft model: `expand_tree` takes the other parameters."""
         if self.params is None:
             return self
         return replace(
@@ -144,7 +141,7 @@ class Sampling:
         options: RequestOptions | None = None,
         grammar_mask: Tensor | None = None,
     ) -> Verdict:
-        """Judges the trees of all sequences, whose roots stand at `start`.
+        """Verifies the trees of all sequences, with roots at `start`.
 
         options: of these sequences; not under the rules "greedy" and "typical". grammar_mask: packed, of all nodes.
         """
@@ -158,7 +155,7 @@ class Sampling:
         named |= {"seeds": self.seeds, "positions": start, "options": options}
         if self.rule == "sampled":
             return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **named)
-        if draft.trees.max_nodes == 1:  # nothing is drafted: one draw from the target, the same under every rule
+        if draft.trees.max_nodes == 1:  # no drafts: one draw from the target, the same under every rule
             return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **named)
         if draft_law in DRAWN:
             named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}

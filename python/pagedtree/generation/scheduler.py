@@ -1,4 +1,4 @@
-"""The choice of sequences for the next pass: admission, prefill in chunks, eviction and restoration."""
+"""The choice of sequences for the next pass: admission, chunked prefill, eviction and restoration."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pagedtree.generation.paged_cache import PagedCache
 __all__ = ["Batch", "GeneratedSequence", "Scheduler"]
 
 
-@dataclass(eq=False)  # two sequences are never the same, and to compare their texts takes long
+@dataclass(eq=False)  # sequences are never equal, and comparing their texts is slow
 class GeneratedSequence:
     """One outcome of one prompt.
 
     Attributes:
-        index: its place in the result, and its age: a lower one came earlier.
+        index: its place in the result, and its age: a lower one is older.
         group: the prompt; outcomes of one prompt share the pages of its first `shared_len` tokens.
-        tokens: prompt and generated tokens. cached: how many of them, from the start, the cache holds.
+        tokens: prompt and generated tokens. cached: how many of them, from the start, are in the cache.
         max_length: prompt length + max_new_tokens.
-        prompt_len: how many tokens there were at the beginning.
+        prompt_len: initial number of tokens.
     """
 
     index: int
@@ -36,7 +36,7 @@ class GeneratedSequence:
 
     @property
     def root(self) -> int:
-        """Position of the last known token; a decoding step feeds it as the root of a tree."""
+        """Position of the last known token, the root of the next tree."""
         return len(self.tokens) - 1
 
     @property
@@ -46,9 +46,9 @@ class GeneratedSequence:
 
 @dataclass
 class Batch:
-    """One pass: sequences that read known tokens (with how many they read now), and sequences that decode a tree.
+    """One pass: sequences in prefill, with their number of tokens, and sequences that decode a tree.
 
-    evicted: those that lost their pages before it.
+    evicted: sequences that lost their pages before it.
     """
 
     prefill: list[tuple[GeneratedSequence, int]] = field(default_factory=list)
@@ -57,10 +57,10 @@ class Batch:
 
 
 class Scheduler:
-    """Admits sequences in order as pages allow, and evicts the youngest when the running ones cannot go on.
+    """Admits sequences in order as pages allow, and evicts the youngest when the running ones need pages.
 
-    An evicted sequence keeps its tokens; when it is admitted again, one causal pass over them restores its cache. The
-    oldest unfinished sequence is never evicted in favour of another, so that every step makes progress.
+    An evicted sequence keeps its tokens; after readmission, one causal pass over them restores its cache. The oldest
+    unfinished sequence is never evicted for another, so every step makes progress.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[GeneratedSequence]:
-        """The sequences that hold pages, the oldest first."""
+        """The sequences that hold pages, oldest first."""
         return list(self._running.values())
 
     @property
@@ -86,7 +86,7 @@ class Scheduler:
         return not self.waiting and not self._running
 
     def check_capacity(self, max_nodes: int) -> None:
-        """Raises ValueError if some sequence could not be finished even with all pages to itself."""
+        """Raises ValueError if some sequence could not be finished even with all pages."""
         for sequence in [*self._running.values(), *self.waiting]:
             needed = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
             if needed > self.cache.num_pages:
@@ -96,12 +96,12 @@ class Scheduler:
                 )
 
     def schedule(self, max_nodes: int) -> Batch:
-        """Returns the next pass; every sequence in it holds the pages for a tree of `max_nodes` nodes."""
+        """Returns the next pass; every sequence in it holds pages for a tree of `max_nodes` nodes."""
         batch = Batch(evicted=self._make_room(max_nodes))
         self._admit(max_nodes)
         running = self.running
         batch.decode = [sequence for sequence in running if sequence.is_decoding]
-        # Decoding comes first, but a pass always reads some of what waits, however many trees there are.
+        # Decoding has priority, but every pass makes some prefill progress, however many trees there are.
         budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
         for sequence in running:
             chunk = min(self._unread(sequence), budget)
@@ -111,13 +111,13 @@ class Scheduler:
         return batch
 
     def _unread(self, sequence: GeneratedSequence) -> int:
-        """Returns how many tokens one pass may read; recurrent states are kept behind the shared ones."""
+        """Returns how many tokens one pass may read; it stops at the shared ones if recurrent states are kept there."""
         if self.cache.states is not None and sequence.cached < sequence.shared_len:
             return sequence.shared_len - sequence.cached
         return len(sequence.tokens) - sequence.cached
 
     def reserve(self, sequences: list[GeneratedSequence], max_nodes: int) -> bool:
-        """Takes pages for trees of `max_nodes` nodes if there are enough without an eviction; returns whether."""
+        """Reserves pages for trees of `max_nodes` nodes if no eviction is needed; returns whether it did."""
         return all(self.cache.reserve(sequence.index, sequence.root + max_nodes) for sequence in sequences)
 
     def finish(self, sequence: GeneratedSequence) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
     def _admit(self, max_nodes: int) -> None:
         if not self.waiting:
             return
-        # Who of each prompt's running outcomes has read the tokens that they share; None: nobody yet.
+        # For each running prompt, an outcome that has read the shared tokens; None: none yet.
         donors: dict[int, GeneratedSequence | None] = {}
         for sequence in self._running.values():
             if donors.get(sequence.group) is None:
@@ -156,11 +156,11 @@ class Scheduler:
                 kept.append(sequence)
                 break
             if sequence.shared_len and sequence.group in donors and donor is None:
-                kept.append(sequence)  # one of the outcomes is reading the shared tokens just now
+                kept.append(sequence)  # another outcome is reading the shared tokens
                 continue
             shared = self.cache.pages_for(sequence.shared_len) if donor else 0
             needed = self.cache.pages_for(sequence.root + max_nodes) - shared
-            # One spare page for each running sequence, or the newcomer would be evicted as soon as they grow.
+            # One spare page per running sequence; else the new one would be evicted as soon as they grow.
             if needed + len(self._running) + len(admitted) > self.cache.free_pages:
                 kept.append(sequence)
                 break

@@ -14,9 +14,9 @@ __all__ = ["GenerationStats", "SequenceStats", "decoding_rate"]
 
 
 def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
-    """Tokens per second behind the first one of each sequence; 0 where there are none.
+    """Returns tokens per second after each sequence's first one; 0 without any.
 
-    num_tokens: generated tokens of each sequence; seconds: since the first of all.
+    num_tokens: generated tokens of each sequence; seconds: since the first token of all.
     """
     decoded = sum(max(count - 1, 0) for count in num_tokens)
     return decoded / seconds if seconds > 0 else 0.0
@@ -24,17 +24,17 @@ def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
 
 @dataclass
 class SequenceStats:
-    """One outcome of one prompt.
+    """Statistics of one outcome of one prompt.
 
     Attributes:
         num_tokens: generated tokens.
         decode_steps: passes that verified a tree for it.
-        accepted: accepted draft tokens in each of those passes.
+        accepted: accepted draft tokens in each of these passes.
         evictions: how often it lost its pages.
-        restored_tokens: tokens that were read again after that.
+        restored_tokens: tokens read again after evictions.
         time_to_first_token: seconds from the call of `generate`.
         finish_reason: "eos", "length", "stop_string", "grammar" or "callback".
-        logprobs: log-probabilities of the generated tokens, where they were asked for.
+        logprobs: log-probabilities of the generated tokens, if requested.
     """
 
     num_tokens: int = 0
@@ -49,16 +49,15 @@ class SequenceStats:
 
 @dataclass
 class GenerationStats:
-    """One call of `generate`.
+    """Statistics of one call of `generate`.
 
     Attributes:
         steps: passes of the target model.
         packed_tokens: tokens fed to it, padding included.
-        wall_time, draft_time: seconds in all, and in the drafter and to choose what is verified (on a GPU only
-            until the work is queued).
-        num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken from it over the whole call.
-        grammar_time: seconds in which masks of grammars were filled, as a rule while the target's pass ran.
-        grammar_wait: seconds that this added: for masks that were late, and for telling the matchers what came.
+        wall_time, draft_time: seconds in all, and of drafting and node selection (on a GPU only until work is queued).
+        num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken over the whole call.
+        grammar_time: seconds of filling grammar masks, normally during the target's pass.
+        grammar_wait: seconds of overhead: waiting for late masks, and advancing the matchers.
         drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry per returned sequence.
@@ -92,7 +91,7 @@ class GenerationStats:
 
     @property
     def accepted_histogram(self) -> Counter[int]:
-        """Returns how many verified trees had 0, 1, 2, ... draft tokens accepted."""
+        """Number of verified trees with 0, 1, 2, ... accepted draft tokens."""
         return Counter(count for sequence in self.sequences for count in sequence.accepted)
 
     @property
@@ -103,31 +102,31 @@ class GenerationStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that one sequence gains per pass that verifies its tree: accepted drafts and the bonus token."""
+        """Tokens per sequence and verified tree: accepted drafts and the bonus token."""
         return self.mean_accepted + 1.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the time of the whole call, in which the prompts were read, too."""
+        """Generated tokens over the time of the whole call, prefill included."""
         return self.num_tokens / self.wall_time if self.wall_time else 0.0
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds until a sequence had its first token, on average."""
+        """Average seconds until a sequence's first token."""
         times = [sequence.time_to_first_token for sequence in self.sequences]
         return sum(times) / max(len(times), 1)
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens behind the first one of each sequence, over the time since the first of all; 0 where there are none.
+        """Tokens after each sequence's first one, over the time since the first token of all; 0 without any.
 
-        Reading the prompts counts only as far as it happened beside decoding.
+        Prefill counts only if it overlaps with decoding.
         """
         times = [sequence.time_to_first_token for sequence in self.sequences if sequence.num_tokens]
         return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
 
     def summary(self) -> str:
-        """Returns a few lines for people."""
+        """Returns a human-readable summary of a few lines."""
         rate = self.decode_tokens_per_second
         lines = [
             f"{self.num_tokens} tokens in {self.wall_time:.2f} s: first token after"

@@ -1,4 +1,4 @@
-"""Texts that end a sequence when they occur in what was generated."""
+"""Stop strings: texts that end a sequence when it generates them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["StopStrings"]
 
-# This many tokens are decoded in front of those that may end a stop string: some decode to nothing or join the next.
+# Extra tokens decoded before a possible stop string: some decode to nothing or merge with the next.
 CONTEXT = 8
 
 

@@ -1,4 +1,4 @@
-"""The tokens that sequences of `generate` may have."""
+"""Restrictions on the tokens of `generate`'s sequences."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["TokenOptions", "option_rows"]
 
 @dataclass(frozen=True)
 class TokenOptions:
-    """Restricts the tokens that the outcomes of a prompt may have. The penalties are in `SamplingParams`.
+    """Restrictions on the tokens of a prompt's outcomes. The penalties are in `SamplingParams`.
 
     Attributes:
-        bias: what is added to the logits of tokens, before penalties and temperature; -inf forbids a token.
-        allowed_tokens: the only tokens that may come, EOS tokens included; None = all.
-        bad_words: lists of token ids that may not occur; one may also begin in the prompt, as in transformers.
+        bias: added to the logits of tokens, before penalties and temperature; -inf forbids a token.
+        allowed_tokens: the only tokens allowed, EOS tokens included; None = all.
+        bad_words: forbidden lists of token ids; one may also begin in the prompt, as in transformers.
         begin_suppress_tokens: tokens that may not come first.
-        penalize_prompt: whether repetition_penalty counts the tokens of the prompt, too.
+        penalize_prompt: whether repetition_penalty also counts the prompt's tokens.
     """
 
     bias: Mapping[int, float] | None = None
@@ -47,20 +47,19 @@ def option_rows(
 
     Args:
         sequences: with their prompts as tokens.
-        options: one for each sequence.
-        stop_ids, min_new_tokens: tokens that may not come among the first min_new_tokens, which has one entry per
-            sequence.
-        params: of the call; its penalties say what has to be counted.
+        options: one per sequence.
+        stop_ids, min_new_tokens: tokens forbidden among the first min_new_tokens, which has one entry per sequence.
+        params: of the call; its penalties determine which counts are needed.
         vocab: columns of the target's logits, of all ranks together.
-        device: where the options are made.
+        device: of the options.
 
-    Raises ValueError for ids outside the vocabulary and for what one sequence cannot have together.
+    Raises ValueError for ids outside the vocabulary and for conflicting options of a sequence.
     """
     lists: dict[str, list[Any]] = {}
     penalties = _penalties_of(params)
     if "repetition_penalty" in penalties and any(each.penalize_prompt for each in options):
         texts = [s.tokens if each.penalize_prompt else [] for s, each in zip(sequences, options, strict=True)]
-        # Some models read more tokens than they predict.
+        # Some models' input vocabulary is larger than their output vocabulary.
         lists["prompts"] = [[token for token in text if token < vocab] for text in texts]
     for name, field in (("allowed", "allowed_tokens"), ("bias", "bias"), ("bad_words", "bad_words")):
         values = [getattr(each, field) for each in options]
@@ -79,14 +78,14 @@ def option_rows(
 
 
 def _penalties_of(params: SamplingParams | None) -> set[str]:
-    """Returns the names of the penalties that are on."""
+    """Returns the names of the active penalties."""
     if params is None:
         return set()
     return {name for name, value in params.penalties_on(torch.device("cpu")).items() if value is not None}
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:
-    """Returns the tokens that a text may not have among its first ones, and how many those are."""
+    """Returns the tokens forbidden at the start of a text, and for how many positions."""
     first = list(options.begin_suppress_tokens or ())
     if not stop_ids:
         least = 0

@@ -1,4 +1,4 @@
-"""Drafts whose levels are all guessed in one pass (DFlash), made into the likeliest tree (DDTree)."""
+"""Drafts of one pass for all levels (DFlash), made into the likeliest tree (DDTree)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ INITIAL_PAGES = 64
 
 
 class BlockDrafter(Drafter):
-    """A block drafter guesses all levels in one pass; of all trees over its guesses, the likeliest one is proposed.
+    """A block drafter predicts all levels in one pass and proposes the likeliest tree over its predictions.
 
-    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution for each
-    place behind the root. These do not know of each other, so that every node of a level may have the same children:
+    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution per
+    place after the root. The places are independent, so every node of a level may have the same children:
     `pagedtree.best_first_tree` takes the `num_nodes` nodes of the highest joint probability. A step costs one pass of
     the draft model, whatever the depth.
 
-    The keys and values of the text come from what the target computed in its own passes. They are kept in pages of the
-    drafter's own, which do not count in `num_pages` of `generate`: only running sequences hold pages, for their tokens
-    and a block. The pool doubles when it is full. While nothing is drafted, as `generate(tree="auto")` may decide, at
-    most 256 MiB of features wait to be read.
+    The keys and values of the text come from the target's features. Their pages do not count in `num_pages` of
+    `generate`: only running sequences hold pages, for their tokens and a block. The pool doubles when it is full. While
+    nothing is drafted, as `generate(tree="auto")` may decide, at most 256 MiB of unread features are kept.
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
     Args:
         model: made for the target of `generate`.
-        num_nodes: nodes of the tree, the root included; fewer where no more are possible.
-        depth: how many places behind the root are used, default all of the block's.
+        num_nodes: nodes of the tree, the root included; fewer if no more are possible.
+        depth: number of places after the root that are used, default all of the block's.
         width: children of a node, the likeliest ones of its level. 1 gives a chain.
     """
 
@@ -90,7 +89,7 @@ class BlockDrafter(Drafter):
         self._reset(page_size=1)
 
     def _possible(self, depth: int) -> int:
-        """Nodes of a tree in which every inner node has all children."""
+        """Returns the number of nodes of a complete tree."""
         return sum(self.width**level for level in range(depth + 1))
 
     def read(self, rows: FeatureRows) -> None:
@@ -145,8 +144,7 @@ class BlockDrafter(Drafter):
         return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
-        """Runs one pass of the draft model: states [B, depth, H] of the tokens behind roots [B] at positions start
-        [B]."""
+        """Runs one pass of the draft model; returns states [B, depth, H] of the tokens after roots [B] at start [B]."""
         sequences, config = self._selected, self.model.config
         size, batch = config.block_size, len(self._selected)
         for sequence in sequences:
@@ -155,7 +153,7 @@ class BlockDrafter(Drafter):
         table = self.cache.page_table([sequence.index for sequence in sequences])
         seq_lens = self._int32([sequence.root + size - self._first[sequence.index] for sequence in sequences])
         offsets = self._int32(range(0, (batch + 1) * size, size))
-        # Until the text has reached these slots, the block's keys lie there.
+        # The block's keys use these slots until the text reaches them.
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=batch * size)
         everything = torch.full((batch * size, -(-size // 32)), -1, dtype=torch.int32, device=self.device)
         step = PagedStep(self.cache, table, seq_lens, offsets, slots, everything, torch.full_like(seq_lens, size), size)
@@ -164,7 +162,7 @@ class BlockDrafter(Drafter):
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window, around = config.window(layer), config.two_sided_window(layer)
             if window is None and (config.window_from_anchor or not around):
-                # All of a block stand at its last position for the op, from which a window counts.
+                # The op places the whole block at its last position and counts the window from there.
                 return step.attend(layer, q, k, v, around + size if around else 0, {})
             if window is None or (window and config.window_from_anchor):
                 return attend_in_parts(causal, layer, q, k, v, window or 0, around)
@@ -178,7 +176,7 @@ class BlockDrafter(Drafter):
         return states[:, first : depth + first]
 
     def _append(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
-        """Takes tokens into the context: sequences, the position of each one's first token, and features [n, F]."""
+        """Appends tokens to the context: sequences, the position of each one's first token, and features [n, F]."""
         if not parts:
             return
         first: list[int] = []
@@ -203,10 +201,10 @@ class BlockDrafter(Drafter):
             append_kv(k, v, *self.cache.layer(layer, k, v), slots)
 
     def _enter(self, sequence: GeneratedSequence, begin: int) -> None:
-        """Makes sure that the context of the sequence ends at `begin`.
+        """Ensures that the context of the sequence ends at `begin`.
 
-        An outcome of a prompt that another one has read shares its pages. If that one is gone already, or the text up
-        to `begin` was not seen for another reason, the context starts there: the drafts get worse, no more.
+        An outcome shares the pages of its prompt with the outcome that read it. If that one is gone, or the text up to
+        `begin` was not seen for another reason, the context starts at `begin`; only the drafts get worse.
         """
         if self._end.get(sequence.index) == begin:
             return

@@ -1,4 +1,4 @@
-"""The config.json of a block drafter: in the form of DFlash, or in that of speculators."""
+"""The config.json of a block drafter, in the format of DFlash or speculators."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pagedtree.generation.drafters.rotary_config import Rotary
 
 __all__ = ["NUM_LAYERS_READ", "BlockDraftConfig"]
 
-# The kinds of models, by the names that DFlash and speculators have for them.
+# Architectures of DFlash and speculators, by kind.
 ARCHITECTURES = {"dflash": ("DFlashDraftModel", "DFlashSpeculator"), "dflash2": ("DFlash2DraftModel",)}
-# Of the convolutions and the selector of DFlash 2.
+# Entries of DFlash 2's convolutions and selector.
 OF_DFLASH2 = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 OWN = ("draft_vocab_size", "sample_from_anchor", "window_from_anchor")
-# More than any draft model has; they bound what a config can ask for that no weight tells.
+# Above every real draft model; bounds for config values that no weight's shape confirms.
 MAX_LAYERS, MAX_BLOCK, MAX_CANDIDATES = 1024, 1024, 1024
-# What speculators leaves to its defaults, and the decoder layers whose sizes it takes over.
+# Defaults that speculators omits from the file, and its kinds of decoder layers.
 DFLASH2_DEFAULTS = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 LAYER_KINDS = ("qwen3", "llama")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# What no layer computes otherwise.
+# Entries with only one supported value.
 ONLY: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "attention_sink_bias": False}
 # A factor of the columns of `fc`.
 NUM_LAYERS_READ = "layers of target_layer_ids"
@@ -33,24 +33,22 @@ NUM_LAYERS_READ = "layers of target_layer_ids"
 
 @dataclass(frozen=True)
 class BlockDraftConfig(LayerSizes):
-    """Sizes of a block drafter, by the names that DFlash's config.json has for them.
+    """Sizes of a block drafter; fields have the names of DFlash's config.json.
 
     Attributes:
-        hidden_size: the target's too, as its embeddings and its output layer are used.
-        block_size: tokens of a block, the known one in front included.
-        mask_token_id: a token of the target that stands for those to be guessed.
+        hidden_size: equal to the target's, whose embeddings and output layer are used.
+        block_size: tokens of a block, including the known one at its start.
+        mask_token_id: a token of the target, the placeholder for unknown tokens.
         target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
-        layer_types: "full_attention" or "sliding_attention" for each layer, default all full. In a full layer the
-            tokens of a block see each other; a sliding one is causal, with a window of `sliding_window`.
-        is_causal: None, or whether all layers are causal or none is. A sliding layer that is not causal has a window to
-            both sides.
-        input_embedding_scale, output_multiplier, final_logit_softcapping: what the target does to its embeddings and
-            its logits.
-        vocab_size: the target's. draft_vocab_size: tokens that are guessed, if they are fewer.
-        window_from_anchor: whether windows end `sliding_window` in front of the known token for all tokens of a block,
-            as speculators trains them, and not as far behind each.
-        sample_from_anchor: whether each token of a block, the known one, too, gives the one behind it. Else the mask
-            tokens give those in their own places.
+        layer_types: "full_attention" or "sliding_attention" per layer, default all full. In a full layer the tokens of
+            a block see each other; a sliding one is causal, with a window of `sliding_window`.
+        is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
+        input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
+        vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if it is smaller.
+        window_from_anchor: whether the windows of a block's tokens all end `sliding_window` before the known token, as
+            speculators trains them, instead of before each token.
+        sample_from_anchor: whether each token of a block, including the known one, predicts the next token. Else each
+            mask token predicts the token in its place.
         conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `LocalConvolution` and
             `CandidateSelector` in `block_layers`; None for DFlash.
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.
@@ -86,14 +84,12 @@ class BlockDraftConfig(LayerSizes):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
-        """Reads the contents of a config.json. Raises ValueError for what `BlockDraftModel` cannot compute, and for
-        entries of which that is not known.
-        """
+        """Reads the contents of a config.json. Raises ValueError for entries that are unknown or not implemented."""
         return cls._read(ConfigEntries(config))
 
     @classmethod
     def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
-        """As `from_dict`; messages then name the file."""
+        """Like `from_dict`; messages name the file."""
         kind, found = (_of_speculators if "speculators_model_type" in top else _of_dflash)(top)
         values, rotary = read_rows(cls, found), Rotary.of(found)
         check_heads(found, values)
@@ -126,8 +122,7 @@ class BlockDraftConfig(LayerSizes):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the contents of a config.json that `from_dict` reads, in the keys of DFlash; no other engine has read
-        one."""
+        """Returns the contents of a config.json for `from_dict`, with DFlash's keys; not tested with other engines."""
         values = {name: v for name, v in asdict(self).items() if v is not None and v != () and name != "rotary"}
         for name in OWN:  # keys that DFlash does not know
             if not values.get(name):
@@ -143,17 +138,17 @@ class BlockDraftConfig(LayerSizes):
 
     @property
     def most_levels(self) -> int:
-        """Tokens that a block guesses."""
+        """Number of tokens that a block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def window(self, layer: int) -> int | None:
-        """None where the block's tokens see each other; else the layer is causal, with this window (0 = none)."""
+        """Returns a causal layer's window (0 = none); None for a layer in which the block's tokens see each other."""
         if not self._is_causal(layer):
             return None
         return (self.sliding_window or 0) if self._is_sliding(layer) else 0
 
     def two_sided_window(self, layer: int) -> int:
-        """Returns the window of a sliding layer that is not causal; 0 for other layers."""
+        """Returns the window of a non-causal sliding layer; 0 for other layers."""
         return 0 if self._is_causal(layer) or not self._is_sliding(layer) else self.sliding_window or 0
 
     def _is_sliding(self, layer: int) -> bool:
@@ -163,7 +158,7 @@ class BlockDraftConfig(LayerSizes):
         return self._is_sliding(layer) if self.is_causal is None else self.is_causal
 
     def _check_dflash2(self, found: ConfigEntries) -> None:
-        """Raises ValueError where the sizes of DFlash 2 do not fit the others."""
+        """Raises ValueError if the sizes of DFlash 2 do not fit the others."""
         assert self.conv_group_size and self.conv_kernel_size and self.selector_top_k and self.vocab_size
         if self.hidden_size % self.conv_group_size:
             found.refuse("conv_group_size", f"a divisor of hidden_size {self.hidden_size}")
@@ -176,7 +171,7 @@ class BlockDraftConfig(LayerSizes):
 
 
 def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
-    """Returns the layers that DFlash reads where the file has none: spread over the target's."""
+    """Returns DFlash's default layers, spread over the target's."""
     if "num_target_layers" not in found:
         return ()
     count = found.integer("num_target_layers", least=5, most=MAX_LAYERS)
@@ -186,15 +181,15 @@ def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
 
 
 def _of_dflash(top: ConfigEntries) -> tuple[str, ConfigEntries]:
-    """Returns the kind of a model, and its entries."""
+    """Returns the model's kind and entries."""
     names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
     kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
-    # Some keys stand in an inner dictionary, where DFlash looks first.
+    # Some keys are in an inner dictionary, which DFlash prefers.
     return kind, ConfigEntries({**top.entries, **top.section("dflash_config").entries}, top.where)
 
 
 def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
-    """Returns the kind of a model that speculators wrote, and its entries by DFlash's names."""
+    """Returns the kind of a model of speculators, and its entries under DFlash's names."""
     kind = top.word("speculators_model_type", tuple(ARCHITECTURES), "dflash")
     top.words("architectures", ARCHITECTURES[kind])
     layer = top.section("transformer_layer_config")

@@ -1,4 +1,4 @@
-"""Steps of a block drafter that no single op has: windows of its blocks, and trees of a selector's scores."""
+"""Parts of a block drafter that need several ops: block windows, and trees of a selector's scores."""
 
 from __future__ import annotations
 
@@ -15,25 +15,24 @@ __all__ = ["attend_in_parts", "selected_trees"]
 
 
 def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, around: int) -> Tensor:
-    """Attention of blocks whose windows no mask of the op has: the text and a part of the block by the op, the rest of
-    the block here, and both merged. One of the two is 0.
+    """Computes attention of blocks with windows that the op's masks cannot express: the op covers the text and a part
+    of the block, the rest is computed here, and both are merged. Either `window` or `around` is 0.
 
-    step: the causal pass of whole blocks. window: of a causal layer; the text's part of it ends so far in front of each
-    block, and all before a token in its block is seen. around: of a layer that is not causal: to both sides of each
-    token.
+    step: the causal pass of whole blocks. window: of a causal layer; it ends this far before each block, and all
+    earlier tokens of the block are visible. around: of a non-causal layer: to both sides of each token.
     """
     size, batch = step.max_seqlen_q, step.seq_lens.shape[0]
     k_cache, v_cache = step.cache.layer(layer, k, v)
-    assert v_cache is not None  # there are values of their own
+    assert v_cache is not None  # not a latent cache
     append_kv(k, v, k_cache, v_cache, step.slots)
     place = torch.arange(size, device=q.device, dtype=torch.int64)
     distance = place[:, None] - place
     mask, tree_lens = None, None
-    if window:  # the op sees the text and the token itself, at one position for all of a block
+    if window:  # the op covers the text and the token itself, with the whole block at one position
         own = packed(distance == 0)
         mask, tree_lens = own.repeat(batch, 1), torch.full_like(step.seq_lens, size)
         rest = distance > 0
-    else:  # the op sees what is not behind a token
+    else:  # the op covers everything up to the token
         rest = (distance < 0) & (distance > -around)
     known, lse = tree_attention(
         q,
@@ -52,7 +51,7 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
 
 
 def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of blocks of `size` tokens to their own, with its log-sum-exp; visible: bool [size, size]."""
+    """Returns attention within blocks of `size` tokens, and its log-sum-exp. visible: bool [size, size]."""
     group = q.shape[1] // k.shape[1]
     q, k, v = (x.float().unflatten(0, (-1, size)).transpose(1, 2) for x in (q, k, v))
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -65,17 +64,17 @@ def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) 
 def selected_trees(
     selector: CandidateSelector, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int, width: int
 ) -> tuple[Draft, Tensor]:
-    """Grows trees whose nodes have the likeliest children by a selector, which knows the node's own token.
+    """Returns trees whose nodes have the likeliest children under a selector, which sees the node's token.
 
-    roots: int64 [B]. states [B, depth, H] and logits [B, depth, V] of the places behind them. The `width` best nodes of
-    a level have children, at most `width` each. Returns the trees, and the joint log-probabilities of their nodes.
+    roots: int64 [B]. states [B, depth, H] and logits [B, depth, V] of the places after them. The `width` best nodes of
+    a level have children, at most `width` each. Also returns the nodes' joint log-probabilities.
     """
     batch, depth = logits.shape[:2]
-    known = selector.successor_codebook.shape[0]  # the target may have padding behind these tokens
+    known = selector.successor_codebook.shape[0]  # the target may have padding after these tokens
     logits = logits[..., :known]
     unary, candidates = logits.topk(min(selector.top_k, logits.shape[-1]), dim=-1)
     width = min(width, unary.shape[-1])
-    # A candidate's place among those of its level stands for its token, as levels have others.
+    # Levels have different candidates: a candidate's index within its level replaces its token.
     state = start_draft(torch.zeros_like(roots), max_kv_nodes=1 + width * (depth - 1))
     before = roots[:, None].clamp(max=known - 1)
     for level in range(depth):

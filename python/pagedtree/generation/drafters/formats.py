@@ -1,4 +1,4 @@
-"""Entries of config.json as rows: a config is a dataclass, whose fields say how their entries are read."""
+"""Declarative config.json formats: a config is a dataclass whose fields define how their entries are read."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Row:
     """An entry of config.json.
 
     Attributes:
-        kind: its type, a method of `ConfigEntries`, which gets `bounds`.
-        default: the value where there is no entry, or a function of the values read before it. MISSING: it must be
-            there, but for a list.
-        key: its name in the file. place: the object in the file that it stands in.
+        kind: its type, a method of `ConfigEntries` that is called with `bounds`.
+        default: the value without an entry, or a function of the values read so far. MISSING: required, except for
+            lists.
+        key: its name in the file. place: the object in the file that contains it.
     """
 
     kind: str
@@ -38,21 +38,21 @@ class Row:
 
 
 def entry(kind: str, default: Any = MISSING, *, key: str = "", place: str = "", **bounds: Any) -> Any:
-    """Returns a field of a config that is read from the file. The arguments are those of `Row`."""
+    """Returns a config field that is read from the file. The arguments are the attributes of `Row`."""
     row = Row(kind, default, key, place, bounds)
     return field(default=MISSING if callable(default) else default, metadata={"row": row})
 
 
 def rows_of(config: type) -> dict[str, Row]:
-    """Returns the rows of a config by the names of its fields."""
+    """Returns the rows of a config by field name."""
     rows = {each.name: each.metadata["row"] for each in fields(config) if each.metadata}
     return {name: replace(row, key=row.key or name) for name, row in rows.items()}
 
 
 def read_rows(config: type, top: ConfigEntries, **places: ConfigEntries) -> dict[str, Any]:
-    """Reads the entries of a config in the order of its fields; ValueError, which names the entry, for other values.
+    """Reads the entries of a config in field order. Raises ValueError, naming the entry, for invalid values.
 
-    top, places: the whole file, and the objects in it by the names that rows have for them.
+    top, places: the whole file, and the objects in it, named as in `Row.place`.
     """
     found: dict[str, Any] = {}
     for name, row in rows_of(config).items():
@@ -61,13 +61,13 @@ def read_rows(config: type, top: ConfigEntries, **places: ConfigEntries) -> dict
 
 
 def head_dim_of(found: Mapping[str, Any]) -> int | None:
-    """Returns the width of a head where there is no entry; None where hidden_size is not a multiple."""
+    """Returns the default width of a head; None if hidden_size is not a multiple."""
     hidden, heads = found["hidden_size"], found["num_attention_heads"]
     return hidden // heads if hidden % heads == 0 else None
 
 
 def check_heads(entries: ConfigEntries, found: Mapping[str, Any]) -> None:
-    """Raises ValueError for heads that no layer has."""
+    """Raises ValueError for an odd head_dim, or if num_key_value_heads does not divide num_attention_heads."""
     heads = found["num_attention_heads"]
     if found["head_dim"] % 2:
         entries.refuse(
@@ -78,5 +78,5 @@ def check_heads(entries: ConfigEntries, found: Mapping[str, Any]) -> None:
 
 
 def size_of(product: str, values: Mapping[str, Any]) -> int:
-    """Returns the size of a tensor's dimension, as "2 * hidden_size", by the values of its factors."""
+    """Returns the value of a product like "2 * hidden_size"."""
     return math.prod(int(factor) if factor.isdecimal() else values[factor] for factor in product.split(" * "))

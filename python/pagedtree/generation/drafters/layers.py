@@ -1,4 +1,4 @@
-"""Layers that draft heads are made of; their modules have the names that the tensors have in checkpoints."""
+"""Layers of draft heads; modules are named like the tensors in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Attend = Callable[..., Tensor]
 
 
 class LayerSizes:
-    """Base of configs: the sizes of a decoder layer, by the names of config.json."""
+    """Base of configs: the sizes of a decoder layer, named as in config.json."""
 
     hidden_size: int
     intermediate_size: int
@@ -39,10 +39,10 @@ class LayerSizes:
 
 
 class RotaryAngles:
-    """Angles of rotary embeddings. No module, so that the frequencies stay in fp32 in a head of any dtype.
+    """Angles of rotary embeddings. Not a module, so that the frequencies stay in fp32 in a head of any dtype.
 
     Args:
-        frequencies: fp32 [head_dim / 2], angles of a step of one position (`Rotary.frequencies`).
+        frequencies: fp32 [head_dim / 2], angles per position (`Rotary.frequencies`).
     """
 
     def __init__(self, frequencies: Tensor) -> None:
@@ -56,13 +56,13 @@ class RotaryAngles:
 
 
 class Attention(nn.Module):
-    """The projections of a layer's attention, whose keys and values may come from other states than its queries.
+    """The projections of a layer's attention. Keys and values may come from other states than the queries.
 
     Args:
         sizes: of the layer.
-        inputs: width of the states that are projected; None = hidden_size.
-        bias: whether the projections add one.
-        norm_eps: epsilon of an RMSNorm of each query and key, as in Qwen 3; None = there is none.
+        inputs: width of the input states; None = hidden_size.
+        bias: whether the projections have biases.
+        norm_eps: epsilon of an RMSNorm of each query and key, as in Qwen 3; None = no norm.
     """
 
     def __init__(
@@ -79,20 +79,20 @@ class Attention(nn.Module):
         self.k_norm = nn.Identity() if norm_eps is None else nn.RMSNorm(sizes.head_dim, eps=norm_eps)
 
     def queries(self, states: Tensor, rotation: Rotation) -> Tensor:
-        """States [..., inputs] to queries [..., Hq, D]."""
+        """Maps states [..., inputs] to queries [..., Hq, D]."""
         return self._rotated(self.q_proj(states), self.q_norm, rotation)
 
     def keys_values(self, states: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """States [..., inputs] to keys and values, [..., Hkv, D] each."""
+        """Maps states [..., inputs] to keys and values, [..., Hkv, D] each."""
         return self._rotated(self.k_proj(states), self.k_norm, rotation), self._heads(self.v_proj(states))
 
     def forward(self, states: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
-        """States [..., inputs] to [..., hidden_size]."""
+        """Maps states [..., inputs] to [..., hidden_size]."""
         heads = attend(self.queries(states, rotation), *self.keys_values(states, rotation))
         return cast(Tensor, self.o_proj(heads.flatten(-2)))
 
     def _rotated(self, projected: Tensor, norm: nn.Module, rotation: Rotation) -> Tensor:
-        # Under torch.autocast norms and rotation give float32, but the projections of the values do not.
+        # Under torch.autocast norms and rotation return float32, but the values' projections do not.
         return _rotated(norm(self._heads(projected)), rotation).to(projected.dtype)
 
     def _heads(self, states: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer of Llama's kind: attention and a gated MLP, each behind a norm and beside what stays of the states.
+    """A Llama-style layer: pre-norm attention and gated MLP, each with a residual connection.
 
     has_head_norms: whether queries and keys have an RMSNorm, as in Qwen 3. inputs: see `Attention`.
     """
@@ -134,9 +134,9 @@ class DecoderLayer(nn.Module):
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:
-    """Returns the tensors of a layer with its two norms, for each its sizes as products (`formats.size_of`).
+    """Returns the shape of each tensor of a layer, norms included, as products (`formats.size_of`).
 
-    inputs, bias: see `Attention`. has_norms: whether queries and keys have one.
+    inputs, bias: see `Attention`. has_norms: whether queries and keys have norms.
     """
     shapes = {
         "input_layernorm.weight": "hidden_size",
@@ -160,6 +160,6 @@ def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: 
 
 
 def _rotated(states: Tensor, rotation: Rotation) -> Tensor:
-    """Rotary embedding of [..., H, D] whose halves are the pairs' parts."""
+    """Applies rotary embeddings to [..., H, D]; a pair is element i of each half."""
     (first, second), (cos, sin) = states.chunk(2, dim=-1), rotation
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

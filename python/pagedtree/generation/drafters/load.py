@@ -1,4 +1,4 @@
-"""One call for the folders of draft heads that people have: which format it is, and the drafter for it."""
+"""Loads the drafter of a draft head's folder, in any supported format."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pagedtree.generation.drafters.parallel_eagle import ParallelEagleDrafter
 
 __all__ = ["Format", "format_of", "load_drafter"]
 
-# Nodes of the trees of Medusa heads, whose drafter has no default.
+# Tree size of Medusa heads, whose drafter has no default.
 NUM_NODES = 16
-# Ends of the names of whole models' architectures.
+# Suffixes of whole models' architectures.
 OF_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class Format(NamedTuple):
-    """name: as messages call it. load: folder, target and sizes -> the drafter."""
+    """A format. name: as in messages. load: folder, target and sizes -> the drafter."""
 
     name: str
     load: Callable[..., Drafter]
@@ -35,21 +35,20 @@ class Format(NamedTuple):
 def load_drafter(
     folder: str | Path, target: Any, *, of_models: Callable[..., Drafter] | None = None, **sizes: int
 ) -> Drafter:
-    """Returns the drafter for the draft head in a folder, whatever wrote it.
+    """Returns the drafter for the draft head in a folder.
 
-    The format is told by config.json: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 as SGLang's SpecForge and
-    vLLM have it, DFlash and DFlash 2 as the package dflash writes them, Medusa's own, and those that `save_pretrained`
-    of this package writes.
+    config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 of SGLang's SpecForge and
+    vLLM, DFlash and DFlash 2 of the package dflash, Medusa's, and the formats of this package's `save_pretrained`.
 
     Args:
-        folder: with config.json and the weights.
-        target: the model that `generate` gets, of transformers.
-        of_models: loads what is a part of a whole model, or speculators' mtp, from folder, target and sizes; None:
-            nothing does. In `pagedtree.integrations.transformers` it is `MtpDrafter`.
-        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
+        folder: contains config.json and the weights.
+        target: the model of `generate`, of transformers.
+        of_models: loads parts of whole models and speculators' mtp, from folder, target and sizes; None: refused. In
+            `pagedtree.integrations.transformers` it is `MtpDrafter`.
+        sizes: num_nodes, depth and width of the drafter; Medusa's trees have num_nodes only.
 
-    Raises ValueError, which names the file and the entry or tensor, for a folder of another format, for another target,
-    or of entries and tensors that are not known; OSError for files that cannot be read.
+    Raises ValueError, naming the file and the entry or tensor, for another format or target and for unknown entries or
+    tensors; OSError for files that cannot be read.
     """
     folder = Path(folder)
     entries = ConfigEntries.load(folder)
@@ -63,8 +62,7 @@ def load_drafter(
 
 
 def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None = None) -> Format:
-    """Returns the format of a folder by its config.json; ValueError, with the entry that tells, for one that is not
-    read."""
+    """Returns the format of a folder by its config.json. Raises ValueError, naming the entry, for other formats."""
     of_speculators = OF_SPECULATORS if of_models is None else {**OF_SPECULATORS, "mtp": of_models}
     if "speculators_model_type" in entries:
         kind = entries.word("speculators_model_type", tuple(of_speculators), "")
@@ -75,7 +73,7 @@ def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None =
         return Format("DFlash", _block)
     if "medusa_num_heads" in entries or entries.value("model_type") == "medusa":
         return Format("Medusa", _medusa)
-    # EAGLE's own training calls its heads LlamaForCausalLM, as whole models are.
+    # EAGLE's training code names its heads LlamaForCausalLM, like whole models.
     if any(name in EAGLE_ARCHITECTURES for name in names) and (
         "draft_vocab_size" in entries or "LlamaForCausalLM" not in names
     ):
@@ -90,7 +88,7 @@ def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None =
 
 
 def _eagle(folder: Path, target: Any, **sizes: int) -> Drafter:
-    if sizes.get("width") == 1 and "num_nodes" in sizes:  # chains of so many nodes are as deep as that
+    if sizes.get("width") == 1 and "num_nodes" in sizes:  # a chain is as deep as it has draft nodes
         sizes = {"depth": sizes["num_nodes"] - 1, **sizes}
     head = EagleHead.from_pretrained(folder, target)
     return EagleDrafter(head, **sizes) if head.mask_hidden is None else ParallelEagleDrafter(head, **sizes)

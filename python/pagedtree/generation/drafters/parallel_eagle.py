@@ -1,4 +1,4 @@
-"""P-EAGLE: a head of EAGLE-3's kind that guesses all levels in one pass (Hui et al., 2026)."""
+"""P-EAGLE: an EAGLE-3 head that drafts all levels in one pass (Hui et al., 2026)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["ParallelEagleDrafter"]
 
 
 class ParallelEagleDrafter(EagleDrafter):
-    """A P-EAGLE head guesses all levels in one pass; of all trees over its guesses, the likeliest one is proposed.
+    """A P-EAGLE head predicts all levels in one pass and proposes the likeliest tree over its predictions.
 
-    Behind the target's features of the text come `depth - 1` tokens that are not known: the head's mask token with its
-    `mask_hidden` in place of features. Each sees the text and the ones before it, and gives the distribution of one
-    level. The levels do not know of each other, so the tree is made as `BlockDrafter` makes it
-    (`pagedtree.best_first_tree`). The rest is as in `EagleDrafter`.
+    The target's features of the text are followed by `depth - 1` unknown tokens: the head's mask token, with
+    `mask_hidden` as features. Each sees the text and the ones before it, and gives one level's distribution. The levels
+    are independent, so the tree is built as in `BlockDrafter` (`pagedtree.best_first_tree`). The rest is as in
+    `EagleDrafter`.
 
     Args:
         head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
-        num_nodes: nodes of the tree, the root included; fewer where no more are possible.
+        num_nodes: nodes of the tree, the root included; fewer if no more are possible.
         depth, width: levels, and children of a node; width 1 gives a chain.
     """
 

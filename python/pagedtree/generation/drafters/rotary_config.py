@@ -1,4 +1,4 @@
-"""The rotary embedding of a draft model by its config.json."""
+"""The rotary embedding of a draft model, from its config.json."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 
 __all__ = ["Rotary"]
 
-# What each kind is made of. Kinds that change with the length of the text are not among them.
+# Parameters of each kind. Kinds that depend on the length of the text are not supported.
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -22,7 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Rotary(NamedTuple):
-    """Kind and base of a rotary embedding, and the values that the kind is made of."""
+    """Kind, base and parameters of a rotary embedding."""
 
     kind: str
     theta: float
@@ -30,7 +30,8 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, entries: ConfigEntries, kinds: Collection[str] = tuple(KINDS)) -> Rotary:
-        """transformers 5 writes rope_parameters, 4 rope_theta and rope_scaling. ValueError for another kind."""
+        """Reads rope_parameters, or rope_theta and rope_scaling of transformers 4. Raises ValueError for another kind.
+        """
         given, scaling = entries.section("rope_parameters"), entries.section("rope_scaling")
         if given.entries and scaling.entries:
             entries.refuse("rope_scaling", "null beside rope_parameters")
@@ -42,19 +43,19 @@ class Rotary(NamedTuple):
             given.refuse("high_freq_factor", "a number above low_freq_factor")
         for each in (entries, given):
             each.only(partial_rotary_factor=1.0)
-        # In a text the three positions of a token with "mrope" are the same.
+        # In pure text the three positions of "mrope" are equal.
         given.refuse_others(("type", "mrope_section", "mrope_interleaved"))
         return cls(kind, theta, values)
 
     def frequencies(self, head_dim: int) -> Tensor:
-        """Returns fp32 [head_dim / 2]: angles of a step of one position."""
+        """Returns fp32 [head_dim / 2], angles per position."""
         steps = self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
         if self.kind == "default":
             return steps
         factor = self.values["factor"]
         if self.kind == "linear":
             return steps / factor
-        # Slow ones are slowed down further, as in Llama 3.1's report.
+        # Low frequencies are reduced further, as in Llama 3.1's report.
         low, high = self.values["low_freq_factor"], self.values["high_freq_factor"]
         turns = self.values["original_max_position_embeddings"] * steps / (2 * math.pi)
         share = ((turns - low) / (high - low)).clamp(0, 1)

@@ -1,4 +1,4 @@
-"""The parts of the target that heads use: its embedding and output layer, and the sizes that they must fit."""
+"""The parts of the target that heads use: embedding, output layer and sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Target(NamedTuple):
 
     Attributes:
         embed_tokens, lm_head: its embedding and output layer.
-        hidden_size: of its decoder layers' outputs, of which there are `num_layers`.
-        vocab_sizes: how many tokens it has: by its config, and with the padding of either layer.
+        hidden_size: width of the outputs of its `num_layers` decoder layers.
+        vocab_sizes: its possible numbers of tokens: by its config, and with the padding of either layer.
     """
 
     embed_tokens: nn.Module
@@ -32,7 +32,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Target:
-        """Parts of a model of transformers. Raises ValueError for one without an output layer."""
+        """Returns the parts of a model of transformers. Raises ValueError without an output layer."""
         embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the output layer, which heads get, too."""
+        """Device and dtype of the output layer, which heads use too. Raises ValueError if it is quantized."""
         weight: Tensor = self.lm_head.weight
         if not weight.is_floating_point():
             raise ValueError(f"model: expected an output layer that is not quantized, got {weight.dtype}")
@@ -55,14 +55,14 @@ class Target(NamedTuple):
 
 
 def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raises ValueError, from the op itself, for heads that `tree_attention` does not take."""
+    """Raises ValueError, from the op itself, for heads that `tree_attention` does not support."""
     empty = torch.zeros(0, dtype=torch.int32)
     heads: dict[str, Any] = {"num_q_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     attention_plan(empty, empty.new_zeros(1), **heads, page_size=1, max_seqlen_q=1)
 
 
 def check_place(weights: Iterable[Tensor], model: PackedModel) -> None:
-    """Raises ValueError for weights of a drafter on another device than the target, or of another dtype."""
+    """Raises ValueError for drafter weights on another device or of another dtype than the target."""
     like = model.new_hidden(0)
     for weight in weights:
         if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
