@@ -1,4 +1,4 @@
-"""The shared part of ordinary and captured decode steps: a packed pass over trees, verification and commit."""
+"""The shared part of ordinary and captured decode steps."""
 
 from __future__ import annotations
 
@@ -203,7 +203,6 @@ def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
 
 
 def _after_roots(roots: Tensor, draft: Draft) -> Draft:
-    """Returns `draft` preceded by a root-only tree for each token of `roots`."""
     num_roots, rows = roots.shape[0], draft.draft_rows
     if num_roots == 0:
         return draft

@@ -174,7 +174,6 @@ class Engine:
             self.scheduler.check_capacity(self.max_nodes)
 
     def _plan(self, tuner: TreeTuner, batch: Batch) -> Plan:
-        """Plans the depth of drafts, and limits the drafter to it."""
         if not self.has_begun_to_tune:  # any earlier, it would cost 0.5 % of a short prompt's time to first token
             self.has_begun_to_tune = True
             tuner.begin()
@@ -368,5 +367,4 @@ def _offsets(counts: list[int]) -> list[int]:
 
 
 def _is_all(sequence: GeneratedSequence, count: int) -> bool:
-    """Returns whether the sequence has read all its tokens after `count` more."""
     return sequence.cached + count == len(sequence.tokens)

@@ -1,4 +1,4 @@
-"""A decode step in fixed buffers, drafting to commit, for CUDA graphs (`generate(cuda_graph=True)`)."""
+"""Decode steps in fixed buffers, for CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in the steps of `generate`: masks are filled during the target's pass, then matchers advance."""
+"""Grammars in the steps of `generate`."""
 
 from __future__ import annotations
 

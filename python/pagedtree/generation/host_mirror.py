@@ -1,4 +1,4 @@
-"""Host values in device tensors with fixed addresses, for captured steps."""
+"""Host values mirrored in device tensors."""
 
 from __future__ import annotations
 

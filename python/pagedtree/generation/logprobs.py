@@ -1,4 +1,4 @@
-"""Log-probabilities of generated tokens, from the logits of the pass that verified them."""
+"""Log-probabilities of generated tokens."""
 
 from __future__ import annotations
 

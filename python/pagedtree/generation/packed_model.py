@@ -1,4 +1,4 @@
-"""The interface of the language models that the engine and drafters run."""
+"""The interface of language models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool of key/value pages for all layers of a model, and the pages of each sequence."""
+"""The pages of sequences in a key/value cache."""
 
 from __future__ import annotations
 

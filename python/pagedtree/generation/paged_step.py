@@ -1,4 +1,4 @@
-"""One packed pass of a model over our paged cache, as its attention layers see it."""
+"""The attention layers' part of a packed pass."""
 
 from __future__ import annotations
 
@@ -131,7 +131,6 @@ class PagedStep:
         return merge_states(*parts)[0]
 
     def _plan(self, part: str, keys: dict[str, Any], shape: dict[str, Any], window: int = 0) -> Tensor:
-        """Returns a plan shared by all layers with the same heads and window."""
         kind = part, *shape.values(), window
         if kind not in self._plans:
             planned = {name: keys[name] for name in ("seq_lens", "cu_seqlens_q", "tree_lens", "max_seqlen_q")}
@@ -140,7 +139,6 @@ class PagedStep:
 
 
 def _shape(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[str, Any]:
-    """Returns the arguments of `attention_plan` that follow from queries and caches."""
     return {
         "num_q_heads": q.shape[1],
         "num_kv_heads": k_cache.shape[2],

@@ -1,4 +1,4 @@
-"""The states of a model's recurrent layers, one per sequence."""
+"""The states of recurrent layers."""
 
 from __future__ import annotations
 

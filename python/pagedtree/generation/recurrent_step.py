@@ -1,4 +1,4 @@
-"""One packed pass over a model's recurrent states, as its recurrent layers see it."""
+"""The recurrent layers' part of a packed pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The choice of tokens in `generate`: verification rule, sampling parameters and seeds."""
+"""Verification rule, sampling parameters and seeds of `generate`."""
 
 from __future__ import annotations
 

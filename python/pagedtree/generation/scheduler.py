@@ -1,4 +1,4 @@
-"""The choice of sequences for the next pass: admission, chunked prefill, eviction and restoration."""
+"""The choice of sequences for the next pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings: texts that end a sequence when it generates them."""
+"""Stop strings of `generate`."""
 
 from __future__ import annotations
 

@@ -78,7 +78,6 @@ def option_rows(
 
 
 def _penalties_of(params: SamplingParams | None) -> set[str]:
-    """Returns the names of the active penalties."""
     if params is None:
         return set()
     return {name for name, value in params.penalties_on(torch.device("cpu")).items() if value is not None}

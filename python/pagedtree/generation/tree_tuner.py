@@ -304,7 +304,6 @@ class TreeTuner:
         self.seconds_of_token = seconds / max(num_tokens, 1)
 
     def _costs_of(self, batch_size: int) -> StepCosts:
-        """Returns the costs of a batch size, initialized from the nearest known size."""
         if batch_size not in self.costs:
             row = self.seconds_of_token
             near = StepCosts(PLAIN_ROWS * row, 0.0, row, 0.0)

@@ -1,4 +1,4 @@
-"""Drafts of one pass for all levels (DFlash), made into the likeliest tree (DDTree)."""
+"""The drafter of DFlash's block draft models."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class BlockDrafter(Drafter):
 
     One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution per
     place after the root. The places are independent, so every node of a level may have the same children:
-    `pagedtree.best_first_tree` takes the `num_nodes` nodes of the highest joint probability. A step costs one pass of
-    the draft model, whatever the depth.
+    `pagedtree.best_first_tree` takes the `num_nodes` nodes of the highest joint probability. A step costs one draft
+    pass at any depth.
 
     The keys and values of the text come from the target's features. Their pages do not count in `num_pages` of
-    `generate`: only running sequences hold pages, for their tokens and a block. The pool doubles when it is full. While
+    `generate`: only running sequences hold pages, for their tokens and a block. The pool doubles when full. While
     nothing is drafted, as `generate(tree="auto")` may decide, at most 256 MiB of unread features are kept.
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
@@ -89,7 +89,6 @@ class BlockDrafter(Drafter):
         self._reset(page_size=1)
 
     def _possible(self, depth: int) -> int:
-        """Returns the number of nodes of a complete tree."""
         return sum(self.width**level for level in range(depth + 1))
 
     def read(self, rows: FeatureRows) -> None:

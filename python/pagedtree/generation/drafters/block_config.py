@@ -89,7 +89,6 @@ class BlockDraftConfig(LayerSizes):
 
     @classmethod
     def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
-        """Like `from_dict`; messages name the file."""
         kind, found = (_of_speculators if "speculators_model_type" in top else _of_dflash)(top)
         values, rotary = read_rows(cls, found), Rotary.of(found)
         check_heads(found, values)
@@ -158,7 +157,6 @@ class BlockDraftConfig(LayerSizes):
         return self._is_sliding(layer) if self.is_causal is None else self.is_causal
 
     def _check_dflash2(self, found: ConfigEntries) -> None:
-        """Raises ValueError if the sizes of DFlash 2 do not fit the others."""
         assert self.conv_group_size and self.conv_kernel_size and self.selector_top_k and self.vocab_size
         if self.hidden_size % self.conv_group_size:
             found.refuse("conv_group_size", f"a divisor of hidden_size {self.hidden_size}")
@@ -171,7 +169,6 @@ class BlockDraftConfig(LayerSizes):
 
 
 def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
-    """Returns DFlash's default layers, spread over the target's."""
     if "num_target_layers" not in found:
         return ()
     count = found.integer("num_target_layers", least=5, most=MAX_LAYERS)
@@ -181,7 +178,6 @@ def _usual_layers(found: ConfigEntries, num_layers: int) -> tuple[int, ...]:
 
 
 def _of_dflash(top: ConfigEntries) -> tuple[str, ConfigEntries]:
-    """Returns the model's kind and entries."""
     names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
     kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
     # Some keys are in an inner dictionary, which DFlash prefers.

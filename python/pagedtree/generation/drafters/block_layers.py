@@ -1,4 +1,4 @@
-"""Additions of DFlash 2 to a block drafter: convolutions within a block, and a candidate selector."""
+"""Additions of DFlash 2 to block drafters."""
 
 from __future__ import annotations
 

@@ -62,19 +62,18 @@ class _Layer(DecoderLayer):
 class BlockDraftModel(nn.Module):
     """Transformer layers that draft a block of tokens in one pass, from the target's features of the text so far.
 
-    The block is the newest token and block_size - 1 mask tokens in the places after it. The context consists of keys
-    and values only: the outputs of some target layers at a token are concatenated and projected to one state (`fc`,
-    `hidden_norm`), from which every layer computes the token's key and value. Embeddings and output layer are the
-    target's.
+    The block is the newest token and block_size - 1 mask tokens after it. The context consists of keys and values only:
+    the outputs of some target layers at a token are concatenated and projected to one state (`fc`, `hidden_norm`), from
+    which every layer computes the token's key and value. Embeddings and output layer are the target's.
 
     Layers, weight names and config keys follow DFlash's published `DFlashDraftModel` checkpoints
     (github.com/z-lab/dflash). `from_pretrained` is written for these: z-lab's for Qwen3-4B, Qwen3-8B,
     Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, others of this architecture, DFlash 2 (`DFlash2DraftModel`), and
-    speculators' versions of both. It was tested with files saved by the packages dflash and speculators, with random
-    weights, not with the published ones. Refused: RoPE types that depend on the length, and attention sinks.
+    speculators' versions of both. It was tested with random weights saved by the packages dflash and speculators, not
+    with published ones. Refused: RoPE types that depend on the length, and attention sinks.
 
-    DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs the
-    candidates of a place by the token before it.
+    DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs a
+    place's candidates by the token before it.
 
     Args:
         config: sizes.
@@ -211,7 +210,6 @@ class BlockDraftModel(nn.Module):
 
 
 def _shapes(config: BlockDraftConfig) -> dict[str, str]:
-    """Returns the shape of each tensor of a checkpoint, as products."""
     layer = layer_shapes(bias=config.attention_bias, has_norms=True)
     if config.conv_kernel_size is not None:
         for name in ("attention_conv", "mlp_conv"):

@@ -1,4 +1,4 @@
-"""Drafts that end where their sequence or the positions of the drafter's model end."""
+"""Limits of drafts: the ends of sequences and of a model's positions."""
 
 from __future__ import annotations
 
@@ -144,7 +144,6 @@ class _Bounded:
         self._drafter.capture(model, sequences, batch_size)
 
     def _last_of(self, sequence: GeneratedSequence) -> int:
-        """Returns the last position at which a node of the sequence is of use."""
         last = sequence.max_length - 2
         return last if self._num_positions is None else min(last, self._num_positions)
 

@@ -66,7 +66,6 @@ class ConfigEntries:
         return cls(entries, str(path))
 
     def __contains__(self, key: str) -> bool:
-        """Returns whether the entry has a value."""
         return self.entries.get(key) is not None
 
     def refuse(self, key: str, expected: str, got: Any = None) -> NoReturn:

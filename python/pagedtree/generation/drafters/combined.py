@@ -1,4 +1,4 @@
-"""A drafter that chooses between two drafters, per sequence and step, by expected tokens per cost."""
+"""A choice between two drafters per sequence and step."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ LOOK_AFTER = 32
 class CombinedDrafter(Drafter):
     """A choice between two drafters by expected tokens per cost, per sequence and step.
 
-    It counts, per sequence, how many of the new tokens each drafter's tree contained. N-gram drafters are looked up
-    before the choice, so their trees are counted even if not chosen, with separate counts per length of the match
-    before the first draft. A pass of a drafter's model takes the same time for one sequence and for all, so the whole
-    batch decides whether it is worth it:
+    It counts, per sequence, the new tokens that each drafter's tree contained. N-gram drafters are looked up before the
+    choice, so their trees always count, separately per match length. A pass of a drafter's model takes the same time
+    for one sequence and for all, so the whole batch decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         better[b] = drafter d with the largest expected[d][b]
@@ -43,18 +42,17 @@ class CombinedDrafter(Drafter):
         chosen = the one with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
-    The choice depends neither on a clock nor on the draws of the chosen tree. So the text is unchanged under greedy
-    decoding and rule "sampled", keeps its distribution under the other rules, and a repeated call makes the same
-    choices. A drafter that was not asked for any sequence in 32 steps is asked once. The choice is made on the host,
-    which adds one synchronisation per step on a GPU.
+    The choice depends neither on a clock nor on the draws of the chosen tree: greedy decoding and rule "sampled" give
+    the same text, the other rules the same distribution, and repeated calls make the same choices. A drafter that was
+    idle for 32 steps is asked once. The choice is made on the host, which adds one synchronisation per step on a GPU.
 
     Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 
     Args:
         drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
             ones.
-        min_match: 1 to the lookup's max_ngram. Prior before any counts: a copy after a match of at least this many
-            tokens is fully accepted, any other copy is rejected, and a model gets one token accepted.
+        min_match: 1 to the lookup's max_ngram. Prior before any counts: a copy after a match of at least this length is
+            fully accepted, any other copy is rejected, and a model gets one token accepted.
         costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
             level) times its weights, divided by the target's weights.
     """
@@ -172,7 +170,6 @@ class CombinedDrafter(Drafter):
         return given
 
     def _choose(self) -> list[int]:
-        """Returns the drafter of each selected sequence."""
         size = len(self._selected)
         if self._levels == 0 and not all(self.is_lookup):  # no model may run
             return [self.is_lookup.index(True)] * size

@@ -1,4 +1,4 @@
-"""EAGLE-3: trees that a head grows from the target's features, with a separate paged cache (Li et al., 2025)."""
+"""The drafter of EAGLE-3 heads (Li et al., 2025)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,6 @@ class EagleDrafter(TreeGrower):
         return self._of_target(draft)
 
     def _of_target(self, draft: Draft) -> Draft:
-        """Maps the draft to the target's tokens."""
         return draft._replace(draft_tokens=self.head.target_ids[draft.draft_tokens.clamp(min=0)])
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
@@ -170,7 +169,6 @@ class EagleDrafter(TreeGrower):
         return self._grow_under(self._read_until(self._unread_ends(), table), table, lengths - 2)
 
     def _grow_under(self, states: Tensor, table: Tensor, start: Tensor, active: Tensor | None = None) -> Draft:
-        """Returns the trees under roots with these states."""
         self._states = states
         roots = torch.zeros_like(start).long()
         draft = self._grow(self.head.logits(states), roots, table, start, self._sampling, active)
@@ -202,7 +200,6 @@ class EagleDrafter(TreeGrower):
             self._read_until(ends)
 
     def _num_readable(self, sequence: GeneratedSequence, end: int) -> int:
-        """Returns the number of the sequence's waiting features before position `end`."""
         return max(min(end - self._cached[sequence.index], self._waiting.count(sequence.index)), 0)
 
     def _read_until(

@@ -1,4 +1,4 @@
-"""Features of the target that stay on the device between captured steps."""
+"""Target features kept between captured steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Declarative config.json formats: a config is a dataclass whose fields define how their entries are read."""
+"""Declarative config.json formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of drafters that grow trees level by level with a separate paged cache."""
+"""The base of drafters that grow trees level by level."""
 
 from __future__ import annotations
 
@@ -153,7 +153,6 @@ class TreeGrower(Drafter):
         raise NotImplementedError
 
     def _level_step(self, state: DraftState, table: Tensor, start: Tensor) -> PagedStep:
-        """Prepares the pass over the frontiers."""
         tree_lens, offsets, present = state.level_tree_lens, state.cu_seqlens_q, state.level_present
         seq_lens = start + tree_lens
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=present.shape[0])
@@ -181,7 +180,6 @@ class TreeGrower(Drafter):
         return step, torch.tensor(places, dtype=torch.int64).to(self.device)
 
     def _reserve_trees(self, sequences: Sequence[GeneratedSequence]) -> list[list[int]]:
-        """Returns the page table of these sequences, with room for a tree."""
         for sequence in sequences:
             self.cache.reserve_growing(sequence.index, sequence.root + self.max_kv_nodes)
         return [self.cache.pages(sequence.index) for sequence in sequences]

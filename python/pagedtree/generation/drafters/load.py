@@ -1,4 +1,4 @@
-"""Loads the drafter of a draft head's folder, in any supported format."""
+"""Draft heads in any supported folder format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Medusa-1 heads, their tree and their drafter (Cai et al., ICML 2024)."""
+"""Medusa-1 heads and their drafter (Cai et al., ICML 2024)."""
 
 from __future__ import annotations
 
@@ -150,7 +150,6 @@ def _own(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Ten
 
 
 def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
-    """Returns the weights in a folder in Medusa's format."""
     stored = StoredTensors(path, PUBLISHED_NAMES, lambda name: name.removeprefix("medusa_head."))
     least = entries.integer("medusa_num_heads", most=MAX_HEADS)
     count = sum(name.endswith(".0.linear.bias") for name in stored.names)
@@ -292,7 +291,6 @@ class MedusaDrafter(Drafter):
         self._known.discard(sequence.index)
 
     def _make_room(self, num_rows: int, like: Tensor) -> None:
-        """Grows the states to at least this many rows, in the form of `like` [*, H]."""
         if self._hidden is None:
             self._hidden = like.new_zeros((num_rows, like.shape[1]))
         elif self._hidden.shape[0] < num_rows:

@@ -1,4 +1,4 @@
-"""Drafts of a smaller model: trees grown level by level with a separate paged cache, by score or by sampling."""
+"""Drafts of a smaller model with a separate paged cache."""
 
 from __future__ import annotations
 
@@ -27,30 +27,28 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. Rows of the accepted path stay in its cache. Its pages do not count in `num_pages` of `generate`, but that
-    number bounds them too: only running sequences hold pages, for their tokens and the nodes read. The pool doubles
-    when it is full.
+    last. Rows of the accepted path stay in its cache. Its pages do not count in `num_pages` of `generate`, which bounds
+    them nevertheless: only running sequences hold pages, for their tokens and the nodes read. The pool doubles when
+    full.
 
-    Token ids mean the same to both models, but vocabulary padding may differ (Qwen2.5 has 151936 or 152064 rows):
-    tokens that the target lacks are never drafted, and tokens that the draft model lacks have probability 0. `generate`
-    refuses sizes that differ by more than 1024. A different tokenizer of similar size cannot be detected: its drafts
-    are rejected, and the text stays correct.
+    Vocabulary padding may differ (Qwen2.5 has 151936 or 152064 rows): tokens that the target lacks are never drafted,
+    and tokens that the draft model lacks have probability 0. `generate` refuses sizes that differ by more than 1024. A
+    different tokenizer of similar size cannot be detected: its drafts are rejected, and the text stays correct.
 
     It drafts only within the draft model's positions (`max_position_embeddings` in transformers configs).
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
-            that meets the target's conditions, on the same device and without recurrent layers.
+            that meets the target's conditions, on the same device, without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones; scores shape the tree (EAGLE-2). Any rule but "traversal".
             "iid", "swor": drawn from the draft model under the sampling parameters of `generate`, independently or
                 without replacement. The rules that weigh probabilities accept most of these.
-            "coupled": like "swor", but drawn with the noise with which rule "sampled" samples the target; only for that
-                rule.
+            "coupled": like "swor", with the noise of rule "sampled"; only for that rule.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
-            level have children. Under the other laws the root has `width` children and every other node has one, which
-            gives `width` chains.
+            level have children. Under the other laws the root has `width` children and every other node has one:
+            `width` chains.
         branching: replaces depth and width, not under "topk": children of each node, level by level; `num_nodes` keeps
             the first nodes.
         max_batch_tokens: prompts are read in chunks of about this many tokens per pass.

@@ -126,7 +126,6 @@ class NgramDrafter(Drafter):
         self._rejected.pop(sequence.index, None)
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """Returns the rejected predictions of the selected sequences, left-padded with -1."""
         if not self._rejected:
             return None
         texts = [self._rejected.get(sequence.index, tokens[0, :0]) for sequence in self._selected]

@@ -1,4 +1,4 @@
-"""P-EAGLE: an EAGLE-3 head that drafts all levels in one pass (Hui et al., 2026)."""
+"""The drafter of P-EAGLE heads (Hui et al., 2026)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rotary embedding of a draft model, from its config.json."""
+"""Rotary embeddings of draft models."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Rotary(NamedTuple):
 
     @classmethod
     def of(cls, entries: ConfigEntries, kinds: Collection[str] = tuple(KINDS)) -> Rotary:
-        """Reads rope_parameters, or rope_theta and rope_scaling of transformers 4. Raises ValueError for another kind.
-        """
+        """Reads rope_parameters, or transformers 4's rope_theta and rope_scaling. ValueError for another kind."""
         given, scaling = entries.section("rope_parameters"), entries.section("rope_scaling")
         if given.entries and scaling.entries:
             entries.refuse("rope_scaling", "null beside rope_parameters")

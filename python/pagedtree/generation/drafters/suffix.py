@@ -64,7 +64,6 @@ class SuffixDrafter(NgramDrafter):
         self._remembered.clear()
 
     def _copied(self) -> tuple[np.ndarray, np.ndarray]:
-        """Counts former answers as part of the text."""
         assert self._proposed is not None
         tokens, lengths, draft, extra = self._proposed
         if extra is not None:

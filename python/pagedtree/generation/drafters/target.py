@@ -1,4 +1,4 @@
-"""The parts of the target that heads use: embedding, output layer and sizes."""
+"""The parts of the target that heads use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A memory of former texts for looking up continuations."""
+"""Look-ups in former texts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,6 @@ class TextMemory:
             return copy.deepcopy(vars(self))
 
     def __len__(self) -> int:
-        """Returns the number of tokens held."""
         return min(self._count, self.max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -113,7 +112,6 @@ class TextMemory:
             )
 
     def _hashes(self, text: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Returns the hash of each `context` tokens."""
         values = text.astype(np.uint64)
         count = len(values) - self.context + 1
         total = np.zeros(count, dtype=np.uint64)

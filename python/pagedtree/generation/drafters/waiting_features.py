@@ -1,4 +1,4 @@
-"""Features of the target, queued per sequence until the drafter's model reads them."""
+"""Queues of target features."""
 
 from __future__ import annotations
 
