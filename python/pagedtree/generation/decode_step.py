@@ -28,7 +28,7 @@ class KnownTokens:
         counts: tokens of each sequence; T in all.
         tokens, positions: int64 [T].
         seq_lens: int32 [R], up to the last token read. cu_seqlens: int32 [R + 1], the rows of each sequence.
-        last_rows: the last row of each sequence that finishes prefill in this pass; these sequences get a new token.
+        last_rows: the last row of each sequence that finishes prefill and gets a new token.
     """
 
     counts: list[int]
@@ -44,8 +44,8 @@ class Pass:
     """One packed pass: sequences in prefill, then sequences that decode a tree, then padding.
 
     Attributes:
-        draft, start: trees, with the roots' tokens, and root positions of the sequences that gain tokens: first the
-            num_read sequences that finish prefill, with root-only trees, then all that decode.
+        draft, start: trees, including root tokens, and root positions: first of the num_read sequences that finish
+            prefill, with root-only trees, then of all that decode.
         decode_table: int32 [D, max_pages], the pages of the sequences that decode.
         logit_rows: the rows of the trees' nodes; None = all.
     """
@@ -92,10 +92,10 @@ class DecodeStep:
     ) -> Pass:
         """Prepares the pass over R sequences in prefill (0 without `known`) and the trees of D that decode.
 
-        draft: of the D sequences. roots: int64 [D], their last tokens. start: int32 [D], the roots' positions.
-        page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], indices of their recurrent states, and
-        prompt_lens: int64 [R + D]; both None for a model without recurrent layers. is_active: bool [D], False for rows
-        without a sequence; None = all are active.
+        draft, roots, start: of the D sequences; roots are their last tokens, int64 [D], start the roots' positions,
+        int32 [D]. page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], indices of recurrent states, and
+        prompt_lens: int64 [R + D]; both None without recurrent layers. is_active: bool [D], False for rows without a
+        sequence; None = all active.
         """
         trees, num_nodes, page_size = draft.trees, draft.draft_tokens.shape[0], self.cache.page_size
         decode_table = page_table if known is None else page_table[len(known.counts) :]

@@ -75,8 +75,8 @@ class FeatureRows:
         sequences: len(counts) sequences in prefill, then the sequences that decode a tree. No tokens of this pass are
             appended yet.
         start: the position of each sequence's first row: its first prefill token, or the root of its tree.
-        counts: prefill tokens of each of the first sequences, from `start` on. Their rows come first, concatenated; the
-            rows of the trees follow, each tree in node order.
+        counts: prefill tokens of each of the first sequences. Their rows come first; the trees' rows follow, in node
+            order.
         features: [T, len(feature_layers) * H], the layers concatenated.
     """
 

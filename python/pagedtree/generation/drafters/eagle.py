@@ -29,8 +29,8 @@ class EagleDrafter(TreeGrower):
     Each step runs the head `depth` times: over the tokens that the target has read since the last step, with the
     target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
     The `num_nodes` best candidates form the tree (EAGLE-2). The head's pages do not count in `num_pages` of `generate`;
-    only running sequences hold pages. The pool doubles when it is full. While nothing is drafted, as
-    `generate(tree="auto")` may decide, at most 256 MiB of unread features are kept.
+    only running sequences hold pages. The pool doubles when full. While nothing is drafted, as `generate(tree="auto")`
+    may decide, at most 256 MiB of unread features are kept.
 
     Args:
         head: made for the target of `generate`.

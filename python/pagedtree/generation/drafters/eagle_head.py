@@ -40,18 +40,17 @@ class EagleHead(nn.Module):
 
     The draft vocabulary may be a subset of the target's: `target_ids` are the target's ids of its tokens.
 
-    EAGLE 3.1 adds the entries norm_before_fc, fc_norm and norm_output. The first two norm the features before they are
-    fused, all layers together or per layer. With norm_output, the state in a draft is the output layer's input at the
-    parent node, after the last norm.
+    EAGLE 3.1 adds norm_before_fc, fc_norm and norm_output. The first two norm the features before they are fused, all
+    layers together or per layer. With norm_output, the state in a draft is the output layer's input at the parent node,
+    after the last norm.
 
-    Heads of speculators may have further layers, layers of Qwen 3, and biases. A P-EAGLE head (Hui et al., 2026) has a
-    state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
+    Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head (Hui et al., 2026) has a state
+    for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
 
     Args:
-        config: entries of config.json, as in SGLang and vLLM. ValueError for entries that are unknown or not
-            implemented.
+        config: entries of config.json, as in SGLang and vLLM. ValueError for unknown or unsupported entries.
         embed_tokens, lm_head: the target's embedding and output layer, used unless the head's checkpoint has others.
-        feature_layers: the target's layers whose outputs are the features (`Drafter.feature_layers`).
+        feature_layers: target layers whose outputs are the features (`Drafter.feature_layers`).
         target_ids: int64 [draft vocabulary], ascending; None = the target's whole vocabulary.
     """
 
@@ -163,7 +162,7 @@ class EagleHead(nn.Module):
         """Maps tokens of the target's vocabulary, int64 [..., T], and states [..., T, H] to the next states.
 
         positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
-        [..., T, Hq, D]. Layers after the first pass their number as `layer`.
+        [..., T, Hq, D]. All layers but the first also pass their number, as `layer`.
         """
         rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
