@@ -61,7 +61,7 @@ class Pass:
 
 
 class DecodeStep:
-    """Packs trees into a pass of the model, runs it, verifies the trees and commits the accepted paths.
+    """The stages of a step: pack trees into a pass, run it, verify the trees, commit the accepted paths.
 
     Without `KnownTokens` it never needs the host, so a CUDA graph can capture a step.
     """

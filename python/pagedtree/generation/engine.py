@@ -34,7 +34,7 @@ STATUS_NOT_FINITE = 2
 
 
 class Engine:
-    """Runs steps until every sequence of the scheduler is finished."""
+    """The loop of steps until every sequence of the scheduler is finished."""
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class Engine:
                 self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, kept))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
-        """Runs a captured step: decoding only, drafting included."""
         assert self.fixed_steps is not None
         step = self.fixed_steps.of(len(sequences))
         result, report, found = step(sequences)

@@ -41,7 +41,7 @@ class TokenLogprobs:
 
 
 class LogprobReader:
-    """Computes log-probabilities of all tokens of a step, accepted drafts and bonus tokens alike.
+    """A reader of the log-probabilities of all tokens of a step, accepted drafts and bonus tokens alike.
 
     Args:
         top_n: how many of the most likely tokens to report.

@@ -18,16 +18,16 @@ __all__ = ["RecurrentStep"]
 class RecurrentStep:
     """The rows of one packed pass: first prefill rows, then rows of trees.
 
-    Prefill rows update the states in the pass itself. Each layer keeps its inputs at the trees' rows, from which
-    `advance` applies the accepted paths to the states: no node has a state.
+    Prefill rows update the states in the pass. Each layer keeps its inputs at the trees' rows, from which `advance`
+    applies the accepted paths: no node has a state.
 
     Attributes:
         states: of every sequence.
         read_index: int32 [R], the state_index of the sequences in prefill. cu_seqlens: int32 [R + 1], their rows,
             num_read in all.
         tree_index: int32 [B], the state_index of the trees' sequences. trees: B of them; their rows follow.
-        is_generated: bool [T], rows of generated or drafted tokens. If a model has different rules for prompt tokens
-            and later ones, a restored token keeps its rule.
+        is_generated: bool [T], rows of generated or drafted tokens. If a model treats prompt tokens differently, a
+            restored token is treated as before.
         layers_run: layer_idx of the layers that have run in this pass.
     """
 

@@ -84,7 +84,7 @@ def check_options(rule: str, params: SamplingParams | None, origin: str = "") ->
 
 @dataclass
 class Sampling:
-    """Chooses tokens by a verification rule.
+    """A verification rule with its parameters.
 
     Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
     shards: this rank's part of the vocabulary, if the logits are split across ranks.

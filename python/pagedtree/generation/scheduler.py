@@ -57,7 +57,7 @@ class Batch:
 
 
 class Scheduler:
-    """Admits sequences in order as pages allow, and evicts the youngest when the running ones need pages.
+    """A scheduler that admits sequences in order as pages allow, and evicts the youngest when pages run out.
 
     An evicted sequence keeps its tokens; after readmission, one causal pass over them restores its cache. The oldest
     unfinished sequence is never evicted for another, so every step makes progress.

@@ -12,7 +12,7 @@ CONTEXT = 8
 
 
 class StopStrings:
-    """Finds the token that completes the first stop string.
+    """A search for the token that completes the first stop string.
 
     Args:
         strings: one or several, none of them empty.

@@ -49,7 +49,7 @@ BEHIND = 2.0
 
 
 class Odds:
-    """Estimates the acceptance rate of a class of drafts, or the number of accepted drafts per step.
+    """Estimates of the acceptance rate of a class of drafts, or of the number of accepted drafts per step.
 
     weight: number of observations that the prior counts as.
     """
@@ -68,7 +68,7 @@ class Odds:
 
 
 class StepCosts:
-    """Estimates the seconds of steps of one batch size: priors at first, then measurements.
+    """Estimates of the seconds of steps of one batch size: priors at first, then measurements.
 
     plain: a step without drafts. once: fixed cost of drafts in the target's pass. row: cost per drafted row. level: the
     drafter's cost per level, and its fixed cost per call.
@@ -211,7 +211,7 @@ class Plan:
 
 
 class TreeTuner:
-    """Plans steps and learns from their outcomes; later calls reuse its estimates.
+    """A planner of steps that learns from their outcomes; later calls reuse its estimates.
 
     max_depth: the drafter's largest number of levels. grows_by_level, has_free_guesses: the drafter's attributes.
     """

@@ -1,4 +1,4 @@
-"""Drafters: propose the next tokens."""
+"""Drafters of the next tokens."""
 
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, NoDrafter, Proposal, StepResult, as_drafter
 from pagedtree.generation.drafters.block import BlockDrafter

@@ -35,14 +35,14 @@ class StepResult:
     """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` receive it.
 
     Attributes:
-        sequences: B sequences, their new tokens already appended. The first `num_read` finished prefill (prompt or
+        sequences: B sequences, including their new tokens. The first `num_read` finished prefill (prompt or
             restoration) in this pass and have root-only trees; the others have the proposed trees.
         start: int32 [B], the roots' positions.
         draft: of all B sequences. draft_tokens int64 [N] includes the roots' tokens. draft_probs and draft_rows are set
-            where the drafter's draft_law is "iid" or "swor".
+            if the drafter's draft_law is "iid" or "swor".
         verdict, commit: of all B sequences.
-        logits: [N, V], the target's logits at every node.
-        hidden: [N, H], the input of the output layer at every node, if the drafter has `needs_hidden`.
+        logits: [N, V], the target's at every node.
+        hidden: [N, H], the output layer's input at every node, if the drafter has `needs_hidden`.
         features: [N, len(feature_layers) * H] at the nodes; only in captured steps, which have no `read`.
 
     Under `cuda_graph` there may be more rows than sequences, and the next step overwrites the tensors.
@@ -241,7 +241,7 @@ class Drafter:
 
 
 class _Stateless(Drafter):
-    """Adapts an object that has `propose` and some of these members."""
+    """An object that has `propose` and some of these members."""
 
     members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
 
@@ -251,7 +251,7 @@ class _Stateless(Drafter):
 
 
 class _Stateful(_Stateless):
-    """Adapts an object that also has `observe`, and may have any member of `Drafter`."""
+    """An object that also has `observe`, and may have any member of `Drafter`."""
 
     members = tuple(name for name in vars(Drafter) if not name.startswith("_") and name != "given")
     given: Any = None

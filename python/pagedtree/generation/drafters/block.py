@@ -25,7 +25,7 @@ INITIAL_PAGES = 64
 
 
 class BlockDrafter(Drafter):
-    """A block drafter predicts all levels in one pass and proposes the likeliest tree over its predictions.
+    """A block drafter that predicts all levels in one pass and proposes the likeliest tree over its predictions.
 
     One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution per
     place after the root. The places are independent, so every node of a level may have the same children:

@@ -170,8 +170,7 @@ class BlockDraftModel(nn.Module):
         """Returns a block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
         Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
-        tensor, for a checkpoint of another architecture or target and for unknown entries or tensors; OSError for files
-        that cannot be read.
+        tensor, for another architecture or target and for unknown entries or tensors; OSError for unreadable files.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place

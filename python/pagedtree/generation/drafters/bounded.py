@@ -63,7 +63,7 @@ def bounded(drafter: Drafter) -> Drafter:
 
 
 class _Bounded:
-    """Cuts a drafter's proposals; forwards all other methods and attributes."""
+    """A wrapper that cuts a drafter's proposals and forwards everything else."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
@@ -168,7 +168,7 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
-    """Returns a selection of the trees of `drafts`, numbered consecutively, as one draft, and int64 its rows in the
+    """Returns some trees of `drafts`, numbered consecutively, as one draft, and its rows, int64, in the
     concatenated drafts. Synchronises."""
     bounds: list[tuple[int, int]] = []
     before = 0

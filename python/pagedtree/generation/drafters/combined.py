@@ -196,7 +196,6 @@ class CombinedDrafter(Drafter):
         return self._weights[which] / self._target_weights * (levels if self._by_level[which] else 1)
 
     def _expected(self, which: int, b: int) -> float:
-        """Returns the expected number of new tokens that the drafter's tree contains."""
         kind = self._kinds[which][b]
         first = UNKNOWN
         if self.is_lookup[which]:

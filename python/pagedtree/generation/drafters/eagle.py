@@ -24,7 +24,7 @@ __all__ = ["EagleDrafter"]
 
 
 class EagleDrafter(TreeGrower):
-    """An EAGLE-3 head grows a tree of at most `num_nodes` nodes and `depth` levels from its most likely tokens.
+    """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels from its most likely tokens.
 
     Each step runs the head `depth` times: over the tokens that the target has read since the last step, with the
     target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
@@ -164,7 +164,6 @@ class EagleDrafter(TreeGrower):
         return self._grow_under(states.index_select(0, last), table, (lengths - 2).clamp(min=0), active)
 
     def _guess(self, table: Tensor, lengths: Tensor) -> Draft:
-        """Returns the trees of the selected sequences, in tokens of the draft vocabulary."""
         # The head's row of the root has the position and features of the token before it.
         return self._grow_under(self._read_until(self._unread_ends(), table), table, lengths - 2)
 
@@ -194,7 +193,7 @@ class EagleDrafter(TreeGrower):
         self._known[sequence.index], self._cached[sequence.index] = sequence, start
 
     def _read_known(self) -> None:
-        """Reads the waiting features, except each sequence's newest, whose state `propose` needs."""
+        """Reads the waiting features except each sequence's newest, which `propose` needs."""
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
         if any(self._num_readable(sequence, end) for sequence, end in ends):
             self._read_until(ends)

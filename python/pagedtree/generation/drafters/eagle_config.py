@@ -160,7 +160,7 @@ class EagleConfig(LayerSizes):
         )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the target layers, of `num_layers`, whose outputs the head reads. Raises ValueError."""
+        """Returns the target layers, of `num_layers`, whose outputs the head reads. ValueError without them."""
         layers = self.by_output  # SGLang's
         if not layers:  # vLLM's, and the default of both
             layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))

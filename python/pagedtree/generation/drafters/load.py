@@ -38,17 +38,17 @@ def load_drafter(
     """Returns the drafter for the draft head in a folder.
 
     config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 of SGLang's SpecForge and
-    vLLM, DFlash and DFlash 2 of the package dflash, Medusa's, and the formats of this package's `save_pretrained`.
+    vLLM, DFlash and DFlash 2 of the package dflash, Medusa's, and this package's `save_pretrained`.
 
     Args:
         folder: contains config.json and the weights.
-        target: the model of `generate`, of transformers.
+        target: the transformers model of `generate`.
         of_models: loads parts of whole models and speculators' mtp, from folder, target and sizes; None: refused. In
             `pagedtree.integrations.transformers` it is `MtpDrafter`.
         sizes: num_nodes, depth and width of the drafter; Medusa's trees have num_nodes only.
 
     Raises ValueError, naming the file and the entry or tensor, for another format or target and for unknown entries or
-    tensors; OSError for files that cannot be read.
+    tensors; OSError for unreadable files.
     """
     folder = Path(folder)
     entries = ConfigEntries.load(folder)

@@ -110,7 +110,7 @@ class MedusaHeads(nn.Module):
         medusa_lm_head.pt. All heads in the file are used (some published configs list fewer).
 
         Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
-        tensor, for another target and for unknown entries or tensors; OSError for files that cannot be read.
+        tensor, for another target and for unknown entries or tensors; OSError for unreadable files.
         """
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
@@ -185,7 +185,7 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
 
 
 class MedusaDrafter(Drafter):
-    """Medusa: heads on the target's last hidden state draft the tokens after the next one.
+    """Medusa heads on the target's last hidden state, which draft the tokens after the next one.
 
     Args:
         heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i drafts the token i + 2 after the
@@ -276,7 +276,6 @@ class MedusaDrafter(Drafter):
             self._store(torch.tensor(indices, dtype=torch.int64).to(hidden.device), hidden, commit)
 
     def _store(self, rows: Tensor, hidden: Tensor, commit: Commit) -> None:
-        """Stores the states at the ends of the accepted paths in these rows."""
         assert self._hidden is not None
         ends = commit.accept_rows.gather(1, commit.num_accepted[:, None].long())[:, 0]
         self._hidden.index_copy_(0, rows, hidden.index_select(0, ends.clamp(min=0)).to(self._hidden.dtype))

@@ -24,7 +24,7 @@ MAX_PADDING = 1024
 
 
 class ModelDrafter(TreeGrower):
-    """A draft model with the target's tokenizer grows a tree of at most `num_nodes` nodes and `depth` levels.
+    """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
     last. Rows of the accepted path stay in its cache. Its pages do not count in `num_pages` of `generate`, which bounds
@@ -215,7 +215,7 @@ class ModelDrafter(TreeGrower):
         return True
 
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
-        """Runs one causal pass over the chunks; returns the sequences that are fully read, and their logits."""
+        """Runs one causal pass over the chunks; returns fully read sequences and their logits."""
         tokens: list[int] = []
         complete, rows = [], []
         step, positions = self._causal_step([(s, self._cached[s.index], count) for s, count in chunks])

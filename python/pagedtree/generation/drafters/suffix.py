@@ -72,7 +72,6 @@ class SuffixDrafter(NgramDrafter):
         return super()._copied()
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
-        """Returns [B, E], continuations from former answers, the best run last."""
         most = RUNS_OF_A_BRANCH * self.max_branches
         found = [
             self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)

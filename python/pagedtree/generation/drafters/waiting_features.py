@@ -106,7 +106,7 @@ class WaitingFeatures:
         self._queues.pop(index, None)
 
     def _keep_plain(self, rows: FeatureRows, result: StepResult) -> bool:
-        """Keeps a pass unsorted if it has no prefill, no drafts and the same sequences as the ones kept."""
+        """Keeps a pass unsorted if it only decodes the same sequences, without drafts."""
         if rows.counts or result.trees.max_nodes > 1:
             return False
         if not self._plain:
