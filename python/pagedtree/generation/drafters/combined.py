@@ -106,7 +106,7 @@ class CombinedDrafter(Drafter):
         self._kinds: list[list[int]] = [[], []]
         self._chosen: list[int] = []
         self._lengths: list[int] = []  # of the texts; empty once the tokens after them are counted
-        self._map: RowMap | None = None  # its rows in those of both drafters; None: all are of one
+        self._map: RowMap | None = None  # its rows in the concatenated drafts; None: one drafter has all
 
     def check_target(self, model: PackedModel) -> None:
         self._target_weights = max(model.num_weights, 1)
