@@ -1,4 +1,4 @@
-"""A case: one call of one op, where it runs, and what its results are compared with."""
+"""A case: one call of one op, its place, and the reference for its results."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Case:
     Attributes:
         name: "op/what is special/...", unique.
         ops: names in torch.ops.pagedtree that the case calls and judges.
-        run: calls them at a place and returns the results, and whatever they wrote.
-        loops: what must come out, by plain loops. None: only the CPU backend can give it in another way.
-        expected: what another backend's results are compared with, by the CPU backend; default `run`.
+        run: calls them at a place and returns the results and all written tensors.
+        loops: the expected results, by plain loops. None: only the CPU backend can compute them independently.
+        expected: the CPU backend's reference for other backends; default `run`.
         always_loops: compare with the loops on every device, because the CPU backend's result may rightly differ.
         compare: by the name of a result, its tolerance; all others must be equal.
-        against: what `loops` is, in words for the reader.
+        against: describes `loops` for the reader.
         backends: where the case makes sense; None: everywhere.
     """
 
@@ -106,7 +106,7 @@ class Case:
         return self.name.partition("/")[0]
 
     def difference(self, found: Results, expected: Results) -> str:
-        """Tells what is wrong with `found`, "" if nothing is."""
+        """Describes the error in `found`, "" if there is none."""
         if found.keys() != expected.keys():
             return f"results {', '.join(found)} instead of {', '.join(expected)}"
         compare = self.compare or {}
@@ -159,7 +159,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _first(wrong: Tensor, found: Tensor, expected: Tensor, limit: str) -> str:
-    """Tells how many elements are wrong, and the first of them."""
+    """Describes how many elements are wrong, and the first of them."""
     if not wrong.any():
         return ""
     at = wrong.nonzero()[0].tolist()
@@ -170,7 +170,7 @@ def _first(wrong: Tensor, found: Tensor, expected: Tensor, limit: str) -> str:
 
 
 def equal(found: Tensor, expected: Tensor) -> str:
-    """Tells where numbers differ, "" if nowhere; NaN equals NaN."""
+    """Describes where numbers differ, "" if nowhere; NaN equals NaN."""
     x, y = _wide(found), _wide(expected)
     return _shapes(found, expected) or _first((x != y) & ~((x != x) & (y != y)), x, y, "")
 

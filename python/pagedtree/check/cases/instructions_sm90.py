@@ -1,7 +1,7 @@
 """Hopper's functions of pagedtree::ptx (csrc/cuda/tile/ptx_sm90.cuh) against the results that the PTX manual defines.
 
-The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, whose products and sums
-fp32 has exactly; what lies between them in shared memory is NaN, so that an element from a wrong place is noticed.
+The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, whose products and sums are
+exact in fp32. Gaps between them in shared memory are NaN, which exposes an element from a wrong place.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def given_back(columns: np.ndarray) -> Words:
 
 @dataclass(frozen=True)
 class Layout:
-    """How A [64, 128] and B [N, 128] lie in shared memory, and the multiplications.
+    """The layout of A [64, 128] and B [N, 128] in shared memory, and the multiplications.
 
     Attributes:
         leading, stride: the byte offsets of the descriptors.
         panel: bytes from the first 64 k to the other 64, where the matrix is K-major.
         steps: which 16 k are multiplied, one step after the other.
-        accumulates: whether the first step adds to what is in D; the others do.
+        accumulates: whether the first step adds to D; the others do.
     """
 
     leading: int
@@ -139,7 +139,7 @@ def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
 
 
 def k_major_layouts(n: int) -> list[Layout]:
-    """Rows without gaps, one panel after the other; and panels that lie between each other's rows."""
+    """Rows without gaps, one panel after the other; and panels with interleaved rows."""
     return [Layout(16, 1024, n * 128, (0, 1, 2, 3), False), Layout(0, 2048, 1024, (1, 6, 3, 4), True)]
 
 
@@ -172,7 +172,7 @@ def multiplications(kind: str, dtype: torch.dtype, n: int) -> list[Vector]:
 
 
 def groups() -> list[Vector]:
-    """Runs two steps in D of the older group, two in that of the newer."""
+    """Runs two steps in D of the older group, two in the newer group's."""
     layout, rng = k_major_layouts(64)[1], np.random.default_rng(2)
     a, b = small_integers(rng, 64), small_integers(rng, 64)
     image = image_of(*((at, layout.k_major(64), bits(x, torch.float16)) for at, x in ((0, a), (B_BEGINS, b))))
@@ -182,7 +182,7 @@ def groups() -> list[Vector]:
 
 
 def written_again() -> list[Vector]:
-    """Runs two steps of other operands, which come to lie where the first were. Each of the images has 32 KB."""
+    """Runs two steps whose operands overwrite the first ones in place. Each of the images has 32 KB."""
     layout, rng, steps = Layout(16, 1024, PANEL_BYTES, (0, 5, 0, 0), True), np.random.default_rng(3), (0, 5)
     images, sums = [], []
     for i in range(2):
@@ -212,7 +212,7 @@ def descriptors() -> list[Vector]:
 
 
 def phases() -> list[Vector]:
-    """In each of four phases the threads 64 to 127 get what a thread of the other half has written for this phase."""
+    """Checks in four phases that threads 64 to 127 get the other half's values of the same phase."""
     own = any_words(np.random.default_rng(5), (THREADS, 4, 4))
     read = np.where((THREAD >= 64)[:, None], own[(THREAD ^ 32) % 64].reshape(THREADS, 16), 0)
     return [(given_words([], own, np.zeros(0, np.uint32)), given_back(read))]

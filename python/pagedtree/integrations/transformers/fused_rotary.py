@@ -1,11 +1,11 @@
 """Rotary embedding within the attention of packed passes: `rope_append` in place of a model's own functions.
 
-Most decoders of transformers call apply_rotary_pos_emb(q, k, cos, sin), a dozen of torch's operations, just before the
-attention interface. In a packed pass such a layer runs as it is, but for this function: it hands queries and keys on,
-and the attention rotates and caches them by one op.
+Most decoders of transformers call apply_rotary_pos_emb(q, k, cos, sin), a dozen torch operations, just before the
+attention interface. In a packed pass this function becomes the identity: it hands queries and keys on, and the
+attention rotates and caches them by one op.
 
-A layer takes part if its function rotates the halves of its heads' first columns, and if what the function returned in
-the layer's first pass came to the attention as it was. All others go on as before.
+A layer takes part if its function rotates the halves of its heads' first columns, and if in the layer's first pass the
+function's output reached the attention unchanged. All others go on as before.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RotaryLayer:
 
 
 class _Rotated(NamedTuple):
-    """What a layer's function has returned: rotated in the layer's first pass, and as it came in later ones."""
+    """The output of a layer's function: rotated in the layer's first pass, unrotated in later ones."""
 
     layer: RotaryLayer
     query: Tensor  # [1, Hq, T, D]
@@ -69,7 +69,7 @@ class _Rotated(NamedTuple):
 
 
 def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | None:
-    """Returns the rotation of what came to the attention; None where the layer has rotated it."""
+    """Returns the rotation of the attention's inputs; None where the layer has rotated them."""
     rotated, packed.rotated = packed.rotated, None
     if rotated is None:
         return None
@@ -88,12 +88,12 @@ def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | No
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Tells whether the host may ask for the tensor's values now."""
+    """Returns whether the host may read the tensor's values now."""
     return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _fits(rotated: _Rotated) -> bool:
-    """Tells whether `rope_append` does what the layer did."""
+    """Returns whether `rope_append` computes the layer's rotation."""
     cos, sin, query = rotated.cos, rotated.sin, rotated.query
     shape = (1, query.shape[2], cos.shape[-1])
     if cos.shape != shape or sin.shape != shape or cos.dtype != sin.dtype or cos.shape[-1] % 2:
@@ -107,7 +107,7 @@ def _fits(rotated: _Rotated) -> bool:
 
 @lru_cache
 def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -> bool:
-    """Tells whether the function rotates the halves of the first columns of heads, tried on numbers of fp32."""
+    """Returns whether the function rotates the halves of the heads' first columns, tried on fp32 numbers."""
     generator = torch.Generator().manual_seed(0)
     drawn = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
     q, k = (drawn(1, heads, 3, head_dim) for heads in (4, 2))
@@ -131,7 +131,7 @@ def rotary_layers(model: nn.Module) -> list[RotaryLayer]:
 
 
 def _has_function(module: nn.Module) -> bool:
-    """Tells whether the module's forward looks for the function, and nobody has wrapped or replaced that forward."""
+    """Returns whether the module's forward looks for the function and is neither wrapped nor replaced."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward or "forward" in vars(module):
         return False

@@ -37,8 +37,8 @@ OTHER_KINDS = {"mlp", "moe"}
 def check_model(model: Any) -> None:
     """Refuses models that cannot run on packed tokens with attention keys and values as their state.
 
-    ValueError says why. What can be seen only in a layer is refused there: other masks, head sizes, layers that run
-    twice.
+    Raises ValueError with the reason. Problems visible only inside a layer are refused there: other masks, head sizes,
+    layers that run twice.
     """
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
@@ -70,19 +70,19 @@ def check_model(model: Any) -> None:
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
-    """Tells whether it holds for the model or for one in it, such as a language model beside a vision tower."""
+    """Returns whether it holds for the model or a submodel, such as a vision model's language model."""
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
 def _makes_masks(model: nn.Module) -> bool:
-    """Tells whether the model makes its masks itself, as some of 4.57 do; those take one mask of four dimensions."""
+    """Returns whether the model builds its masks itself, as some of 4.57 do; those take one 4-D mask."""
     if _has(model, lambda inner: hasattr(sys.modules.get(type(inner).__module__), "create_causal_mask")):
         return False
     return _has(model, lambda inner: inner._supports_sdpa)
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Tells whether the model takes position_ids, or a model in it that gets its other arguments."""
+    """Returns whether the model takes position_ids, or a submodel that gets its other arguments."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "position_ids" in parameters or (
@@ -103,9 +103,9 @@ def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
 
 
 class TransformersModel(PackedModel):
-    """A model of transformers as the engine and the drafters take it.
+    """A transformers model in the form that the engine and the drafters take.
 
-    Raises what `check_model`, `latent.latent_layers` and `recurrent.recurrent_layers` raise.
+    Raises the errors of `check_model`, `latent.latent_layers` and `recurrent.recurrent_layers`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -247,11 +247,12 @@ class TransformersModel(PackedModel):
 
 
 class _Watched:
-    """What the output layer reads and what decoder layers give, kept from pass to pass by hooks that stay until `stop`:
-    to set them anew for each pass took 3 % of a small model's step.
+    """Captures the output layer's input and decoder layers' outputs by hooks that stay until `stop`.
+
+    Setting the hooks anew for each pass took 3 % of a small model's step.
 
     Attributes:
-        wanted: whether the input of the output layer is, and the decoder layers whose outputs are.
+        wanted: whether to keep the output layer's input, and which decoder layers' outputs to keep.
     """
 
     def __init__(self) -> None:
@@ -272,7 +273,7 @@ class _Watched:
         return watched
 
     def take(self) -> tuple[Tensor | None, Tensor | None]:
-        """Takes what the last pass gave: hidden states of the rows with logits, features of all tokens side by side."""
+        """Takes the last pass's results: hidden states of rows with logits, concatenated features of all tokens."""
         needs_hidden, feature_layers = self.wanted
         hidden = self._kept[-1] if needs_hidden else None
         features = torch.cat([self._kept[index] for index in feature_layers], dim=1) if feature_layers else None

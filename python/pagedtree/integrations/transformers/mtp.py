@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layers that models ship beside their own to draft with (DeepSeek-V3, 2024)."""
+"""Multi-token prediction: extra layers that models ship for drafting (DeepSeek-V3, 2024)."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Layout(NamedTuple):
     """The names of a layer's tensors in a checkpoint, behind `prefix`.
 
     Attributes:
-        token_norm, state_norm, projection, final_norm: of what is around the decoder layer.
-        layer: in front of the names of the decoder layer's own.
+        token_norm, state_norm, projection, final_norm: of the modules around the decoder layer.
+        layer: prefix of the decoder layer's own names.
         is_state_first: whether the projection reads the state in front of the token's embedding.
     """
 
@@ -61,17 +61,16 @@ LAYOUTS = (
 
 
 class MtpHead(nn.Module):
-    """A decoder layer of the target's own kind that reads a token's embedding and a state, and gives the next state.
+    """A decoder layer of the target's architecture that maps a token's embedding and a state to the next state.
 
-    At position t stand the target's token t + 1 and the state of token t: what the target's output layer reads there,
-    or, in a draft, what this layer gave at the node before. What it gives, read by the target's output layer, names the
-    token t + 2.
+    Position t holds the target's token t + 1 and the state of token t: the target's last hidden state or, in a draft,
+    this layer's output at the previous node. The target's output layer turns the output into the token t + 2.
 
         joined = projection(cat([token_norm(embed(token)), state_norm(state)]))   # MiMo: the state first
         state = final_norm(layer(joined))
 
-    The layer is a copy of the target's last one with full attention, latent or not, dense or with experts, with other
-    weights. The rotary embedding is the target's, and so are embedding and output layer unless a checkpoint has others.
+    The layer copies the architecture of the target's last full-attention layer (latent or not, dense or with experts).
+    It shares the target's rotary embedding, and its embedding and output layer unless a checkpoint has others.
 
     Args:
         model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
@@ -124,7 +123,7 @@ class MtpHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Turns the outputs of the target's last layer, [T, H], into what its output layer reads."""
+        """Turns the target's last-layer outputs, [T, H], into the inputs of its output layer."""
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
@@ -151,16 +150,16 @@ class MtpHead(nn.Module):
         return cast(Tensor, self.final_norm(out[0] if isinstance(out, tuple) else out)[0])
 
     def logits(self, states: Tensor) -> Tensor:
-        """Turns what `forward` gave, [..., H], into logits of the target's tokens."""
+        """Turns the outputs of `forward`, [..., H], into logits of the target's tokens."""
         return cast(Tensor, self._of_target[1](states))
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
-        """Returns the first MTP layer for `model` from its own checkpoint, or from a folder that speculators wrote.
+        """Returns the first MTP layer for `model` from the model's checkpoint, or from a folder that speculators wrote.
 
         Embedding and output layer are the target's where the checkpoint has none or the same values; others are kept
-        beside the target's. Names, shapes and types are checked before any weight is read. ValueError names the tensor
-        that is missing, not known or of another form; OSError is raised for files that cannot be read.
+        separately. Names, shapes and types are checked before any weight is read. Raises ValueError, naming the tensor,
+        for a missing, unknown or malformed tensor; OSError for files that cannot be read.
         """
         path = Path(path)
         stored = StoredTensors(path, WEIGHTS_NAMES)
@@ -193,10 +192,10 @@ class MtpHead(nn.Module):
 
 
 class MtpDrafter(EagleDrafter):
-    """The target's own multi-token prediction layer grows a tree, by its most likely tokens.
+    """Trees of the most likely tokens of the target's multi-token prediction layer.
 
-    It drafts as `EagleDrafter` does, with a cache of its own (of latents, where the target's is): each step runs the
-    layer once for each level. Of a model with several such layers the first one drafts all levels.
+    It drafts as `EagleDrafter` does, with a separate cache (of latents if the target's is): each step runs the layer
+    once per level. If a model has several such layers, the first one drafts all levels.
 
     Args:
         head: `MtpHead.from_pretrained`, of the target that `generate` gets.
@@ -249,8 +248,7 @@ def _layout_of(stored: StoredTensors, num_layers: int) -> Layout | None:
 
 
 def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTensors) -> Mapping[str, tuple[int, ...]]:
-    """Returns the tensors of the file that one of `MtpHead` is made of, with their shapes: one, or those of all
-    experts."""
+    """Returns the file's tensors that make up one of `MtpHead`, with their shapes: one, or one per expert."""
     part, _, rest = name.partition(".")
     if part != "layer":
         return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}
@@ -295,19 +293,19 @@ def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTe
 
 
 def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
-    """Returns the drafter for the draft head in a folder, whatever wrote it.
+    """Returns the drafter for the draft head in a folder.
 
-    The format is told by config.json: speculators' (eagle3, peagle, dflash, dflash2, mtp), EAGLE-3 as SpecForge and
-    vLLM have it, DFlash and DFlash 2 as the package dflash writes them, Medusa's own, those that `save_pretrained` of
-    this package writes, and a model's own checkpoint with multi-token prediction layers (`MtpDrafter`).
+    config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2, mtp), EAGLE-3 as in SpecForge and
+    vLLM, DFlash and DFlash 2 as written by the package dflash, Medusa's, this package's `save_pretrained`, and a model
+    checkpoint with multi-token prediction layers (`MtpDrafter`).
 
     Args:
         folder: with config.json and the weights.
         target: the model that `generate` gets.
         sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
 
-    Raises ValueError, which names the file and the entry or tensor, for a folder of another format, for another target,
-    or of entries and tensors that are not known; OSError for files that cannot be read.
+    Raises ValueError, which names the file and the entry or tensor, for an unknown format, another target, or unknown
+    entries and tensors; OSError for files that cannot be read.
     """
     return drafters.load_drafter(folder, target, of_models=_of_model, **sizes)
 

@@ -1,7 +1,7 @@
-"""Weights of linear layers in the packed form of oneDNN, in which CPUs multiply few rows faster.
+"""Weights of linear layers in oneDNN's packed form, in which CPUs multiply few rows faster.
 
-torch's own product reads a weight row by row. oneDNN's reads blocks that lie in the order in which its kernel takes
-them, so a pass over few tokens comes closer to the speed of the memory, and more tokens cost little more.
+torch's own product reads a weight row by row. oneDNN's reads blocks in the order in which its kernel takes them, so a
+pass over few tokens comes closer to memory bandwidth, and more tokens cost little more.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class _Weight(NamedTuple):
 
 @dataclass
 class _Packed:
-    """A matrix in packed form: one weight, or those of sibling layers, one below the other.
+    """A matrix in packed form: one weight, or the weights of sibling layers stacked by rows.
 
     Attributes:
-        stand_ins: what the layers of each weight have in its place.
+        stand_ins: the replacement weights of the layers.
     """
 
     weights: list[_Weight]
@@ -98,43 +98,39 @@ class _Packed:
 
 @contextmanager
 def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
-    """Inside the block linear layers of the models compute with packed weights, on CPUs that oneDNN has them for.
+    """Runs linear layers of the models with packed weights inside the block, on CPUs where oneDNN has them.
 
-    A pass over few tokens takes less time. `generate` packs for the time of a call where that pays; hold the block open
-    over many calls to pack once. Whatever runs the models works in it, `model(...)` and `model.generate(...)` too, but
-    not their training: backward raises RuntimeError.
+    A pass over few tokens takes less time. `generate` packs for one call where that pays; hold the block open over many
+    calls to pack once. `model(...)` and `model.generate(...)` work inside the block, but training does not: backward
+    raises RuntimeError.
 
-    Weights are packed one after another, and dense forms freed at once, so the models need no more memory. A matrix
-    that is the embedding, too (tied weights), stays dense for the embedding and is packed besides. So does a weight
-    that anybody else holds: another module, an optimizer or a variable has the parameter, or its memory is that of
-    another tensor or a NumPy view, too, or shared with other processes. It keeps its memory and its bits; a value that
-    is written to it meanwhile counts after the block. An array from which `torch.from_numpy` made it is not seen.
+    Weights are packed one after another and their dense forms freed at once, so the models need no more memory. A
+    matrix that is also the embedding (tied weights) stays dense for the embedding and is packed in addition. So does a
+    weight held elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view
+    or another process shares its memory. It keeps its memory and its bits; a value written to it meanwhile counts after
+    the block. An array passed to `torch.from_numpy` is not detected.
 
-    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another: the first that is called
-    with a tensor multiplies it for all, and the others take their columns of the product if they get that very tensor,
-    unchanged. Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's
-    layout, which torch's dense operations refuse with an error: saving, moving and loading weights belong outside, and
-    torch.autocast, too. A model that `torch.compile` has compiled runs as it was written. At the end, also after an
-    exception, the very same parameters have the very same bits again. Blocks may be nested; the inner one packs what is
-    left. Packing waits for calls of `generate` on the models in other threads. Do not run them yourself in another
-    thread meanwhile.
+    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another: the first one called with a
+    tensor multiplies it for all, and the others take their columns of the product if they get the same unchanged
+    tensor. Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's layout,
+    which torch's dense operations refuse with an error: save, move and load weights outside, and keep torch.autocast
+    outside. A model compiled by `torch.compile` runs uncompiled. At the end, also after an exception, the same
+    parameters have the same bits again. Blocks may be nested; the inner one packs the remaining layers. Packing waits
+    for calls of `generate` on the models in other threads. Do not run the models in another thread meanwhile.
 
-    Packed are layers of the exact type `torch.nn.Linear` on the CPU, in bf16 and fp16 (where oneDNN computes in them)
-    with a matrix of at least 32768 elements, in fp32 of at least 524288. Others stay as they are: subclasses,
-    quantised, offloaded, sharded and parametrised layers; kv_b_proj of latent attention and dt_proj of Mamba, whose
-    weights are read directly. In fp32 and fp16 passes of one and two tokens take more time with packed weights, larger
-    ones less.
+    Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
+    computes in them), from 524288 in fp32. Others stay unchanged: subclasses, quantised, offloaded, sharded and
+    parametrised layers; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly. In fp32
+    and fp16, packed weights slow down passes of one and two tokens and speed up larger ones.
 
-    Results differ from those of dense weights by rounding. They have the same bits in each run. How the sums of a token
-    are rounded may depend on how many tokens the pass has, as it may without packing.
+    Results differ from dense weights by rounding and are reproducible bit for bit. A token's rounding may depend on the
+    number of tokens in the pass, as without packing.
 
     Args:
         models: the models, any torch.nn.Module.
-        copy_held: whether weights that others hold are packed, too, which takes memory a second time; else they stay
-            dense.
+        copy_held: whether to pack weights held elsewhere, too, which doubles their memory; else they stay dense.
 
-    Yields how many layers it packed: 0 without oneDNN, or where none of the layers is of that kind. Raises TypeError
-    for what is no module.
+    Yields the number of packed layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.
     """
     for model in models:
         if not isinstance(model, nn.Module):
@@ -156,7 +152,7 @@ def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
 
 
 def pays(model: Any, num_passes: int, num_tokens: int) -> bool:
-    """Tells whether so many passes of `num_tokens` tokens are worth packing the model, and unpacking it again."""
+    """Returns whether so many passes of `num_tokens` tokens are worth packing and unpacking the model."""
     is_fast = model.dtype == torch.bfloat16 or num_tokens >= MIN_TOKENS
     is_dense = torch.is_autocast_enabled("cpu")  # which converts dense weights alone
     return model.device.type == "cpu" and not is_dense and is_fast and num_passes >= MIN_PASSES
@@ -233,7 +229,7 @@ def _is_large(group: list[_Weight]) -> bool:
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
-    """Tells whether it is a linear layer that does nothing but multiply by a dense weight."""
+    """Returns whether it is a linear layer that only multiplies by a dense weight."""
     weight: Any = module._parameters.get("weight")
     if type(module) is not nn.Linear or "forward" in vars(module) or type(weight) is not nn.Parameter:
         return False

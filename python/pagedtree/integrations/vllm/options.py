@@ -1,4 +1,4 @@
-"""What the requests of a vLLM batch ask for, in the tensors that pagedtree's ops take."""
+"""The options of a vLLM batch's requests, as tensors for pagedtree's ops."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class BatchOptions:
-    """Follows vLLM's batch on runner V1. Only what requests use is built, and what stays the same once per batch.
+    """Follows vLLM's batch on runner V1. Builds only the options in use; static ones are built once per batch.
 
-    vLLM's own tensors of these options are for chains, and some of them it does not keep where there is speculation.
+    vLLM's own option tensors are for chains, and vLLM drops some of them under speculation.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -81,9 +81,9 @@ class BatchOptions:
 
 
 def is_same_batch(old: Sequence[tuple[Any, ...]] | None, new: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether these are the same requests in the same order: the parameters of each, then what else it is known by.
+    """Whether these are the same requests in the same order: compares parameters first, then the other keys.
 
-    The parameters themselves stand for what is in them: vLLM replaces them where a request gets others.
+    Parameters are compared by identity: vLLM replaces the object when a request gets others.
     """
     if old is None or len(old) != len(new):
         return False
@@ -96,9 +96,9 @@ def option_rows(
     device: torch.device,
     prompts: Sequence[Sequence[int]] | None = None,
 ) -> OptionRows:
-    """The options of requests given as (parameters, length of the prompt, ...).
+    """Returns the options of requests given as (parameters, length of the prompt, ...).
 
-    prompts: what penalties count; None where nothing is counted here.
+    prompts: the tokens that penalties count; None where nothing is counted here.
     """
     prompt_lens = [length for _, length, *_ in batch]
     lists = option_lists([params for params, *_ in batch], prompt_lens, vocab_size)
@@ -125,9 +125,9 @@ def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature:
 
 
 def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """All of R requests' options but those that need their texts, as arguments of `RequestOptions.from_lists`.
+    """Returns R requests' options, except the text-dependent ones, as arguments of `RequestOptions.from_lists`.
 
-    vLLM has checked the ids. Those that its tokenizer knows and the model does not are left out.
+    vLLM has checked the ids. Ids in its tokenizer but not in the model are left out.
     """
     lists: dict[str, Any] = {}
     if any(params.allowed_token_ids for params in given):
@@ -148,12 +148,12 @@ def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: i
 
 
 def known_ids(tokens: Sequence[int] | None, vocab_size: int) -> list[int]:
-    """A prompt's tokens without those that stand for something else, such as images."""
+    """Returns a prompt's tokens without placeholders, such as for images."""
     return [token for token in tokens or () if 0 <= token < vocab_size]
 
 
 def is_penalized(params: Any) -> bool:
-    """Tells whether vLLM's parameters have a penalty that depends on the text."""
+    """Returns whether vLLM's parameters have a penalty that depends on the text."""
     return [getattr(params, name) for name in PENALTIES] != [1.0, 0.0, 0.0]
 
 

@@ -1,4 +1,4 @@
-"""The base class of drafters: the methods that vLLM's runners call, and what trees need around them."""
+"""The base class of drafters: the methods that vLLM's runners call, and the bookkeeping that trees need."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ Proposed = tuple[list[int], np.ndarray] | tuple[list[int], np.ndarray, np.ndarra
 
 
 class TreeDrafter:
-    """Base class: the methods that vLLM calls, and what trees need around them.
+    """Base class: the methods that vLLM calls, and the bookkeeping that trees need.
 
-    What a class says of itself:
+    Class attributes:
 
-        defaults        its options and their values where additional_config has none
-        needed          the option that must be there, and what it names; None: none
+        defaults        its options and their default values
+        needed          the required option and its meaning, or None
         needs_hidden    `draft` gets the target's last hidden states
-        feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass; may
-                        be set as late as in `load_model`
-        on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the first
-                        one alone; for drafters that compute over the ranks, as the target's `compute_logits` does. The
-                        first one's proposals count.
+        feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass;
+                        `load_model` may still set it
+        on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the
+                        first one alone; for drafters that compute over the ranks, like the target's `compute_logits`.
+                        The first rank's proposals count.
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
         is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
                         log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes]; vLLM's adaptive
                         verification (runner V2) needs that
 
     Attributes:
-        options: `defaults`, with what additional_config gives instead.
+        options: `defaults`, updated from additional_config.
         max_nodes: num_speculative_tokens + 1.
-        max_depth: the most levels of a tree; by default max_nodes - 1.
-        request_ids, hidden: the requests of the batch, in its order, and the hidden state of each; set by the runner
-            before `propose`.
-        most_tokens: how many tokens the text of each of these requests may have, prompt included; set likewise.
-        pass_rows, pass_seconds: how many tokens the pass read, draft tokens included, and what it took; set likewise.
-        parents: request id -> int32 [n + 1], the tree of the last proposal, root included; its nodes are in an order in
-            which the first n are a tree for any n, since vLLM's scheduler may cut proposals off.
+        max_depth: maximum levels of a tree; default max_nodes - 1.
+        request_ids, hidden: the requests in batch order and their hidden states; set by the runner before `propose`.
+        most_tokens: each request's maximum length, prompt included; set likewise.
+        pass_rows, pass_seconds: tokens that the pass read, draft tokens included, and its duration; set likewise.
+        parents: request id -> int32 [n + 1], the tree of the last proposal, root included. The first n nodes form
+            a tree for any n, because vLLM's scheduler may truncate proposals.
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
@@ -116,38 +115,37 @@ class TreeDrafter:
         self.parents.pop(request_id, None)
 
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
-        """Called after each pass of the target, before `draft`, where the drafter has `feature_layers`.
+        """Called after each target pass, before `draft`, if the drafter has `feature_layers`.
 
         Args:
-            request_ids: the requests of which the pass has read tokens that are in their texts: known ones, such as
-                prompts in chunks, or those of a tree that were accepted. Not all of them get a token by this pass.
-            tokens: integer [length of the text so far] of each, prompt included, with what the pass has not read yet.
-            starts: the position of the first token of each that was read. It is where the last call ended, but 0 again
-                where vLLM reads a request anew after a preemption.
-            features: [number of tokens read, layers * H] of each: the residual stream behind each of feature_layers, in
-                their order.
+            request_ids: the requests for which the pass read prefill tokens or accepted draft tokens. Not all of them
+                get a new token from this pass.
+            tokens: integer [length of the text so far] of each, prompt and unread tokens included.
+            starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
+            features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers, in
+                order.
 
-        When `draft` is called for a text of n tokens, positions 0 to n - 2 have been here.
+        Before `draft` sees a text of n tokens, `read` has seen positions 0 to n - 2.
         """
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
-        """Drafts a tree for each of these requests, whose last token is known; this is what a drafter implements.
+        """Drafts a tree for each request. Drafters implement this method.
 
         Args:
-            request_ids: R of vLLM's names.
+            request_ids: R of vLLM's request ids.
             tokens: R arrays, integer [length of the text so far], prompt included; the last token is the root.
 
-        A drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], what the target's output layer
-        turned into the root, which is the last hidden state at the token before it, in the model's dtype on its device.
+        A drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], the target's last hidden state
+        at the token before the root, in the model's dtype on its device.
 
         Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
         num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
-        the root, i the i-th draft token, and 0 <= parents[i] < i. Without any guess: ([], np.array([-1])). Nodes deeper
-        than the request's text may still grow are left out afterwards. log_probs: fp32 [n + 1], each node's joint
-        log-probability by the drafter, the root's 0; what is accepted corrects them.
+        the root, i the i-th draft token, and 0 <= parents[i] < i. Without drafts: ([], np.array([-1])). Nodes past the
+        request's maximum length are dropped afterwards. log_probs: fp32 [n + 1], each node's joint log-probability by
+        the drafter, 0 for the root; acceptances correct them.
 
-        Called on the first tensor-parallel rank, with `on_every_rank` on all of them; where nothing is worth its time,
-        not in every step.
+        Called on the first tensor-parallel rank, or on all with `on_every_rank`. Skipped in steps where drafting does
+        not pay.
         """
         raise NotImplementedError
 
@@ -163,9 +161,7 @@ class TreeDrafter:
         """Asks for at most so many levels from now on, where fewer take less time; called where `draft` is next."""
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
-        """Tells how much more than what every step brings `draft` would read now, in tokens of the target; called where
-        proposals are made, with what `draft` may get next.
-        """
+        """Returns how many target tokens `draft` would read beyond a normal step's; called before `draft`."""
         return 0.0
 
     def propose(
@@ -211,7 +207,7 @@ class TreeDrafter:
         return drafts
 
     def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
-        """Checks what `draft` returned; raises ValueError where it is not what its docstring says."""
+        """Checks the return value of `draft`; raises ValueError if it breaks the contract in its docstring."""
         name = f"{type(self).__name__}.draft"
         if len(proposed) != count:
             raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")

@@ -1,7 +1,7 @@
-"""How many nodes each request of vLLM's batch gets: as many as make the most tokens per second.
+"""How many nodes each request of vLLM's batch gets: as many as maximize throughput.
 
-The choice is that of `generate(tree="auto")`, `pagedtree.generation.tree_tuner`. What this adds is what a server has to
-find out: what became of the last proposals, and which passes tell what a step costs.
+The choice is made by `pagedtree.generation.tree_tuner`, as in `generate(tree="auto")`. This module finds out how much
+of the last proposals was accepted, and which passes measure a step's cost.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Pass:
 
     Attributes:
         request_ids: the requests that it read tokens of.
-        new_tokens: what each of them has got by it; nothing where it has to read more of its prompt.
+        new_tokens: the new tokens of each; none for a request still in prefill.
         num_rows: tokens that it read, draft tokens included.
-        seconds: what it took.
+        seconds: its duration.
     """
 
     request_ids: Sequence[str]
@@ -41,7 +41,7 @@ class Pass:
 
 @dataclass
 class _Step:
-    """What was proposed for the next pass: to which requests, with which plan, beginning when, in how many seconds."""
+    """Proposals for the next pass: the requests, the plan, the start time and the drafting time in seconds."""
 
     request_ids: Sequence[str]
     plan: Plan
@@ -52,14 +52,14 @@ class _Step:
 
 
 class BatchTuner:
-    """Chooses among the nodes that a drafter proposes; after each pass:
+    """Chooses among a drafter's proposed nodes. After each pass:
 
-        plan = tuner.plan(passed, request_ids)          # takes in what became of the last proposals
+        plan = tuner.plan(passed, request_ids)          # learns from the last proposals
         if plan.depth is not None:
             proposals = tuner.keep(proposals)
 
     Args:
-        max_depth: the most levels of the drafter's trees.
+        max_depth: maximum levels of the drafter's trees.
         grows_by_level: whether trees of fewer levels take the drafter less time.
         clock: seconds.
     """
@@ -71,9 +71,9 @@ class BatchTuner:
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
-        """Decides how deep to draft for these requests, which are those that the pass gave tokens.
+        """Decides how deep to draft for these requests, the ones that got tokens in this pass.
 
-        unread: how many tokens the drafter has to read before it can draft, in tokens of the target.
+        unread: how many target tokens the drafter has to read before it can draft.
         """
         now = self._clock()
         self._learn(passed, now)
@@ -83,7 +83,7 @@ class BatchTuner:
         return plan
 
     def keep(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """The nodes that the target is to verify, of what was proposed for the requests of the last plan."""
+        """Returns the proposed nodes of the last plan's requests that the target should verify."""
         step = self._step
         assert step is not None
         sizes = [len(parents) for _, parents, _ in proposals]
@@ -147,6 +147,6 @@ def accepted_path(proposal: Proposal, new_tokens: Sequence[int]) -> list[tuple[i
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [len(rows), the longest one's length], with -1 behind those that end earlier."""
+    """int64 [len(rows), maximum length], padded with -1."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64)
