@@ -1,4 +1,4 @@
-"""What a person reads, and what a machine reads."""
+"""The check's output for people and for machines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def group_line(rows: Sequence[Row]) -> str:
 
 
 def rows_text(place: Place, rows: Iterable[Row]) -> str:
-    """Returns the rows that a person must see: what was measured, what failed, what was not run."""
+    """Returns the rows that a person must see: measured, failed and not run."""
     lines = []
     for row in rows:
         if row.status == MEASURED:

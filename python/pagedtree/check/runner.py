@@ -18,13 +18,13 @@ PORTABLE = "portable"
 
 @dataclass
 class Row:
-    """What came of a case.
+    """The outcome of a case.
 
     Attributes:
         status: OK, FAILED, NOT_APPLICABLE, NOT_RUN or MEASURED.
-        against: what the results were compared with.
-        detail: what is wrong, or why there is nothing to say, or what was measured.
-        numbers: what a measurement gave.
+        against: the reference of the comparison.
+        detail: the error, the reason for no verdict, or the measurement in words.
+        numbers: the measured numbers.
     """
 
     name: str
@@ -77,7 +77,7 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
 
 
 def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
-    """Chooses what the results of `case` are compared with: its name, and how to get it. It is never the same code."""
+    """Chooses the reference for the results of `case`: its name, and a function for it. It never runs the same code."""
 
     def on_cpu(function: Callable[[], Results]) -> Callable[[], Results]:
         def call() -> Results:
@@ -113,7 +113,7 @@ def _active_isa() -> str:
 
 
 def context_is_lost(place: Place) -> bool:
-    """Tells whether an error has left the device unusable for this process (an illegal access on a GPU)."""
+    """Returns whether an error has left the device unusable for this process (an illegal access on a GPU)."""
     if place.device.type != "cuda":
         return False
     try:

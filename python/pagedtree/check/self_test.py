@@ -1,8 +1,8 @@
 """`python -m pagedtree check --engine wgmma`: may attention use wgmma on this GPU?
 
-The kernels run in a process of their own with a time limit, because one that misses a phase of an mbarrier never ends.
+The kernels run in a separate process with a time limit, because a kernel that misses a phase of an mbarrier never ends.
 First each instruction by itself, then attention: plain and masked in every tile, page size 1, odd numbers of stages,
-lists of short and long sequences, latent caches. What comes of it is kept for `PAGEDTREE_ENGINE=auto`.
+lists of short and long sequences, latent caches. The verdict is kept for `PAGEDTREE_ENGINE=auto`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHILD = "import sys; from pagedtree.check import self_test; self_test.run_rows([
 
 
 def run_child(place: Place, seconds: float, code: str = CHILD, expected: int | None = None) -> str:
-    """Runs the rows in a process of their own; returns PASSED, or "failed: " and why.
+    """Runs the rows in a separate process; returns PASSED, or "failed: " and why.
 
     Args:
         code: the Python that calls run_rows() with device, backend and the file's name.
@@ -84,7 +84,7 @@ def run_child(place: Place, seconds: float, code: str = CHILD, expected: int | N
 
 
 def run(place: Place, found: Facts, seconds: float) -> int:
-    """Makes the test, says what came of it and keeps it. Returns the exit status of the command."""
+    """Runs the test, prints and stores the verdict. Returns the exit status of the command."""
     count, begin = sum(1 for _ in rows()), time.perf_counter()
     print(f"self-test of wgmma: {count} rows on {place.device}, at most {seconds:g} s", flush=True)
     said = run_child(place, seconds)

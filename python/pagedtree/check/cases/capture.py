@@ -1,6 +1,6 @@
 """Whole decode steps, drafting to commit, captured in a CUDA graph and replayed with other lengths, trees, parameters.
 
-A replay must give what the same steps give one op at a time on the same device, bit for bit.
+A replay must match the same steps run op by op on the same device, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ KINDS = [
 
 
 class RecurrentLayer:
-    """A gated delta rule behind a short convolution; a token leads straight to what both read."""
+    """A gated delta rule after a short convolution; a token directly determines the inputs of both."""
 
     def __init__(self, weights: Callable[..., Tensor], seed: int) -> None:
         self.widths = [KEY_HEADS * STATE_DIM] * 2 + [HEADS * STATE_DIM]
@@ -89,11 +89,11 @@ class RecurrentLayer:
 
 
 class Engine:
-    """A toy model and all that a step reads and writes, in buffers that stay where they are.
+    """A toy model and all tensors that a step reads and writes, in fixed buffers.
 
     rule: "sampled", "rejection" or "greedy". source: n-gram trees from the sequences' own text, trees and drafts that
     the host copies in before each step, or the best nodes of best-first trees, as many of the batch as the host allows.
-    part: "latent cache" if K and V are one cache, "recurrent layer" if there is one beside attention, or "".
+    part: "latent cache" if K and V are one cache, "recurrent layer" if there is one in addition to attention, or "".
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Engine:
                 mine.copy_(tensor)
 
     def prepare(self, i: int) -> None:
-        """Does what the host changes before step i."""
+        """Makes the host's changes before step i."""
         self.temperature.fill_(0.0 if i % 5 == 4 else 0.4)
         self.limit.fill_(BUDGET - i % 7 * 3)
         if self.source == "trees from the host":

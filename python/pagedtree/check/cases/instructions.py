@@ -1,7 +1,7 @@
 """Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against the result that the PTX manual defines.
 
-The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so that the GPU and its emulation are
-judged by the same expected values. Those that Hopper alone has are in instructions_sm90.py.
+The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so the GPU and its emulation are
+checked against the same expected values. Hopper-only functions are in instructions_sm90.py.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def tf32_numbers(seed: int) -> Words:
 
 
 def exponents(seed: int) -> Words:
-    """Numbers over the whole range of results, subnormal ones too, and those that have names."""
+    """Returns numbers over the whole range of results: subnormal and special values, too."""
     values = np.random.default_rng(seed).uniform(-152, 129, (64, 12)).astype(np.float32)
     values[:8, 0] = [0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, 0.5]
     values[8:16, 1] = [-125.0, -127.0, -149.0, -150.0, 127.0, 128.0, 1e30, -1e30]
@@ -115,7 +115,7 @@ def float8_words(seed: int) -> Words:
 
 
 def float8_numbers(seed: int) -> Words:
-    """Numbers around those of e4m3: ties and their neighbours, subnormal ones, too large ones, NaN."""
+    """Returns numbers around e4m3 values: ties and their neighbours, subnormal ones, too large ones, NaN."""
     rng = np.random.default_rng(seed)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     others = codes.new_tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])
@@ -217,7 +217,7 @@ def _max_nan(dtype: torch.dtype) -> Callable[[Words], Words]:
 
 
 def _halves(words: Words, which: slice, scale: float) -> Words:
-    """Returns two halves per word: those of its four e4m3 codes times `scale`."""
+    """Returns two halves per word: its four e4m3 codes times `scale`."""
     codes = words[:, :4].copy().view(np.uint8).reshape(64, 4, 4)[:, :, which].reshape(64, 8)
     values = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float() * scale
     return values.half().view(torch.int16).numpy().view(np.uint32)
@@ -238,7 +238,7 @@ def _increment(words: Words) -> Words:
 
 
 def floats_within(limit: float, unit: float) -> Difference:
-    """Returns what tells whether fp32 words are off by more than limit * max(|value|, unit); NaN equals NaN."""
+    """Returns a check whether fp32 words are off by more than limit * max(|value|, unit); NaN equals NaN."""
 
     def difference(found: Tensor, expected: Tensor) -> str:
         x, y = (tensor.to(torch.int32).view(torch.float32).double() for tensor in (found, expected))

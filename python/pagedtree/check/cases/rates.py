@@ -1,4 +1,4 @@
-"""Ten headline calls: time, bandwidth and rate beside what this very machine reaches in a copy and in a matmul."""
+"""Ten headline calls: time, bandwidth and rate, next to this machine's measured copy and matmul rates."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _compact(place: Place, scale: Scale) -> Work:
 
 
 def _verification(rule: str) -> Callable[[Place, Scale], Work]:
-    """Chains of 8 nodes whose drafts are all accepted by greedy decoding; the bytes are those of all rows."""
+    """Greedy verification of chains of 8 nodes that are all accepted; the bytes count all rows."""
 
     def make(place: Place, scale: Scale) -> Work:
         batch, nodes, device = scale.batch, 8, place.device

@@ -1,7 +1,6 @@
-"""step_shards, follow_shards, weigh_shards, walk_shards: vocabularies in parts, where threads play the ranks.
+"""step_shards, follow_shards, weigh_shards, walk_shards: sharded vocabularies, where threads play the ranks.
 
-The verify ops of pagedtree.distributed drive the four ops; what all ranks return must be what the whole vocabulary
-gives.
+The verify ops of pagedtree.distributed drive the four ops; all ranks must return the whole vocabulary's results.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class _Meeting:
         self.brought: list[Tensor | None] = [None] * size
 
     def every(self, rank: int, words: Tensor) -> Tensor:
-        """Returns [P, ...]: what each rank brings."""
+        """Returns [P, ...]: each rank's contribution."""
         self.brought[rank] = words
         self.barrier.wait()
         gathered = torch.stack([tensor for tensor in self.brought if tensor is not None])
@@ -56,7 +55,7 @@ class _Meeting:
 
 
 class _ThreadGroup:
-    """Does between threads what pagedtree.distributed.group.Group does between processes."""
+    """Implements pagedtree.distributed.group.Group between threads instead of processes."""
 
     def __init__(self, meeting: _Meeting, rank: int) -> None:
         self.meeting, self.rank, self.size = meeting, rank, meeting.size

@@ -1,8 +1,8 @@
-"""FlashAttention's two functions for inference, on pagedtree. Nothing of flash-attn is needed.
+"""FlashAttention's two functions for inference, on pagedtree. flash-attn is not needed.
 
-The arguments are those of flash-attn 2.8, in its order, and by name those of FlashAttention 3. Causal masks are aligned
-to the last key, as in FlashAttention; a row that sees no key gives 0 and lse -inf. What is not supported is refused by
-name, with NotImplementedError.
+The arguments are flash-attn 2.8's, in its order, and by name FlashAttention 3's. Causal masks are aligned to the last
+key, as in FlashAttention; a row that sees no key gives 0 and lse -inf. Unsupported arguments are refused by name, with
+NotImplementedError.
 """
 
 from pagedtree.integrations.flash_attn.kvcache import flash_attn_with_kvcache

@@ -34,9 +34,9 @@ class BatchMLAPagedAttentionWrapper:
         q_data_type: torch.dtype | None = None, kv_data_type: torch.dtype | None = None, use_profiler: bool = False,
         **options: Any,
     ) -> None:  # fmt: skip
-        """Takes over one step's batch. The arguments are FlashInfer's, in its flat form; lengths are read on the host.
+        """Plans one step's batch. The arguments are FlashInfer's, in its flat form; lengths are read on the host.
 
-        Raises NotImplementedError for what is not supported (metadata= among it), ValueError for wrong shapes, and for
+        Raises NotImplementedError for unsupported arguments (such as metadata=), ValueError for wrong shapes, and for
         widths other than 512 and 64.
         """
         output = options.pop("output_dtype", None)
@@ -71,14 +71,14 @@ class BatchMLAPagedAttentionWrapper:
         return_lse_base_on_e: bool = False, *, query: Tensor | tuple[Tensor, Tensor] | None = None,
         kv_cache: Tensor | tuple[Tensor, Tensor] | None = None, **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of q_nope [T, heads, 512] and q_pe [T, heads, 64] over a cache of rows of 512 and 64 columns.
+        """Attends q_nope [T, heads, 512] and q_pe [T, heads, 64] to a cache of rows of 512 and 64 columns.
 
-        ckv_cache [pages, page_size, 512] and kpe_cache [pages, page_size, 64] are read where they are, if they are the
-        first and the last columns of one tensor of 576; else the pages of the batch are copied together in each call.
-        Queries are joined likewise. query and kv_cache stand for the first four: one tensor of 576 columns, or the two
-        parts; profiler_buffer has no effect. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in
-        base 2 unless return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for what is not
-        supported, ValueError for wrong shapes or dtypes.
+        ckv_cache [pages, page_size, 512] and kpe_cache [pages, page_size, 64] are read in place if they are the first
+        and last columns of one tensor of 576; else each call copies the batch's pages together. Queries are joined
+        likewise. query and kv_cache stand for the first four: one tensor of 576 columns, or the two parts;
+        profiler_buffer has no effect. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in base 2
+        unless return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for unsupported arguments,
+        ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")
@@ -136,7 +136,7 @@ def _parts(
 
 
 def _adjacent(first: Tensor, last: Tensor) -> Tensor | None:
-    """A view of both as one tensor, where the columns of `last` follow those of `first` in memory, else None."""
+    """Returns a view of both as one tensor if the columns of `last` follow the first tensor's in memory, else None."""
     width = first.shape[-1]
     together = (
         first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

@@ -28,8 +28,8 @@ HINTS = {
 class BatchPrefillWithPagedKVCacheWrapper:
     """FlashInfer's wrapper of this name: plan() once per step, run() in each layer.
 
-    plan() reads lengths on the host, as FlashInfer's does. Masks must be tree masks (`import_custom_mask`). What is not
-    supported is refused by name.
+    plan() reads lengths on the host, as FlashInfer's does. Masks must be tree masks (`import_custom_mask`). Unsupported
+    arguments are refused by name.
     """
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD", **options: Any) -> None:
@@ -49,13 +49,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        """Takes over one step's batch. The arguments are FlashInfer's.
+        """Plans one step's batch. The arguments are FlashInfer's.
 
-        Without a mask the queries see all keys, or those up to their own position if causal. Windows need causal.
-        q_data_type, kv_data_type and o_data_type: where they are given, run() refuses tensors of other dtypes.
-        head_dim_vo goes with a cache of two tensors; pairs are those that `tree_attention` takes.
-        Raises NotImplementedError for what is not supported, ValueError for wrong shapes, for offsets in qo_indptr that
-        descend, and for masks that are no tree's.
+        Without a mask the queries see all keys, or the keys up to their own position if causal. Windows need causal. If
+        q_data_type, kv_data_type and o_data_type are given, run() refuses tensors of other dtypes. head_dim_vo goes
+        with a cache of two tensors, in the pairs that `tree_attention` takes. Raises NotImplementedError for
+        unsupported arguments, ValueError for wrong shapes, for offsets in qo_indptr that descend, and for masks that
+        are not tree masks.
         """
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
@@ -110,12 +110,12 @@ class BatchPrefillWithPagedKVCacheWrapper:
         return_lse: bool = False, lse_base: str = "log2", lse_layout: str = "NH", window_left: int | None = None,
         sinks: Tensor | None = None, enable_pdl: bool | None = None, **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """Attention of q [T, heads, dim]; the cache as `cache_views` takes it. Scales are those of an fp8 cache.
+        """Attends q [T, heads, dim] to the cache, given as `cache_views` takes it. Scales are an fp8 cache's.
 
-        T is qo_indptr's last offset, or more if causal; rows behind it get zeros.
+        T is qo_indptr's last offset, or more if causal; rows after it get zeros.
 
         lse is fp32, in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN". Raises RuntimeError before
-        plan(), NotImplementedError for what is not supported, ValueError for wrong shapes or dtypes.
+        plan(), NotImplementedError for unsupported arguments, ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")
@@ -151,7 +151,7 @@ class BatchPrefillWithPagedKVCacheWrapper:
         window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-        """FlashInfer's older form of run(): what is given here stands for what plan() was given."""
+        """FlashInfer's older form of run(): these arguments override plan()'s."""
         if self._arguments is None:
             raise RuntimeError("forward: expected begin_forward() before it")
         if pos_encoding_mode != "NONE":

@@ -14,7 +14,7 @@ __all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
 
 
 class TreeMaskMode(IntEnum):
-    """How a tree mask of N nodes per sequence lies in its buffer; the sequences follow each other.
+    """The buffer layout of a tree mask of N nodes per sequence; the sequences follow each other.
 
     FULL_MASK: one byte for each (node, position), N rows of seq_len + N; QLEN_ONLY: one byte for each (node, node);
     QLEN_ONLY_BITPACKING: the bits of a row in 1, 2 or 4 bytes (N up to 8, 16, 32), the lowest first.
@@ -61,7 +61,7 @@ def _mode(tree_mask_mode: int) -> TreeMaskMode:
 
 
 def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> None:
-    """Writes seen, bool [bs, N, N], to a mask's buffer; what has no place in it is left out."""
+    """Writes seen, bool [bs, N, N], to a mask's buffer; drops entries past its end."""
     bs, n, _ = seen.shape
     if mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         rows = _packed_rows(tree_mask, bs, n)
@@ -78,10 +78,10 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
 
 
 def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
-    """The mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of a mask that SGLang built (see `TreeMaskMode`).
+    """Returns the mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of SGLang's mask (see `TreeMaskMode`).
 
-    seq_lens: integers [bs], without the trees. Masks of bytes are read only where the trees are; what lies outside
-    reads as 0. Raises ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
+    seq_lens: integers [bs], without the trees. Only the tree parts of byte masks are read; entries past the buffer read
+    as 0. Raises ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
     """
     bs, n = seq_lens.numel(), draft_token_num
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:

@@ -1,4 +1,4 @@
-"""The entry point: what SGLang calls in each of its processes before it does anything else."""
+"""The entry point: SGLang calls it in each of its processes before it does anything else."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NAME = "pagedtree"
 
 
 def register() -> None:
-    """sglang.srt.plugins: makes the attention backend known, --attention-backend pagedtree, also for drafting steps.
+    """Registers the attention backend for sglang.srt.plugins: --attention-backend pagedtree, also for drafting steps.
 
-    On CPUs it also fills what SGLang leaves out there (`on_cpu`).
+    On CPUs it also fills SGLang's gaps there (`on_cpu`).
     """
     from sglang.srt.arg_groups.choices import add_attention_backend_choices
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -41,7 +41,7 @@ def create_draft_backend(
     original: Callable[..., Any], factory: Any, backend_name: str, backend_map: dict[str, Any], *args: Any,
     stamps_children: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Adds pagedtree to SGLang's list of backends that can draft; `stamps_children` goes with those of many steps."""
+    """Adds pagedtree to SGLang's list of draft backends; `stamps_children` comes with multi-step ones."""
 
     def create() -> tuple[str, Any]:
         from pagedtree.integrations.sglang.attention import PagedTreeBackend

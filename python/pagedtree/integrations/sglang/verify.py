@@ -31,10 +31,10 @@ def verify_tree_greedy(
     """Follows the drafts that equal the target's predictions (`pagedtree.verify_greedy`).
 
     Args:
-        predicts: integers [bs * N] or longer, written: predicts[r] follows the node of flat row r, for the rows of
-            the accepted path; the others keep what they hold.
+        predicts: integers [bs * N] or longer, written: predicts[r] follows the node of flat row r, for the rows of the
+            accepted path; the others stay unchanged.
         accept_index: integers [bs, S], written: flat rows of the root and of at most S - 1 accepted nodes; the rest
-            keeps what it holds.
+            stays unchanged.
         accept_token_num: integers [bs], written: accepted nodes, without the root.
         candidates: integers [bs, N], the nodes' tokens.
         retrive_index: integers [bs, N], each node's flat row; retrive_next_token, retrive_next_sibling: integers
@@ -134,10 +134,10 @@ def tree_speculative_sampling_target_only(
 def _deciding_coins(
     coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
 ) -> Tensor:
-    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or behind all.
+    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or past all.
 
-    The choice is made by sums of the very probabilities: `verify_rejection` sees exponentials of logarithms, whose
-    rounding would decide where a coin lies on the boundary of two intervals.
+    The choice uses sums of the exact probabilities: `verify_rejection` sees exponentials of logarithms, whose rounding
+    would decide when a coin is on the boundary of two intervals.
     """
     bs, n = drafts.shape
     vocab = probs.shape[1]
@@ -176,7 +176,7 @@ def _tree_arguments(
 
 
 def _write(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, verdict: Verdict, rows: Tensor) -> None:
-    """Writes the path's entries only; the root's stands in for what is behind the path, so that sizes are fixed."""
+    """Writes the path's entries only; entries past the path become the root's, so that sizes are fixed."""
     path = verdict.accept_index.long()
     width = path.shape[1]
     on_path = path >= 0

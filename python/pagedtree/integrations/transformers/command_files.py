@@ -35,9 +35,9 @@ def read_text(option: str, path: str, stdin: bool = False) -> str:
 
 
 def check_checkpoint(option: str, name: str, of_model: bool = False) -> None:
-    """Raises ValueError, which names the option, for what is no folder of a checkpoint.
+    """Raises ValueError, which names the option, for anything but a checkpoint folder.
 
-    of_model: a GGUF file or a name on the hub will do, too. Whether the hub has it is not asked here.
+    of_model: also accepts a GGUF file or a name on the hub. Does not check whether the hub has it.
     """
     path = Path(name)
     if path.is_dir():
@@ -52,7 +52,7 @@ def check_checkpoint(option: str, name: str, of_model: bool = False) -> None:
 
 
 def model_folder(option: str, name: str) -> str:
-    """Returns what `from_pretrained` loads: the name itself, or the folder of what a GGUF file holds."""
+    """Returns the argument for `from_pretrained`: the name itself, or the folder of a GGUF file's checkpoint."""
     if not is_gguf(name):
         return name
     try:

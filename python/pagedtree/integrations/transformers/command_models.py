@@ -50,7 +50,7 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
 
 
 def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
-    """Returns the drafter, of its own sizes where no option says otherwise, and of chains for rule "block"."""
+    """Returns the drafter, with its own default sizes; chains for rule "block"."""
     sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     for name, size in sizes.items():
         if size < 1:
@@ -92,7 +92,7 @@ def _load_draft(args: argparse.Namespace, target: Any) -> Any:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Tells whether this CPU multiplies matrices of the dtype at least as fast as those of float32."""
+    """Returns whether this CPU multiplies matrices of the dtype at least as fast as float32 ones."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
 
 

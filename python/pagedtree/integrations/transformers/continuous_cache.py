@@ -13,12 +13,12 @@ __all__ = ["attend_continuous"]
 
 
 class LayerCache(NamedTuple):
-    """What transformers' cache says about one layer.
+    """transformers' cache entries for one layer.
 
     Attributes:
-        group: the layer's place in read_index and write_index. kind: its place in what is kept for each layer type.
+        group: the layer's place in read_index and write_index. kind: its place in values kept per layer type.
         window: the layer's window, 0 = none. pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's
-            ring buffer, which is no pages in order.
+            ring buffer, whose pages are not in order.
     """
 
     group: int
@@ -38,12 +38,12 @@ def attend_continuous(
 ) -> Tensor:
     """Attends in a packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    window: 0 = none, None = the cache's. kwargs are those of transformers' pass: its cache, the slots to write
-    (write_index) and those of each request's whole sequence (read_index). Full attention writes and reads the cache in
-    place, by pages. A window's ring buffer may have to be read before it is written, so transformers gathers its keys;
-    they are read as pages of one slot.
+    window: 0 = none, None = the cache's. kwargs come from transformers' pass: its cache, the slots to write
+    (write_index) and the slots of each request's whole sequence (read_index). Full attention writes and reads the cache
+    in place, by pages. A window's ring buffer may have to be read before it is written, so transformers gathers its
+    keys; they are read as pages of one slot.
 
-    Raises ValueError for caches of another layout than those of transformers 4.57 and 5.23.
+    Raises ValueError for cache layouts other than in transformers 4.57 and 5.23.
     """
     cache = kwargs["cache"]
     if kwargs.get("block_table") is not None:
@@ -69,8 +69,7 @@ def attend_continuous(
 
 
 def _page_table(index: Tensor, cu_seqlens_k: Tensor, longest: int, page_size: int) -> Tensor:
-    """Returns int32 [B, max_pages] of sequences whose slots lie one after the other in `index`, each from a page's
-    start on."""
+    """Returns int32 [B, max_pages] of sequences with consecutive slots in `index`, each starting at a page boundary."""
     first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device, dtype=torch.int64)
     return (index[first.clamp(max=index.shape[0] - 1)] // page_size).int()
 

@@ -53,21 +53,21 @@ def tree_generate(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
 
-    Prompts, attention mask, lengths, EOS, padding, sampling and logits processors are `model.generate`'s arguments and
-    generation config: temperature, top_k, top_p, min_p, repetition_penalty, sequence_bias of single tokens,
-    bad_words_ids, min_length, min_new_tokens, suppress_tokens, begin_suppress_tokens. The keyword arguments here are
-    `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too.
-    Greedy text is that of `model.generate` without custom_generate. Sampled text follows the same distribution, with
-    other draws: each row has a seed, drawn from torch's generator where `seeds` (one per returned row) is not given, so
-    that `torch.manual_seed` repeats it. on_stats: called with the `GenerationStats` at the end. stop_strings need the
-    tokenizer as stop_tokenizer, because transformers keeps `tokenizer` to itself; they do not begin in a prompt.
+    Prompts, attention mask, lengths, EOS, padding, sampling and logits processors come from `model.generate`'s
+    arguments and generation config: temperature, top_k, top_p, min_p, repetition_penalty, sequence_bias of single
+    tokens, bad_words_ids, min_length, min_new_tokens, suppress_tokens, begin_suppress_tokens. The keyword arguments
+    here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too. Greedy text equals
+    `model.generate` without custom_generate. Sampled text follows the same distribution, with other draws: each row has
+    a seed, drawn from torch's generator unless `seeds` (one per returned row) is given, so `torch.manual_seed` makes it
+    reproducible. on_stats: called with the `GenerationStats` at the end. stop_strings need the tokenizer as
+    stop_tokenizer, because transformers does not pass `tokenizer` on; they never match text that begins in a prompt.
 
-    Returns what `model.generate` does: int64 [B, length], or with return_dict_in_generate an output of `sequences`.
+    Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 
-    Raises ValueError, naming it, for what drafts cannot be verified under: beams, logits processors other than those
+    Raises ValueError, naming the option, for options that verification does not support: beams, other logits processors
     (no_repeat_ngram_size, typical_p, ...), stopping criteria other than length and EOS, scores or states as output, a
-    cache that already holds tokens, and further inputs of the model.
-    transformers hands neither `streamer` nor `assistant_model` to a decoding loop: use callback and drafter.
+    cache that already holds tokens, and further inputs of the model. transformers hands neither `streamer` nor
+    `assistant_model` to a decoding loop: use callback and drafter.
     """
     if stop_strings is not None and stop_tokenizer is None:
         raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None")

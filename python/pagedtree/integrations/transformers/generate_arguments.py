@@ -1,4 +1,4 @@
-"""What `generate` was called with, checked, in the form in which the engine takes it."""
+"""The arguments of `generate`, checked, in the form that the engine takes."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Prompts:
 
     @classmethod
     def of(cls, input_ids: Any, attention_mask: Any, vocab_size: int, pad: int | None, n: int) -> Prompts:
-        """Reads and checks them. pad: what fills the rows of a tensor without a mask, None = nothing."""
+        """Reads and checks the arguments. pad: fills the rows of a tensor without a mask, None = no padding."""
         input_ids, attention_mask = _prompts_and_mask(input_ids, attention_mask)
         tokens = _token_lists(input_ids, attention_mask, vocab_size, pad)
         return cls(tokens, input_ids if isinstance(input_ids, Tensor) else None, n)
@@ -135,7 +135,7 @@ class Prompts:
 
 
 def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Prompts and mask out of what a tokenizer returned; other prompts as they are."""
+    """Returns prompts and mask from a tokenizer's output; other prompts unchanged."""
     if isinstance(input_ids, Mapping):
         if attention_mask is not None:
             raise ValueError("attention_mask: expected none beside a BatchEncoding or dict, which may hold it")
@@ -217,7 +217,7 @@ def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
 
 
 def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
-    """Returns the tokens that end a sequence: those given, else those of the model's generation config."""
+    """Returns the given tokens that end a sequence, else the generation config's."""
     given = getattr(model.generation_config, "eos_token_id", None) if eos_token_id is None else eos_token_id
     if given is None:
         return []
@@ -226,7 +226,7 @@ def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
 
 
 def pad_token(model: Any, pad_token_id: Any) -> int | None:
-    """Returns the token that fills rows: the one given, else that of the model's generation config."""
+    """Returns the given token that fills rows, else the generation config's."""
     given = getattr(model.generation_config, "pad_token_id", None) if pad_token_id is None else pad_token_id
     return None if given is None else integer("pad_token_id", given)
 

@@ -1,4 +1,4 @@
-"""A model's generation config: which of its fields act on a text, and what they ask `generate` for."""
+"""A model's generation config: the fields that act on a text, and the arguments of `generate` that they become."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class ConfigFields:
         return found.on_params(SamplingParams() if self.is_sampled else None)
 
     def stops(self, stop_strings: str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
-        """Chooses what ends a text: the call's stop strings, else those of the config."""
+        """Chooses the stop strings: the call's, else the config's."""
         if stop_strings is not None:
             return StopStrings(stop_strings, tokenizer)
         if "stop_strings" not in self.values:
@@ -115,9 +115,9 @@ class ConfigFields:
         eos_ids: Sequence[int],
         vocab: int,
     ) -> Processors:
-        """Joins what the fields and the logits processors of a call ask for.
+        """Joins the settings of a call's fields and logits processors.
 
-        given: those of the call; one of a field's own type takes its place, as in transformers. The others are as for
+        given: the call's processors; one of a field's type replaces it, as in transformers. The others are as for
         `read_processors`.
         """
         before = self._processors(PROCESSORS, eos_ids)
@@ -155,9 +155,9 @@ def config_fields(
     """Returns the fields of `model.generation_config` that a call has to follow.
 
     params, rule: of the call. Params replace all sampling of the config and its repetition penalty; the rule "greedy"
-    replaces its sampling. given: what the call's other arguments say, by the names of the fields; None is nothing.
+    replaces its sampling. given: the call's other arguments, by the names of the fields; None = not given.
 
-    Raises ValueError, naming them, for fields that have no counterpart and for values that transformers does not take.
+    Raises ValueError, naming them, for fields without a counterpart and for values that transformers does not take.
     """
     config = model.generation_config
     if config is None:

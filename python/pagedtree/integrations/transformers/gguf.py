@@ -27,24 +27,24 @@ FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 
 
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
-    """Returns the checkpoint that a GGUF file holds, as a folder that `from_pretrained` of model and tokenizer loads.
+    """Returns a GGUF file's checkpoint as a folder that `from_pretrained` of model and tokenizer loads.
 
     The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
-    tokenizer and chat template. It says so on standard error, because that takes a while (20 s for 135 million
-    parameters). Later calls only compare the file's content with the folder's name. The folder may be deleted at any
-    time; the next call writes it again.
+    tokenizer and chat template. A message on standard error announces this, because it takes a while (20 s for 135
+    million parameters). Later calls only compare the file's digest with the folder's name. The folder may be deleted at
+    any time; the next call writes it again.
 
     Weights of a file with quantised tensors are kept in bfloat16. Rounding to its 8 bits changes a weight by at most
-    0.2 % of itself, while already the finest usual type, Q8_0, may have moved it by 0.4 % of the largest of 32 weights.
-    A file of plain numbers keeps its type: float32, float16 or bfloat16, that of its matrices where there are several.
+    0.2 %, while even Q8_0, the finest usual type, may have moved it by 0.4 % of the largest of 32 weights. A file
+    without quantised tensors keeps its type: float32, float16 or bfloat16; the matrices' type if they are mixed.
 
     Args:
         path: the file. A model in several files is not read.
-        folder: where the checkpoint's folder is kept, under the file's name and a digest of its content and of
+        folder: parent of the checkpoint's folder, which is named by the file's name and a digest of its content and of
             transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
 
     Raises:
-        ModuleNotFoundError: gguf or accelerate is not installed, with which transformers reads such files.
+        ModuleNotFoundError: gguf or accelerate, which transformers needs for such files, is not installed.
         ValueError: not a GGUF file, a damaged one, or a model that transformers cannot read from one.
     """
     path = Path(path)
@@ -80,7 +80,7 @@ def _write(path: Path, kept: Path) -> None:
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Tells whether there is a file that begins as GGUF files do."""
+    """Returns whether there is a file that begins as GGUF files do."""
     path = Path(path)
     return path.is_file() and _start(path) == MAGIC
 
@@ -112,7 +112,7 @@ def _digest(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    """Model and tokenizer. What others' readers raise for a bad file becomes one ValueError."""
+    """Reads model and tokenizer. Turns the libraries' errors for a bad file into one ValueError."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

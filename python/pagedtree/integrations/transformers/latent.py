@@ -1,10 +1,10 @@
-"""Latent attention (MLA) over one cached vector a token: DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and their kin.
+"""Latent attention (MLA) over one cached vector a token: DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and similar models.
 
 Such a layer projects each token to a latent of 512 values, from which its kv_b_proj makes the keys and values of all
 heads, and to 64 rotated values that the keys of all heads share. A packed pass caches these 576 values and expands
-nothing: the key half of kv_b_proj is multiplied into the queries, which then meet the latents themselves, and its value
-half into what attention returns (the "absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section
-2.1). All else, rotation and scaling with it, is the model's own code: only its expand_kv is replaced.
+nothing: the key half of kv_b_proj is multiplied into the queries, which then attend to the latents, and its value half
+into the attention output (the "absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section 2.1). All
+else, including rotation and scaling, is the model's own code: only its expand_kv is replaced.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ LATENT_DIM, ROPE_DIM = 512, 64
 def latent_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the model's layers of latent attention that a packed pass runs over their latents.
 
-    Layers of other sizes are left out if the heads that they expand are equally wide in keys and values: those are
-    cached as those of other models. ValueError says what does not fit of the others.
+    Layers of other sizes are left out if their expanded keys and values are equally wide: these are cached as in other
+    models. Raises ValueError, which says what does not fit, for the rest.
     """
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
 
@@ -63,7 +63,7 @@ def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """Tells whether the attention interface gets latents from this layer."""
+    """Returns whether the attention interface gets latents from this layer."""
     return getattr(module, "expand_kv", None) is _latents
 
 

@@ -52,7 +52,7 @@ KNOWN = (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, *MASKS, 
 
 @dataclass
 class Processors:
-    """What a list of processors asks for.
+    """The settings of a list of processors.
 
     Attributes:
         params: fields of `SamplingParams`.
@@ -68,8 +68,7 @@ class Processors:
     begin_suppress_tokens: list[int] = field(default_factory=list)
 
     def on_params(self, params: SamplingParams | None) -> SamplingParams | None:
-        """Returns `params` (None = greedy) with what the processors ask for. Raises ValueError where both have a
-        say."""
+        """Returns `params` (None = greedy) with the processors' settings. Raises ValueError where both set a field."""
         if not self.params:
             return params
         # The order of the filters is a property of all of them.
@@ -83,7 +82,7 @@ class Processors:
         return replace(params, **self.params)
 
     def on_options(self, options: TokenOptions, prompt: int) -> TokenOptions:
-        """Returns the options of one outcome of a prompt with what the processors ask for."""
+        """Returns the options of one outcome of a prompt with the processors' settings."""
         changed: dict[str, Any] = {} if self.penalize_prompt[prompt] else {"penalize_prompt": False}
         if self.bias:
             given = options.bias or {}
@@ -98,12 +97,12 @@ class Processors:
 def read_processors(
     processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int], vocab: int
 ) -> Processors:
-    """Reads what a `LogitsProcessorList` asks for.
+    """Reads the settings of a `LogitsProcessorList`.
 
-    prompts: their tokens, without padding. width: of the tensor that they came in; None: they came as lists. eos_ids:
-    the tokens that end a text. vocab: columns of the model's logits.
+    prompts: their tokens, without padding. width: of the tensor that held them, None for lists. eos_ids: the tokens
+    that end a text. vocab: columns of the model's logits.
 
-    Raises ValueError, with its name, for a processor that has no counterpart on draft trees, or none in its place.
+    Raises ValueError, with its name, for a processor without a counterpart on draft trees, or none in its place.
     """
     processors = list(processors)
     names = [type(processor).__name__ for processor in processors]
@@ -139,7 +138,7 @@ def _is_set(params: SamplingParams, name: str) -> bool:
 
 
 def _place(processor: Any) -> int:
-    """Ranks a processor as transformers does: bias, repetition penalty, what forbids tokens, then the warpers."""
+    """Ranks a processor as transformers does: bias, repetition penalty, forbidden tokens, then the warpers."""
     kind = type(processor)
     if kind in MASKS:
         return 2

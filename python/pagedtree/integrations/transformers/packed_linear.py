@@ -12,7 +12,7 @@ __all__ = ["PackedLinear", "PackedRows", "SharedProduct", "packed_form"]
 
 
 class PackedLinear(nn.Linear):
-    """What a `torch.nn.Linear` is while its weight is packed."""
+    """Replaces a `torch.nn.Linear` while its weight is packed."""
 
     def forward(self, input: Tensor) -> Tensor:
         # Not by self.weight and self.bias, which take longer to look up.
@@ -61,7 +61,7 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 class _Outputs(NamedTuple):
-    """What the last product gave, and of which tensor in which state; None for what a layer has got already."""
+    """The last product's outputs, and its input with its state; None for outputs that a layer has taken."""
 
     input: Tensor
     state: int | Tensor
@@ -100,12 +100,12 @@ class SharedProduct:
         return part
 
     def rows(self, *args: Any, **kwargs: Any) -> Sequence[Tensor]:
-        """Returns the layers' weights in dense form; the arguments are those of `to_dense`."""
+        """Returns the layers' weights in dense form; takes the arguments of `to_dense`."""
         return self.packed.to_dense(*args, **kwargs).split_with_sizes(self._sizes)
 
 
 def _state_of(x: Tensor) -> int | Tensor:
-    """Returns what tells whether x has changed since: its version, or a copy where tensors have none."""
+    """Returns a marker of x's state, to detect changes: its version, or a copy where tensors have none."""
     return x.clone() if x.is_inference() else x._version
 
 

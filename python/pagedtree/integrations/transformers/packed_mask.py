@@ -1,4 +1,4 @@
-"""The attention mask of a packed pass: what keys each layer sees, as transformers' own mask functions tell it."""
+"""The attention mask of a packed pass: the keys that each layer sees, according to transformers' mask functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ UNLIMITED = 1 << 30
 
 
 class PackedMask:
-    """What a packed pass gives a model in place of masks: one tensor for each window, which no layer reads.
+    """Stands in for the masks in a packed pass: one tensor for each window, which no layer reads.
 
-    The model gets `tokens`, bool [1, T], and has transformers make the masks of its layers from that: `of_layers` does.
-    So the window is the one that the model asks for, whatever its layers say; `window_of` finds it again.
+    The model gets `tokens`, bool [1, T], and has transformers make the masks of its layers from it, by `of_layers`. So
+    the window is the one that the model asks for, whatever its layers say; `window_of` finds it again.
     """
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class PackedMask:
 
 
 def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
-    """Tells whether the function shows each query itself and the `window` - 1 keys before it."""
+    """Returns whether the function shows each query itself and the `window` - 1 keys before it."""
     if _holds_tensor(mask_function):
         return False  # asked about tokens that are not there it would fail, which a GPU cannot catch
     around = sorted({0, 1, window - 1, window, window + 1, 2 * window - 1, 2 * window, 3 * window})
@@ -70,7 +70,7 @@ def _is_window(mask_function: Callable[..., Any], window: int) -> bool:
 
 
 def _holds_tensor(value: Any) -> bool:
-    """Tells whether a mask function, or one that it is made of, looks tokens up: their padding, block or sequence."""
+    """Returns whether a mask function or one of its parts looks up tokens: their padding, block or sequence."""
     if isinstance(value, (tuple, list)):
         return any(map(_holds_tensor, value))
     closure = getattr(value, "__closure__", None) or ()

@@ -1,4 +1,4 @@
-"""What `python -m pagedtree generate` shows while tokens come."""
+"""The live output of `python -m pagedtree generate`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["Printer"]
 class Printer:
     """Prints a single outcome as it comes. Several outcomes are printed at the end.
 
-    How far they are is told on standard error, unless the text itself tells it on a terminal. The rate is that of
-    decoding: the first token of each outcome, and the reading of the prompt before it, do not count.
+    Progress goes to standard error, unless a terminal shows the text itself. The rate covers decoding only: each
+    outcome's first token and its prefill do not count.
 
     Args:
         tokenizer: the model's.
@@ -25,7 +25,7 @@ class Printer:
         max_tokens: of all outcomes together.
 
     Attributes:
-        tokens: those of each outcome so far.
+        tokens: each outcome's tokens so far.
     """
 
     def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:
@@ -48,7 +48,7 @@ class Printer:
                 print(text, end="", flush=True)
 
     def finish(self) -> None:
-        """Prints what is left."""
+        """Prints the rest."""
         if self._shows_progress and self._is_live:
             print(file=sys.stderr)
         if self._stream is not None:

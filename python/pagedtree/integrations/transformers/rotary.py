@@ -1,9 +1,9 @@
 """Rotary embeddings whose frequencies transformers chooses by the longest sequence of a pass.
 
 Embeddings of type "longrope" (Phi-3 and Phi-4-mini with 128k positions) have one set of frequencies for sequences of up
-to `original_max_position_embeddings` tokens and another for longer ones. Those of type "dynamic" change with each token
-past `max_position_embeddings`. In a packed pass one sequence would choose for all of its neighbours. So a call is
-refused unless all of its sequences need the same frequencies from beginning to end.
+to `original_max_position_embeddings` tokens and another for longer ones. Type "dynamic" changes with each token past
+`max_position_embeddings`. In a packed pass one sequence would choose for all others. So a call is refused unless all of
+its sequences need the same frequencies from beginning to end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
 
 
 def check_rotation(name: str, model: Any, sequences: Iterable[GeneratedSequence]) -> bool:
-    """Tells whether these sequences are rotated by the frequencies of long ones, from their prompts on.
+    """Returns whether these sequences use the long-sequence frequencies, from their prompts on.
 
     Raises ValueError, with the model's `name`, if transformers would change the frequencies on the way.
     """
@@ -91,9 +91,9 @@ def check_constant(name: str, model: Any) -> None:
 
 @contextmanager
 def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
-    """Inside the block all passes are rotated by the same frequencies: those of long sequences, or of short ones.
+    """Rotates all passes inside the block with one set of frequencies: for long sequences, or for short ones.
 
-    Nodes drafted past the end of a text, which nobody keeps, do not change that. Only for sequences that
+    Nodes drafted past the end of a text, which are never kept, do not change that. Only for sequences that
     `check_rotation` has accepted.
     """
     limit = rotary_limit(model.config)

@@ -23,15 +23,15 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextStream:
-    """Decodes tokens as they come: what `add` and `finish` return is together the text of all tokens.
+    """Decodes tokens as they come: the return values of `add` and `finish` join to the text of all tokens.
 
-    That text is `tokenizer.decode(tokens, skip_special_tokens=True)`. Only the newest tokens are decoded, behind a few
-    that came before them, so a step costs the same after a long text as after a short one. What later tokens may
-    change is held back: an incomplete character and, if the tokenizer cleans up spaces, four characters.
+    That text is `tokenizer.decode(tokens, skip_special_tokens=True)`. Only the newest tokens are decoded, after a few
+    earlier ones, so the cost of a step does not grow with the text. Characters that later tokens may change are held
+    back: an incomplete character and, if the tokenizer cleans up spaces, four characters.
 
-    What was returned cannot be taken back. Where later tokens change it nevertheless, they are decoded by themselves,
-    so that no letter is lost or comes twice. One case is known: a tokenizer with byte fallback decodes neighbouring
-    byte tokens together, and a wrong byte behind a right character turns that character into replacement characters.
+    Returned text cannot be taken back. If later tokens change it nevertheless, they are decoded by themselves, so that
+    no letter is lost or doubled. One case is known: a tokenizer with byte fallback decodes neighbouring byte tokens
+    together, and a wrong byte after a right character turns that character into replacement characters.
 
     Args:
         tokenizer: anything with transformers' `decode`.
@@ -49,7 +49,7 @@ class TextStream:
         return self._advance(is_last=False)
 
     def finish(self) -> str:
-        """Returns what was held back."""
+        """Returns the text held back."""
         return self._advance(is_last=True)
 
     def _restart(self, tokens: list[int]) -> None:
@@ -99,7 +99,7 @@ class TextStream:
         self._returned = text[: len(text) - rest]
 
     def _is_left_out(self, token: int) -> bool:
-        """Tells whether it is a special token, which would be no context for others."""
+        """Returns whether it is a special token, which gives other tokens no context."""
         if token not in self._left_out:
             self._left_out[token] = not self._decode([token]) and bool(self.tokenizer.decode([token]))
         return self._left_out[token]

@@ -14,7 +14,7 @@ __all__ = ["WeightHolders", "can_count"]
 
 
 def can_count() -> bool:
-    """Tells whether this torch counts what shares a storage; no public name of it does."""
+    """Returns whether this torch can count the references to a storage; it has no public function for that."""
     return hasattr(torch._C, "_storage_Use_Count")
 
 
@@ -37,7 +37,7 @@ class WeightHolders:
         self._fresh = _references(fresh)
 
     def has_others(self, module: Any) -> bool:
-        """Tells whether anybody else holds the module's weight, a dense one on the CPU, or a part of its memory."""
+        """Returns whether anything else holds the module's weight, a dense one on the CPU, or a part of its memory."""
         found, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
         is_whole = module.weight.untyped_storage().nbytes() == module.weight.nbytes and self._starts[start] == 1
         counts = found[0] - users + 1, *found[1:]

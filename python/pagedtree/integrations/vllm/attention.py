@@ -38,7 +38,7 @@ FP8 = ("fp8", "fp8_e4m3")
 
 @dataclass
 class TreeMask:
-    """Which drafts of its own tree a query sees; the arguments of `tree_attention` with these names.
+    """The drafts of its tree that a query sees, as arguments of `tree_attention`.
 
     Attributes:
         tree_mask: int32 [T, W].
@@ -50,11 +50,11 @@ class TreeMask:
 
 
 class LayerKind(NamedTuple):
-    """What layers have in common that share the calls of a step.
+    """The common properties of layers that share the calls of a step.
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim, page_size, scale, softcap, window: of their attention.
-        latent_dim: the columns of a latent cache that are values, too; None for caches of keys and values.
+        latent_dim: the columns of a latent cache that are also values; None for caches of keys and values.
     """
 
     num_q_heads: int
@@ -267,10 +267,10 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         kv_cache: Tensor,
         layer_slot_mapping: Tensor,
     ) -> None:
-        """Rotates the queries where they are, and writes the rotated keys and the values to the cache.
+        """Rotates the queries in place, and writes the rotated keys and the values to the cache.
 
         vLLM's pass fuse_rope_kvcache calls it in place of the model's rotary embedding and `do_kv_cache_update`. Keys
-        are left as they are: `forward` reads those of the cache.
+        are left unchanged: `forward` reads the cached ones.
         """
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))

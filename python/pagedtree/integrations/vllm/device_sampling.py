@@ -1,4 +1,4 @@
-"""What the requests of a batch ask for, from the sampling state that runner V2 keeps on the device."""
+"""The sampling options of a batch's requests, from the state that runner V2 keeps on the device."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class DeviceSampling:
     def logprobs(
         self, logits: Tensor, batch: Any, verdict: Verdict, grammar_mask: Tensor | None
     ) -> LogprobsTensors | None:
-        """Those of the tokens that the batch gets, as vLLM's own samplers give them; None where nobody asks.
+        """Returns the log-probabilities of the batch's new tokens, as vLLM's samplers do; None if not requested.
 
-        An accepted path is a chain. So vLLM's own functions see its rows as those of a chain of drafts, in which they
-        look for the tokens of each request from its first row on.
+        An accepted path is a chain. So vLLM's functions see its rows as a chain of drafts, and look up each request's
+        tokens from its first row on.
         """
         dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
         if dims is None:

@@ -75,9 +75,9 @@ class KnowsTexts(TreeDrafter):
 
 
 class NgramTreeDrafter(WithoutModel):
-    """Prompt lookup: what followed the last n-gram earlier in the request's text, merged into a tree.
+    """Prompt lookup: continuations of the last n-gram's earlier occurrences in the request's text, merged into a tree.
 
-    Options: those of `pagedtree.integrations.transformers.NgramDrafter` but `remember`.
+    Options: as in `pagedtree.integrations.transformers.NgramDrafter`, without `remember`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"max_depth": None, "max_branches": 4, "min_ngram": 1, "max_ngram": 4}
@@ -98,14 +98,14 @@ class NgramTreeDrafter(WithoutModel):
 
 
 class ModelTreeDrafter(KnowsTexts):
-    """A smaller model of the target's tokenizer grows a tree of its likeliest continuations.
+    """A smaller model with the target's tokenizer grows a tree of its likeliest continuations.
 
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
-    `pagedtree.integrations.transformers.ModelDrafter`. The draft model is run by transformers in the target's dtype,
-    with a paged cache of its own, which is not part of vLLM's memory budget: leave it room.
+    `pagedtree.integrations.transformers.ModelDrafter`. transformers runs the draft model in the target's dtype, with a
+    separate paged cache outside vLLM's memory budget: leave room for it.
 
-    It is whole on the first tensor-parallel rank, or split over the first ones: as many as the speculative
-    configuration's draft_tensor_parallel_size says, a divisor of tensor_parallel_size. Then
+    It runs whole on the first tensor-parallel rank, or split over the first draft_tensor_parallel_size ranks of the
+    speculative configuration, a divisor of tensor_parallel_size. Then
     `pagedtree.integrations.transformers.tensor_parallel` splits it and `pagedtree.distributed.DraftGroup` runs it.
     """
 
@@ -170,11 +170,11 @@ class ModelTreeDrafter(KnowsTexts):
 
 
 class MedusaTreeDrafter(WithoutModel):
-    """Medusa: heads on the target's last hidden state guess the tokens after the root, each for its level of the tree.
+    """Medusa: heads on the target's last hidden state predict the tokens after the root, one head per tree level.
 
-    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees are those of
+    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
     `pagedtree.best_first_tree`. The heads share the target's output layer, which computes over all tensor-parallel
-    ranks; what is the heads' own is on each of them whole.
+    ranks; their other weights are replicated on each rank.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
@@ -268,7 +268,7 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
 
 
 class EagleTreeDrafter(FolderTreeDrafter):
-    """EAGLE-3: a decoder layer on outputs of three of the target's layers grows a tree, with a cache of its own.
+    """EAGLE-3: a decoder layer on the outputs of three target layers grows a tree, with a separate cache.
 
     Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
     `pagedtree.integrations.transformers.EagleDrafter`. The rest is as in `FolderTreeDrafter`.

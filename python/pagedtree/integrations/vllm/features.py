@@ -1,4 +1,4 @@
-"""What a pass of vLLM's target computed of the tokens that stay, for drafters that read it."""
+"""The target pass's hidden states of the kept tokens in vLLM, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Accepted", "check_features", "kept_features", "kept_rows"]
 
 @dataclass
 class Accepted:
-    """What was accepted of the trees of one step.
+    """The accepted nodes of one step's trees.
 
     Attributes:
         last_rows: int64 [R], the row of the logits from which the newest token of each request came.
@@ -29,7 +29,7 @@ class Accepted:
 
 
 def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
-    """Raises ValueError, naming what was expected, where a drafter's `feature_layers` cannot be had.
+    """Raises ValueError, naming the expected layers, where a drafter's `feature_layers` are not available.
 
     model: the target, of vLLM.
     """
@@ -64,9 +64,9 @@ def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted)
 
 
 def kept_features(streams: Sequence[Tensor], layers: Sequence[int], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """[number of rows, layers * H] of each request.
+    """Returns [number of rows, layers * H] of each request.
 
-    streams: [T, H] of each of the different layers, in ascending order: what vLLM's model returns.
+    streams: [T, H] of each of the different layers, in ascending order, as vLLM's model returns them.
     """
     ascending = sorted(set(layers))
     index = torch.tensor([row for of_request in rows for row in of_request], dtype=torch.int64)

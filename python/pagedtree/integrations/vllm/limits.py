@@ -1,4 +1,4 @@
-"""Refuses, by name, what draft trees are not made for: configurations at the start, requests at their admission."""
+"""Refuses, by name, options that draft trees do not support: in configurations and, at admission, in requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_TOP_N = 1024  # of token_logprobs
 
 
 def uses_trees(vllm_config: Any) -> bool:
-    """Tells whether the configuration names a drafter or a worker of this package."""
+    """Returns whether the configuration names a drafter or a worker of this package."""
     speculation = vllm_config.speculative_config
     drafter = speculation.model if speculation is not None and speculation.method in METHODS.values() else ""
     worker = vllm_config.parallel_config.worker_cls
@@ -181,7 +181,7 @@ def _drafts_trees(speculation: Any) -> bool:
 
 
 def check_request(params: Any) -> None:
-    """Raises ValueError, naming the parameter, where a request wants what verification of trees does not do.
+    """Raises ValueError, naming the parameter, if a request needs an option that tree verification does not support.
 
     params: vLLM's SamplingParams.
     """

@@ -31,10 +31,10 @@ __all__ = ["StepTrees", "TreeRunner"]
 
 @dataclass
 class StepTrees:
-    """The trees of one step; requests without drafts have the root alone.
+    """The trees of one step; requests without drafts have only the root.
 
     Attributes:
-        trees: those of all R requests.
+        trees: of all R requests.
         rows: int64 [N], the query of each node in the step's batch.
         num_drafts: [R], nodes besides the root.
     """
@@ -45,17 +45,17 @@ class StepTrees:
 
 
 class TreeRunner:
-    """Stands in front of vLLM's model runner (V1) and extends these methods of it:
+    """Extends these methods of vLLM's model runner (V1):
 
         _update_states            looks at the parameters of new requests
-        _prepare_inputs           slots are those of a chain; then positions become start + depth, and masks are set
+        _prepare_inputs           chain slots first; then positions become start + depth, and masks are set
         sample_tokens             keeps the grammar's mask for _sample
         _sample                   verification, and the accepted rows of all layers moved together
         propose_draft_token_ids   hands the drafter hidden states; keeps the trees of its proposals until their tokens
                                   are scheduled
-        take_draft_token_ids      tells the scheduler of the trees
+        take_draft_token_ids      sends the trees to the scheduler
 
-    Without a drafter it works, too: the same seeded sampling, one token per step.
+    It also works without a drafter: the same seeded sampling, one token per step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -194,7 +194,7 @@ class TreeRunner:
         return StepTrees(trees, rows.long(), num_drafts)
 
     def _set_positions(self, step: StepTrees) -> None:
-        """Rotary positions start + depth; the slots stay those of a chain."""
+        """Sets rotary positions to start + depth; slots stay a chain's."""
         cu_nodes = step.trees.cu_nodes.long()
         roots = self.positions[step.rows[cu_nodes[:-1]]]
         counts = torch.from_numpy(step.num_drafts + 1).to(self.device)

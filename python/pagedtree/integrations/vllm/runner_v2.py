@@ -39,7 +39,7 @@ class StepTrees(NamedTuple):
     """The trees of one step.
 
     Attributes:
-        trees: those of all R requests; requests without drafts have the root alone.
+        trees: of all R requests; requests without drafts have only the root.
         draft_tokens: int64 [N], -1 at nodes that nobody drafted.
     """
 
@@ -48,19 +48,18 @@ class StepTrees(NamedTuple):
 
 
 class TreeRunnerV2:
-    """Stands in front of vLLM's model runner V2 and extends these methods of it:
+    """Extends these methods of vLLM's model runner V2:
 
         load_model            the drafter takes the speculator's place
         initialize_kv_cache   gives the builders of attention metadata the buffers of the masks
         add_requests          looks at the parameters of new requests
-        prepare_attn          slots are those of a chain; then positions become start + depth, and masks are set
+        prepare_attn          chain slots first; then positions become start + depth, and masks are set
         sample                verification, and the accepted rows of all layers moved together
-        take_draft_token_ids  tells the scheduler of the trees, where there are grammars
+        take_draft_token_ids  sends the trees to the scheduler if there are grammars
 
-    The speculative configuration is that of vLLM's own n-grams (`limits.METHODS`), so that vLLM schedules
-    asynchronously, as with these; or that of vLLM's own DFlash (`DFlashTreeSpeculator`). Nothing here waits for the
-    device; the drafter may (`TreeSpeculator`). Without a drafter it works, too: the same seeded sampling, one token per
-    step.
+    The speculative configuration is vLLM's for n-grams (`limits.METHODS`), so that vLLM schedules asynchronously, or
+    vLLM's for DFlash (`DFlashTreeSpeculator`). Nothing here waits for the device; the drafter may (`TreeSpeculator`).
+    It also works without a drafter: the same seeded sampling, one token per step.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:

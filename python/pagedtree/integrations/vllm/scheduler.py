@@ -22,7 +22,7 @@ __all__ = ["DraftTrees", "TreeScheduler"]
 
 @dataclass
 class DraftTrees(DraftTokenIds):
-    """What the worker tells the scheduler of its proposals.
+    """The worker's message to the scheduler about its proposals.
 
     Attributes:
         parents: int32 [n + 1] of each request, the root included, or None.
@@ -38,7 +38,7 @@ class TreeScheduler(Scheduler):
         schedule                starts to fill the masks, so that it happens while the target's pass runs
         get_grammar_bitmask     waits for them
 
-    Without structured outputs it does what vLLM's does.
+    Without structured outputs it behaves like vLLM's.
     """
 
     _fills_early = True  # whether drafts are known when a step is scheduled
@@ -49,7 +49,7 @@ class TreeScheduler(Scheduler):
         self._fill: tuple[list[str], GrammarFill] | None = None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Keeps all drafts: those that the grammar forbids are forbidden by the mask of their parent."""
+        """Keeps all drafts: the mask of a draft's parent rules out the drafts that the grammar forbids."""
         for request_id, tokens, parents in self._trees_of(draft_token_ids):
             request = self.requests[request_id]
             request.spec_token_ids = [] if request.is_prefill_chunk else tokens
@@ -130,7 +130,7 @@ class TreeScheduler(Scheduler):
 
 
 def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
-    """The parents of the root and `num_drafts` drafts. What vLLM schedules may be nobody's proposal: a chain."""
+    """Returns the parents of the root and `num_drafts` drafts; a chain if vLLM scheduled drafts without a proposal."""
     if parents is None or len(parents) <= num_drafts:
         parents = np.arange(-1, num_drafts)
     return parents[: num_drafts + 1].astype(np.int32)

@@ -1,4 +1,4 @@
-"""What both of vLLM's model runners do with the target's logits of trees, and with its caches afterwards."""
+"""Verification of tree logits and cache compaction, shared by both of vLLM's model runners."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Compactions:
 
 
 def _drafts(layer: Any) -> bool:
-    """Whether it is a layer of a draft model that vLLM runs; these have backends of their own choice."""
+    """Returns whether it is a layer of a draft model that vLLM runs; these layers choose their own backends."""
     return getattr(layer, "is_draft_layer", False)
 
 
@@ -108,7 +108,7 @@ def of_the_target(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any]) 
 
 
 def check_backends(attn_groups: Sequence[Any], vllm_config: Any) -> None:
-    """Raises ValueError where layers have another backend than ours, and says in the log what is in use."""
+    """Raises ValueError if layers have another backend than ours, and logs the backends in use."""
     for group in attn_groups:
         if not issubclass(group.backend, PagedTreeBackend):
             raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
