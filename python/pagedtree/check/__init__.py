@@ -1,6 +1,6 @@
-"""`python -m pagedtree check`: are the ops right on this machine, and how fast? It is the first thing to run there.
+"""`python -m pagedtree check`: are the ops right on this machine, and how fast? Run it first on a new machine.
 
-`case` says what a row is, `cases` has them all, `runner` runs them, `report` writes what came of it.
+`case` defines a row, `cases` has them all, `runner` runs them, `report` prints the results.
 """
 
 from pagedtree.check.command import main

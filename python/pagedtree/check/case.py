@@ -44,7 +44,7 @@ class Place:
             yield
 
     def put(self, value: Any) -> Any:
-        """Returns the value with its tensors on the device, also those in lists, dicts and dataclasses."""
+        """Returns the value with its tensors on the device, including tensors in lists, dicts and dataclasses."""
         if isinstance(value, Tensor):
             return _copy(value, self.device)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -66,7 +66,7 @@ CPU = Place(torch.device("cpu"), "cpu")
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a copy with the same strides and with all of the storage that they span; `.to()` would pack it."""
+    """Returns a copy with the same strides and the whole spanned storage; `.to()` would pack it."""
     if tensor.numel() == 0:
         return tensor.to(device, copy=True)
     first = tensor.storage_offset()
@@ -80,7 +80,7 @@ class Case:
     """One row of the table.
 
     Attributes:
-        name: "op/what is special/...", unique.
+        name: "op/variant/...", unique.
         ops: names in torch.ops.pagedtree that the case calls and judges.
         run: calls them at a place and returns the results and all written tensors.
         loops: the expected results, by plain loops. None: only the CPU backend can compute them independently.
@@ -119,7 +119,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A row that is measured and not judged: run(place) gives the numbers and their text."""
+    """A row that is measured, not judged: run(place) gives the numbers and their text."""
 
     name: str
     run: Callable[[Place], tuple[dict[str, float], str]]
@@ -132,7 +132,7 @@ class Measurement:
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Sets an environment variable within a block; the backends read theirs at each call."""
+    """Sets an environment variable within a block; the backends read it at each call."""
     previous = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -192,8 +192,8 @@ def within(absolute: float, relative: float = 0.0) -> Difference:
 
 
 def relative(limit: float, floor: float = 1e-3) -> Difference:
-    """Rows (the last dimension) differ by at most `limit` times their own length, or the typical length of a row times
-    `floor` where that is more; rows of zeros are equal."""
+    """Rows (the last dimension) differ by at most `limit` times their own length, or times `floor` typical row lengths
+    where that is more; rows of zeros are equal."""
 
     def difference(found: Tensor, expected: Tensor) -> str:
         problem = _shapes(found, expected, dtype=False)

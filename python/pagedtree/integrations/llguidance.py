@@ -28,8 +28,8 @@ class LLGuidanceMatcher(DepthFirstMatcher):
     whitespace_flexible=False a schema allows white space without end, and a model may write nothing else.
 
     Attributes:
-        matcher: llguidance's own. What it is asked or told directly counts here, too.
-        vocab_size, stop_token_ids: those of the tokenizer.
+        matcher: llguidance's own. Direct calls to it count here, too.
+        vocab_size, stop_token_ids: the tokenizer's.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> None:

@@ -29,8 +29,8 @@ class XGrammarMatcher:
     white space without end, and a model may write nothing else.
 
     Attributes:
-        matcher: xgrammar's own. What it is asked or told directly counts here, too.
-        vocab_size: that of the `TokenizerInfo` with which the grammar was compiled.
+        matcher: xgrammar's own. Direct calls to it count here, too.
+        vocab_size: from the `TokenizerInfo` with which the grammar was compiled.
         stop_token_ids: the matcher's stop tokens.
     """
 

@@ -1,1 +1,1 @@
-"""Commands of `python -m pagedtree`: what is installed, benchmarks, and what reads compiled kernels."""
+"""Commands of `python -m pagedtree`: installation info, benchmarks, and readers of compiled kernels."""

@@ -25,15 +25,14 @@ def scripts() -> dict[str, Path]:
 
 
 def missing(script: Path) -> Path | None:
-    """Returns the folder that the script needs and that is not there: an installed package has no
-    examples/checkpoints."""
+    """Returns the missing folder that the script needs: an installed package has no examples/checkpoints."""
     checkpoints = script.resolve().parents[1] / "examples" / "checkpoints"
     needed = script.stem.removeprefix("bench_") in OF_CHECKOUT
     return checkpoints if needed and not any(checkpoints.glob("*/*.safetensors")) else None
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status of the script, or 2 where it needs something that this installation lacks."""
+    """Returns the script's exit status, or 2 if this installation lacks something that the script needs."""
     found = scripts()
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree bench",

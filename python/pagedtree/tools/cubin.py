@@ -1,4 +1,4 @@
-"""What the compiled CUDA kernels use, read from the library by NVIDIA's cuobjdump; needs no GPU."""
+"""Resources of the compiled CUDA kernels, read from the library by NVIDIA's cuobjdump; needs no GPU."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def cuda_library() -> Path | None:
 
 
 def find_cuobjdump() -> str | None:
-    """Returns cuobjdump on the PATH, in /usr/local/cuda, or from the package nvidia-cuda-cuobjdump."""
+    """Finds cuobjdump on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-cuobjdump."""
     found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec and not found else []:
@@ -104,7 +104,7 @@ def read_kernels(library: Path) -> list[Kernel]:
 
 
 def read_launch_bounds(cubin: Path) -> dict[str, int]:
-    """Returns the most threads of a CTA by the symbols of a cubin's kernels, as `__launch_bounds__` gave them."""
+    """Returns each kernel's maximum threads per CTA by its symbol in a cubin, as `__launch_bounds__` gave them."""
     data = cubin.read_bytes()
     (headers,), (size, count, names) = struct.unpack_from("<Q", data, 40), struct.unpack_from("<HHH", data, 58)
     sections = [struct.unpack_from("<IIQQQQ", data, headers + i * size) for i in range(count)]
@@ -142,9 +142,9 @@ def _instructions(library: Path, architecture: str, symbols: list[str]) -> Itera
 
 
 def list_instructions(library: Path, kernels: list[Kernel]) -> dict[Kernel, list[str]]:
-    """Lists the machine instructions of each of the library's `kernels` in their order; USETMAXREG with its operands.
+    """Lists the machine instructions of each of the library's `kernels` in order; USETMAXREG with its operands.
 
-    It takes 15 seconds for all kernels of one architecture. Raises FileNotFoundError without cuobjdump.
+    Takes 15 seconds for all kernels of one architecture. Raises FileNotFoundError without cuobjdump.
     """
     listings: dict[Kernel, list[str]] = {kernel: [] for kernel in kernels}
     for architecture in {kernel.architecture for kernel in kernels}:

@@ -1,4 +1,4 @@
-"""`python -m pagedtree info`: what this installation is and what it can run here."""
+"""`python -m pagedtree info`: this installation's parts and the backends that run here."""
 
 from __future__ import annotations
 

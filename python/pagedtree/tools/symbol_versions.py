@@ -1,4 +1,4 @@
-"""What a shared library asks of the system. Imports nothing of the package, whose libraries need not be built."""
+"""System requirements of a shared library. Imports nothing of the package, whose libraries need not be built."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["symbol_versions"]
 
 
 def symbol_versions(library: Path) -> dict[str, str]:
-    """Returns the newest GLIBC, GLIBCXX, CXXABI and GCC version that a shared library asks of the system, if any."""
+    """Returns the newest GLIBC, GLIBCXX, CXXABI and GCC versions that a shared library requires, if any."""
     newest: dict[str, tuple[int, ...]] = {}
     # They stand in the dynamic string table, which holds each name once, between zero bytes.
     for name, version in re.findall(rb"(?<=\0)(GLIBC|GLIBCXX|CXXABI|GCC)_([0-9.]+)(?=\0)", library.read_bytes()):

@@ -43,7 +43,7 @@ QUICK = (
 
 
 def all_cases(place: Place) -> Iterator[Case | Measurement]:
-    """Returns every row, also those that do not apply at `place`; captures come last, as a failed one may disturb
+    """Returns every row, including rows that do not apply at `place`. Captures come last: a failed one may disturb
     others."""
     for family in (
         instructions,
@@ -67,5 +67,5 @@ def all_cases(place: Place) -> Iterator[Case | Measurement]:
 
 
 def is_chosen(name: str, only: Sequence[str], quick: bool) -> bool:
-    """Tells whether a row of this name is among the rows that are asked for."""
+    """Returns whether a row of this name was requested."""
     return (not only or any(text in name for text in only)) and (not quick or any(text in name for text in QUICK))

@@ -53,7 +53,7 @@ class Batch:
         head_dim_v: V's head size, default `head_dim`.
         latent: V is the first columns of K.
         prefixes: keys before the tree or the queries.
-        poison: what the slots hold that belong to no sequence.
+        poison: the contents of slots that belong to no sequence.
         options: the call's options; tensors among them are on the CPU.
     """
 
@@ -109,8 +109,7 @@ class Batch:
         }
 
     def _cache(self, seq_lens: list[int]) -> tuple[Tensor, Tensor]:
-        """Returns the page table, with entries behind each sequence that nobody may read, and the storage of the
-        cache."""
+        """Returns the page table, with entries past each sequence that must not be read, and the cache's storage."""
         used = [-(-s // self.page_size) for s in seq_lens]
         order = torch.randperm(sum(used) + 3, generator=seeded(self.seed + 2)).int()
         page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
@@ -169,7 +168,7 @@ def _sizes(sizes: Sizes) -> str:
 
 
 def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA_SYNC) -> Case:
-    """As many rows (4 query heads per KV head) as the tile has."""
+    """A case with as many rows (4 query heads per KV head) as the tile has."""
     n = tile // 4
     batch = Batch([random_tree(n, n), n], [70, 3], dtype, cache, sizes[0], heads=(8, 2), head_dim_v=sizes[1])
     name = f"tile {tile}/{_types(dtype, cache)}/{_sizes(sizes)}"
@@ -177,7 +176,7 @@ def tile_case(sizes: Sizes, tile: int, dtype: str, cache: str, engine: str = MMA
 
 
 def _latent() -> Iterator[Case]:
-    """3 query heads, and 16: small and larger tiles."""
+    """Latent attention of 3 and of 16 query heads, for both tile sizes."""
 
     def case(name: str, sizes: Sizes, dtype: str, layout: str = "nhd", page_size: int = 7, **more: Any) -> Case:
         of_sizes = replace(LATENT, dtype=dtype, head_dim=sizes[0], head_dim_v=sizes[1])
@@ -231,7 +230,7 @@ def _shapes() -> Iterator[Case]:
 
 
 def _values() -> Iterator[Case]:
-    """Bad values in tensors, and memory that nobody may look at."""
+    """Bad values in tensors, and memory that must not be read."""
     for dtype, cache, poison in product(("bf16", "fp16"), ("", "fp8"), (float("nan"), float("inf"))):
         if cache and poison == float("inf"):
             continue  # e4m3 has none
@@ -291,7 +290,7 @@ def _options() -> Iterator[Case]:
 
 
 def wgmma_cases() -> Iterator[Case]:
-    """More than 32 rows of a KV head, for tiles of 64 (11 to 40 nodes with 4 heads) and of 128."""
+    """More than 32 rows per KV head, for tiles of 64 (11 to 40 nodes with 4 heads) and of 128."""
     for sizes, tiles in WGMMA_TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
             yield tile_case(sizes, tile, dtype, cache, WGMMA)
@@ -313,7 +312,7 @@ def _attention(
     name: str, batch: Batch, *, change: Any = None, into: bool = False, lse: bool = True, plan: Any = None,
     engine: str = "", backends: tuple[str, ...] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
-    """change(arguments) edits them in place; plan(arguments) makes one; into: the result goes into a strided `out`.
+    """change(arguments) edits them in place; plan(arguments) makes one; into: writes the result to a strided `out`.
 
     The engine "wgmma" applies where code for 9.0a runs; with "" the environment chooses the engine.
     """
@@ -410,7 +409,7 @@ TRUTHS = [
 
 
 def _plan(name: str, batch: Batch, window: int = 0) -> Case:
-    """The number of ranges depends on the device; on every device they must cut all of the work, in order."""
+    """The number of ranges depends on the device; on every device they must partition all of the work, in order."""
 
     def run(place: Place) -> Results:
         given = batch.build(place)
@@ -446,7 +445,7 @@ def _merges() -> Iterator[Case]:
 
 
 def _merge(name: str, dtype: str, tokens: int, head_dim: int) -> Case:
-    """Strided sides; some without weight, which hold NaN and infinities."""
+    """Strided sides; sides without weight hold NaN and infinities."""
 
     def sides(place: Place) -> tuple[Tensor, ...]:
         wide = normal(2, tokens, 7, head_dim + 3, seed=head_dim).to(DTYPES[dtype])

@@ -103,7 +103,7 @@ def _appends() -> Iterator[Case]:
 
 
 def _hostile_slots(tokens: int, num_slots: int) -> Tensor:
-    """In any order, some skipped, some outside."""
+    """Returns slots in any order, some skipped, some outside."""
     slots = torch.randperm(num_slots, generator=seeded(2))[:tokens]
     slots[3::7] = -1
     slots[5::11] = num_slots
@@ -115,7 +115,7 @@ def _append(
     name: str, dtype: str, cache_dtype: str, layout: str, page_size: int, *, tokens: int = 23, heads: int = 3,
     head_dim: int = 64, scale: str = "no", shared: bool = False,
 ) -> Case:  # fmt: skip
-    """Puts K and V into one storage, of which every element is compared."""
+    """Puts K and V into one storage, and compares every element of it."""
     pages = -(-64 // page_size)
     storage, _, _ = paged_views(pages, page_size, heads, head_dim, DTYPES[cache_dtype], layout)
     wide = normal(2, tokens, heads + 1, head_dim, seed=1) * 3
@@ -145,7 +145,7 @@ def _append(
 
 
 def _append_pools(name: str, dtype: str, cache_dtype: str, heads: int, dims: list[int]) -> Case:
-    """K, or K and V of another width, each in a pool of its own."""
+    """Returns K, or K and V of another width, each in a separate pool."""
     pages, page_size, tokens = 7, 9, 23
     pools = [normal(pages, page_size, heads, dim, seed=i).to(DTYPES[cache_dtype]) for i, dim in enumerate(dims)]
     rows = [
@@ -206,9 +206,9 @@ def compaction(
     name: str, table: list[list[int]], start: list[int], paths: list[list[int]], num_accepted: list[int],
     page_size: int, pages: int | None = None, prepared: bool = False,
 ) -> Case:  # fmt: skip
-    """Layers of every kind of row: K and V of each layout, a latent cache, scales, odd strides.
+    """Layers of every row format: K and V of each layout, a latent cache, scales, odd strides.
 
-    pages: how many the pool has, default as many as the table names. prepared: by way of `PreparedCompaction`.
+    pages: the pool's size, default as many as the table names. prepared: uses `PreparedCompaction`.
     """
     pages = pages or max((page for row in table for page in row), default=0) + 1
     width = max(map(len, paths), default=1)

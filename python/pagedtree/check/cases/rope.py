@@ -1,4 +1,4 @@
-"""rope_append: every combination of what decides which code runs, on strided rows, hostile numbers and places."""
+"""rope_append: every combination that selects a code path, on strided rows, hostile numbers and places."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES, PAGE_SIZE, POSITIONS = 5, 7, 40
 
 @dataclass
 class Rope:
-    """What a row is about. start: the first rotary column; layout "latent": no V, else one of LAYOUTS.
+    """The parameters of a row. start: the first rotary column; layout "latent": no V, else one of LAYOUTS.
 
     scale: of a cache that is fp8, "no", "scalar" or "head". in_place: q_out is q.
     """

@@ -66,7 +66,7 @@ FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all
 
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Ordinary rows, ties, rows that are not finite, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
+    """Returns ordinary rows, ties, non-finite rows, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
     longer counted by value; the row stride leaves every second row unaligned."""
     logits = normal(12, vocab + 3, seed=seed) * 4
     logits[1] = 0.25
@@ -83,7 +83,7 @@ def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def tensors_of(batch: int) -> Sampling:
-    """Parameters that differ for each sequence; some are NaN or out of range."""
+    """Returns parameters that differ for each sequence; some are NaN or out of range."""
     pick = torch.arange(batch, dtype=torch.int64)
     return {
         "temperature": float32([0.7, 0.0, math.nan, 1.0])[pick % 4],
@@ -140,7 +140,7 @@ class Problem:
     """A batch of trees with logits and drafts, all on the CPU.
 
     Attributes:
-        parents: those of each tree; some trees are malformed.
+        parents: of each tree; some trees are malformed.
         logits: [N, V], N counting padding rows.
         drafts: int64 [N].
         allowed: bool [N, V] or None; packed: hand it in as words.
@@ -180,8 +180,7 @@ class Problem:
         return (place.put(self.logits), place.put(self.drafts), trees), given
 
     def tree(self, b: int) -> Tree:
-        """Returns one of its trees as plain loops take it: unreachable nodes have no parent, drafts are ids of the
-        target."""
+        """Returns one tree in the plain loops' form: unreachable nodes have no parent, drafts are ids of the target."""
         begin = sum(map(len, self.parents[:b]))
         linked = link(self.parents[b], self.max_nodes, self.max_depth)
         vocab = self.logits.shape[1]
@@ -236,7 +235,7 @@ def verdict_by_loops(problem: Problem, decide: Callable[[int, Tree], tuple[Seque
 
 
 def forest(name: str, batch: int, vocab: int = 40, dtype: str = "bf16", nodes: int = 9, **options: Any) -> Problem:
-    """Random trees whose drafts are mostly the likeliest tokens of their parents' rows."""
+    """Returns random trees whose drafts are mostly the likeliest tokens of their parents' rows."""
     parents = [random_tree(b, nodes).parents.tolist() for b in range(batch)]
     return problem_of(name, parents, vocab, dtype, **options)
 
@@ -307,8 +306,7 @@ def limited(problem: Problem) -> Problem:
 
 
 def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) -> Problem:
-    """Returns the same drafts as ids of a smaller vocabulary; drafts that it lacks get an id outside it, or that of an
-    entry which names no token."""
+    """Returns the same drafts as ids of a smaller vocabulary; missing drafts get an outside or unmapped id."""
     vocab = problem.logits.shape[1]
     known = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     to_target = torch.cat([known, int64([vocab, -3])])

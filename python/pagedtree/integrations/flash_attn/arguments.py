@@ -1,4 +1,4 @@
-"""What FlashAttention's functions share: refusals, masks, scales, and rows of ragged batches."""
+"""Shared helpers of FlashAttention's functions: refusals, masks, scales, and rows of ragged batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refuse(**arguments: Any) -> None:
 
 
 def one_of(**names: Tensor | None) -> Tensor | None:
-    """The argument that was given, of two names for the same one."""
+    """Returns the given one of two names for the same argument."""
     given = {name: value for name, value in names.items() if value is not None}
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: expected one of the two, got both")
@@ -29,7 +29,7 @@ def one_of(**names: Tensor | None) -> Tensor | None:
 
 
 def scale_of(name: str, descale: Tensor | None) -> Tensor | None:
-    """The scale of `tree_attention`, one for each head, of FlashAttention 3's [batch, heads]."""
+    """Returns the scale of `tree_attention`, one per head, from FlashAttention 3's [batch, heads]."""
     if descale is None or descale.dim() < 2:
         return descale
     if descale.dim() > 2 or (descale.shape[0] > 1 and descale.stride(0) != 0):
@@ -45,7 +45,7 @@ def even_offsets(batch: int, each: int, device: torch.device) -> Tensor:
 
 
 def rows_in_sequences(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """int64 [rows] each: the sequence of every row of a ragged batch, and its index there. At least one sequence."""
+    """Returns int64 [rows] each: every ragged row's sequence, and its index there. At least one sequence."""
     row = torch.arange(rows, device=offsets.device, dtype=torch.int64)
     sequence = torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=max(offsets.numel() - 2, 0))
     return sequence, row - offsets.long()[sequence]
@@ -54,7 +54,7 @@ def rows_in_sequences(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 def visibility(
     num_queries: int, cu_seqlens_q: Tensor, seq_lens: Tensor, max_keys: int, causal: bool, window_size: tuple[int, int]
 ) -> dict[str, Any]:
-    """The arguments of `tree_attention` for FlashAttention's causal and window_size."""
+    """Returns the arguments of `tree_attention` for FlashAttention's causal and window_size."""
     left, right = window_size
     if causal or right == 0:  # FlashAttention takes these for the same, too
         return {"window": max(left, -1) + 1}
@@ -69,7 +69,7 @@ def visibility(
 
 
 def _intervals(begin: Tensor, end: Tensor, n: int) -> Tensor:
-    """int32 [..., ceil(n / 32)]: the words of a mask that is True from begin to end - 1, both int [...]."""
+    """Returns int32 [..., ceil(n / 32)]: the words of a mask that is True from begin to end - 1, both int [...]."""
     first = torch.arange(0, n, 32, device=begin.device, dtype=torch.int64)
     below_begin, below_end = ((1 << (x[..., None] - first).clamp(0, 32)) - 1 for x in (begin, end))
     return (below_end & ~below_begin).int()

@@ -60,7 +60,7 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of n queries per sequence over a cache, to which k and v are appended first.
+    """Attends n queries per sequence to a cache, after appending k and v to it.
 
     Args:
         q: [B, n, H, D], or ragged [T, H, D] with cu_seqlens_q int32 [B + 1].
@@ -68,23 +68,23 @@ def flash_attn_with_kvcache(
             size. Written if k and v are given. Strided views are not copied. V may have another width Dv, in the pairs
             that `tree_attention` takes; a view of K's first columns makes the call latent there.
         k, v: [B, m, Hkv, D] and [B, m, Hkv, Dv], or ragged [new, Hkv, ...] with cu_seqlens_k_new int32 [B + 1], for
-            positions cache_seqlens onwards. They go with cache_seqlens; what does not fit into the cache is skipped.
+            positions cache_seqlens onwards. They need cache_seqlens; tokens past the end of the cache are skipped.
         rotary_cos, rotary_sin: [positions, rotary_dim / 2], together and with k: k and q are rotated first
             (`rope_append`), k[:, j] by position cache_seqlens + j, q[:, i] by cache_seqlens + i if causal or in a
-            window, else by cache_seqlens. rotary_seqlens: int32 [B], what stands for cache_seqlens in this.
+            window, else by cache_seqlens. rotary_seqlens: int32 [B], replaces cache_seqlens here.
         rotary_interleaved: whether neighbours are rotated, else the two halves.
         cache_seqlens: int or int32 [B], keys before k; default the whole cache.
-        cache_batch_idx: int32 [B], the sequence of the cache for each of q, without a block_table.
+        cache_batch_idx: int32 [B], the cache sequence of each of q's, without a block_table.
         block_table, page_table: int32 [B, max_pages], two names of one argument.
         softmax_scale: default D ** -0.5. softcap: > 0 caps scores with tanh.
         causal: query i sees keys up to cache_seqlens + m - n + i; else all.
-        window_size: (left, right), how many keys before and behind its own a query sees; negative: all. If causal,
-            right is 0.
+        window_size: (left, right), keys before and after its own that a query sees; negative: all. If causal, right is
+            0.
         k_descale, v_descale: fp32 scalar, [Hkv], or [B, Hkv] expanded from that: factors of an fp8 cache.
         max_seqlen_q, num_splits, scheduler_metadata, pack_gqa, sm_margin: hints, no effect on the result.
         return_softmax_lse: also return lse, fp32 [B, H, n], or [H, T] where q is ragged.
 
-    Arguments behind return_softmax_lse are FlashAttention 3's. Returns out in q's form, with Dv columns. Refused unless
+    Arguments after return_softmax_lse are FlashAttention 3's. Returns out in q's form, with Dv columns. Refused unless
     they have their defaults: cache_leftpad, alibi_slopes, qv, q_descale, attention_chunk. Raises NotImplementedError
     for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a bit per query and
     position of the cache.

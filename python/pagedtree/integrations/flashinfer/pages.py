@@ -24,7 +24,7 @@ PagedKVCache = Tensor | tuple[Tensor, Tensor]
 
 @checked()
 def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[Tensor, Tensor]:
-    """K and V [pages, page_size, heads, dim] as views of FlashInfer's cache; nothing is copied.
+    """Returns K and V [pages, page_size, heads, dim] as views of FlashInfer's cache, without a copy.
 
     paged_kv_cache: a tensor [pages, 2, page_size, heads, dim] (HND: [pages, 2, heads, page_size, dim]), or K and V
     without the dimension of 2. Any strides. Raises ValueError for other shapes or layouts.
@@ -46,11 +46,11 @@ def cache_views(paged_kv_cache: PagedKVCache, kv_layout: str = "NHD") -> tuple[T
 def page_table(
     indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, *, max_pages: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(page_table int32 [B, max_pages], seq_lens int32 [B]) of FlashInfer's compressed rows.
+    """Returns (page_table int32 [B, max_pages], seq_lens int32 [B]) of FlashInfer's compressed rows.
 
     Args:
         indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
-        max_pages: width of the table; default the most pages of a sequence, which synchronises.
+        max_pages: width of the table; default the largest page count, which synchronises.
 
     Offsets outside `indices` name no page (-1). Raises ValueError where last_page_len has another shape than the
     sequences.
@@ -115,7 +115,7 @@ def append_paged_mla_kv_cache(
 def _slots(
     batch_indices: Tensor, positions: Tensor, kv_indices: Tensor, kv_indptr: Tensor, page_size: int, n: int
 ) -> Tensor:
-    """int64 [n]: the slot of each new row, -1 where it has none."""
+    """Returns int64 [n]: the slot of each new row, or -1."""
     expect_shape([n], batch_indices=batch_indices, positions=positions)
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     expect_dims("[pages]", kv_indices=kv_indices)
@@ -132,7 +132,7 @@ def _slots(
 
 @checked(integers=("kv_indptr", "kv_last_page_len"))
 def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
-    """int32 [B], keys of each sequence: those of its full pages and kv_last_page_len; see `page_table`."""
+    """Returns int32 [B], keys of each sequence: in its full pages and kv_last_page_len; see `page_table`."""
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     return ((kv_indptr.diff() - 1).clamp(min=0) * page_size + kv_last_page_len).int()
 
@@ -142,11 +142,11 @@ def get_batch_indices_positions(
     append_indptr: Tensor, seq_lens: Tensor, nnz: int, batch_indices: Tensor | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(batch_indices, positions) of new rows, int32 [nnz] each, as `append_paged_kv_cache` takes them.
+    """Returns (batch_indices, positions) of new rows, int32 [nnz] each, for `append_paged_kv_cache`.
 
     Args:
         append_indptr: int [B + 1], offsets of the sequences' new rows, which are the last of seq_lens int [B] keys.
-        nnz: rows; those behind append_indptr's last offset get the sequence -1, which is skipped.
+        nnz: rows; rows past append_indptr's last offset get the sequence -1, which is skipped.
         batch_indices, positions: written and returned, if given.
 
     Raises ValueError for wrong shapes.

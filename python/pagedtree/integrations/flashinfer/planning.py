@@ -1,4 +1,4 @@
-"""What the wrappers' plan() keeps for run(): the dtypes that it was told, and how many queries there are."""
+"""State that the wrappers' plan() keeps for run(): the planned dtypes and query counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TYPES = ("q_data_type", "kv_data_type", "o_data_type")
 
 
 class PlannedTypes:
-    """The dtypes that plan() was told, as dtypes or names; None: not told, any is right."""
+    """The dtypes passed to plan(), as dtypes or names; None: any dtype."""
 
     def __init__(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
         told = zip(TYPES, (q_data_type, kv_data_type, o_data_type), strict=True)
@@ -32,7 +32,7 @@ class PlannedTypes:
 
 
 def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:
-    """Counts the queries: in all, and the most of a sequence."""
+    """Returns the number of queries: in total, and the maximum per sequence."""
     expect_shape([num_sequences + 1], qo_indptr=qo_indptr)
     begins = qo_indptr.tolist()
     counts = [end - begin for begin, end in pairwise(begins)]

@@ -23,7 +23,7 @@ def chain_speculative_sampling(
     seed: int | None = None,
     offset: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling along chains of n drafts (`pagedtree.verify_rejection`, draft_law "iid").
+    """Verifies chains of n drafts by rejection sampling (`pagedtree.verify_rejection`, draft_law "iid").
 
     Args:
         draft_probs: float [b, n, V], the distributions the drafts were drawn from; draft_token_ids: int [b, n];
@@ -35,8 +35,8 @@ def chain_speculative_sampling(
             position for each sequence, and its result depends on nothing else.
 
     Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts up to the first that is rejected, then
-    one token of the target, then -1; accepted counts the drafts that would be accepted if each were judged by itself,
-    emitted those that are in the output. The two are the tensors that were passed, if any, else int32 [b].
+    one token of the target, then -1; accepted counts the drafts that would be accepted independently of each other,
+    emitted the drafts in the output. Both are the tensors that were passed, if any, else int32 [b].
 
     Makes one temporary of target_probs' size. Raises ValueError for wrong shapes.
     """

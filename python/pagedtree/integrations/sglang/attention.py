@@ -1,4 +1,4 @@
-"""The attention backend: SGLang's token pool and batches handed to `tree_attention` as they are."""
+"""The attention backend: passes SGLang's token pool and batches to `tree_attention` unchanged."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one r
 
 
 class PagedTreeBackend(AttentionBackend):
-    """Decoding, prefill in chunks and the verification of draft trees of every shape, for any page size.
+    """Decoding, chunked prefill and verification of draft trees of every shape, for any page size.
 
     K and V are views of the pool; V may have another width. Multi-head, grouped-query and latent (DeepSeek's) decoder
-    attention, with sliding windows in one pool, logit caps and sinks; what it does not support is refused by name.
+    attention, with sliding windows in one pool, logit caps and sinks; unsupported features are refused by name.
     """
 
     def __init__(self, model_runner: Any) -> None:
@@ -167,13 +167,13 @@ def _pages(buffer: Tensor, page_size: int) -> Tensor:
 
 
 def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
-    """Refuses heads of a latent layer that would need keys of the pool, whose rows are latents."""
+    """Refuses latent heads that need prefix keys, because the pool's rows are latents."""
     if save_kv_cache or forward_batch.extend_prefix_lens_cpu is None or any(forward_batch.extend_prefix_lens_cpu):
         raise NotImplementedError("pagedtree's backend: expected latents, got heads of them behind a prefix")
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
-    """Refuses what `tree_attention` does not compute."""
+    """Refuses features that `tree_attention` does not have."""
     refused = [name for name, value in options.items() if value is not None and value is not False]
     if refused:
         raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(refused))}: only sinks is supported")

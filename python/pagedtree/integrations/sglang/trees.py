@@ -1,4 +1,4 @@
-"""SGLang's draft trees: what `build_tree_kernel_efficient` writes, and its links read back."""
+"""SGLang's draft trees: `build_tree_kernel_efficient`, and its links read back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINKS = ("retrive_index", "retrive_next_token", "retrive_next_sibling")
 
 
 def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Takes retrieve_* as the name of an argument retrive_*: sgl_kernel has had both."""
+    """Accepts retrieve_* for an argument retrive_*: sgl_kernel has had both."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -62,17 +62,17 @@ def build_tree_kernel_efficient(
         selected_index: integers [bs, N - 1], the drafts chosen; draft x is in group x // topk; group 0 follows the
             root.
         verified_seq_len: integers [bs], the lengths without the tree.
-        tree_mask: written as `TreeMaskMode` says; bool or bytes (bit-packed: any integers), contiguous. What it holds
-            for the prefix of FULL_MASK is left as it is.
+        tree_mask: written as `TreeMaskMode` says; bool or bytes (bit-packed: any integers), contiguous. FULL_MASK's
+            prefix part stays unchanged.
         positions: [bs * N], written: verified_seq_len + depth of the node.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written: the flat row b * N + i, first child
             and next sibling (-1: none).
         topk, depth: branching and levels of the draft.
 
-    Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected is
-    nobody's child; a node sees the root and the at most `depth` nodes from itself on upwards, as many as its position
-    is behind verified_seq_len. Where a tree's place, which follows from the lengths before it, is not in tree_mask,
-    nothing is written. Raises ValueError for wrong shapes and for topk, depth or draft_token_num below 1.
+    Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected
+    has no parent; a node sees the root and up to `depth` nodes from itself upwards, as many as its position is past
+    verified_seq_len. Trees whose place, which follows from the lengths before it, is outside tree_mask are not written.
+    Raises ValueError for wrong shapes and for topk, depth or draft_token_num below 1.
     """
     for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
         if value < 1:
@@ -105,7 +105,7 @@ def build_tree_kernel_efficient(
 
 
 def _selected_parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
-    """int64 [bs, N]: the node that each node's draft continues, or N at the root and where it was not selected."""
+    """Returns int64 [bs, N]: the parent of each node's draft, or N at the root and for unselected parents."""
     group = selected_index.long() // topk
     known = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
     match = selected_index[:, None, :] == known.gather(1, group.clamp(0, known.shape[1] - 1))[:, :, None]
@@ -127,7 +127,7 @@ def reconstruct_indices_from_tree_mask(
     batch_size: int,
     draft_token_num: int,
 ) -> None:
-    """Writes the links and positions of trees of N = draft_token_num nodes that are given by their masks.
+    """Writes the links and positions of trees of N = draft_token_num nodes, given as masks.
 
     Args:
         tree_mask: bool or bytes, bs * N * N elements: node i sees node j; parents come before their children.
@@ -156,10 +156,9 @@ def reconstruct_indices_from_tree_mask(
 
 
 def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -> tuple[TreeBatch, Tensor]:
-    """The trees of SGLang's links [bs, N], sorted so that parents and elder siblings come first, and order [bs, N].
+    """Returns the trees of SGLang's links [bs, N], sorted parents and elder siblings first, and order [bs, N].
 
-    Node i of a tree is the caller's order[i]. Siblings keep the order of their list. Nodes that the root does not reach
-    come last.
+    Node i of a tree is the caller's order[i]. Siblings keep their order. Nodes unreachable from the root come last.
     """
     bs, n = next_token.shape
     nodes = torch.arange(n, device=next_token.device, dtype=torch.int64).expand(bs, n)

@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
-    """Reads what the checkpoint asks for and no option replaces; says so on standard error."""
+    """Reads the checkpoint's settings that no option replaces; lists them on standard error."""
     if args.no_generation_config:
         return ConfigFields()
     given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
@@ -156,7 +156,7 @@ def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
 def _sampling(
     parser: argparse.ArgumentParser, args: argparse.Namespace, config: ConfigFields
 ) -> tuple[str, SamplingParams | None]:
-    """Rule and params, None = as the config says; ends the program where an option would have no effect."""
+    """Returns rule and params, None = from the config; ends the program if an option would have no effect."""
     if not (config.is_sampled if args.temperature is None else args.temperature):
         for name in ("top_p", "top_k", "min_p", "seed"):
             if getattr(args, name) is not None:
@@ -170,13 +170,13 @@ def _sampling(
 
 
 def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
-    """Returns each text as tokens, also with a space in front: most tokenizers have other tokens for that."""
+    """Returns each text as tokens, also with a leading space: most tokenizers have other tokens for that."""
     texts = [text for word in words for text in (word, f" {word.lstrip()}")]
     return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
 
 
 def _read(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Returns the prompt, and the schema or the grammar; before a checkpoint is loaded, refuses what will not do."""
+    """Returns the prompt, and the schema or the grammar; refuses unusable ones before a checkpoint is loaded."""
     if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
         raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
     if args.system is not None and not args.chat:
@@ -233,7 +233,7 @@ def _grammars(
 
 
 def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
-    """A line for each token, on standard error."""
+    """Prints a line for each token, on standard error."""
     columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
     for token, logprob, rank, top, their in columns:
         others = ", ".join(

@@ -1,4 +1,4 @@
-"""Forward functions of modules, replaced for the time of a block."""
+"""Temporary replacement of modules' forward functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["compiled_from", "uncompiled", "with_forwards", "with_functions"]
 def with_forwards(
     forwards: Iterable[tuple[nn.Module, Callable[..., Any] | None]], name: str = "forward"
 ) -> Iterator[None]:
-    """Inside the block the modules have these functions as attributes `name` of their own."""
+    """Sets these functions as the modules' attribute `name` inside the block."""
     with ExitStack() as stack:
         for module, forward in forwards:
             own = vars(module)
@@ -28,7 +28,7 @@ def with_forwards(
 
 
 def with_functions(forward: Any, **functions: Callable[..., Any]) -> FunctionType:
-    """Returns a copy of a forward that finds these functions where it looks for its module's of the same names."""
+    """Returns a copy of a forward that uses these functions in place of its module's functions of the same names."""
     named = {**forward.__globals__, **functions}
     copy = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
@@ -37,7 +37,7 @@ def with_functions(forward: Any, **functions: Callable[..., Any]) -> FunctionTyp
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model's modules run as they would without `torch.compile`."""
+    """Runs the model's modules without `torch.compile` inside the block."""
     modules = list(model.modules())
     called = [(module, None) for module in modules if module._compiled_call_impl is not None]
     with with_forwards(called, "_compiled_call_impl"), with_forwards(_plain_forwards(modules)):
@@ -45,7 +45,7 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def compiled_from(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the function that `torch.compile` made the module's forward from; None where it did not."""
+    """Returns the function that `torch.compile` made the module's forward from, or None."""
     forward: Callable[..., Any] | None = getattr(module.forward, "_torchdynamo_orig_callable", None)
     return forward
 

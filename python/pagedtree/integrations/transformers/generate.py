@@ -272,7 +272,7 @@ def generate(
 def _streamed(
     streamer: Any, prompt: list[int], callback: Callable[[int, list[int]], object] | None
 ) -> Iterator[Callable[[int, list[int]], object]]:
-    """A callback that hands tokens to the streamer, one by one as transformers does, and then calls the other one."""
+    """Yields a callback that feeds the streamer token by token, as transformers does, then calls the other one."""
     streamer.put(torch.tensor([prompt], dtype=torch.int64))
 
     def put(sequence: int, tokens: list[int]) -> object:
@@ -287,7 +287,7 @@ def _streamed(
 
 
 def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]) -> None:
-    """Ends sequences where the positions do that their model can read. Raises ValueError for longer prompts."""
+    """Limits sequences to the positions that their model can read. Raises ValueError for longer prompts."""
     count = packed.num_positions
     # The last token of a sequence is generated, but never read.
     late = [] if count is None else [sequence for sequence in sequences if sequence.max_length > count + 1]
@@ -311,7 +311,7 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
 def _num_pages(
     asked: int | None, page_size: int, sequences: list[GeneratedSequence], drafter: Drafter, max_sequences: int | None
 ) -> int:
-    """Returns the pages of the pool: as asked for, else enough for all sequences that run at once."""
+    """Returns the pool's pages: the given number, else enough for all sequences that run at once."""
     if asked is None:
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
         needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
@@ -320,7 +320,7 @@ def _num_pages(
 
 
 def _check_recurrent(drafter: Drafter) -> None:
-    """Raises ValueError for a drafter of larger trees than recurrent layers take."""
+    """Raises ValueError if the drafter's trees are larger than recurrent layers support."""
     if drafter.max_nodes > MAX_RECURRENT_NODES:
         raise ValueError(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"

@@ -28,7 +28,7 @@ def latent_layers(model: nn.Module) -> list[nn.Module]:
     """Returns the model's layers of latent attention that a packed pass runs over their latents.
 
     Layers of other sizes are left out if their expanded keys and values are equally wide: these are cached as in other
-    models. Raises ValueError, which says what does not fit, for the rest.
+    models. Raises ValueError, which names the misfit, for the rest.
     """
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
 
@@ -58,7 +58,7 @@ def _is_served(module: Any) -> bool:
 
 
 def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Inside the block these layers hand their latents to the attention interface in place of keys and values."""
+    """Makes these layers pass their latents to the attention interface in place of keys and values inside the block."""
     return with_forwards(((layer, _latents) for layer in layers), "expand_kv")
 
 
@@ -68,7 +68,7 @@ def is_absorbed(module: nn.Module) -> bool:
 
 
 def _latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-    """In place of expand_kv: latents [B, 1, T, 512] and rotated keys [B, 1, T, 64] as keys and values of one head."""
+    """Replaces expand_kv: latents [B, 1, T, 512] and rotated keys [B, 1, T, 64] become one head's keys and values."""
     keys = torch.cat([kv_nope, k_rot], dim=-1)
     return keys, keys[..., :LATENT_DIM]
 
@@ -88,6 +88,6 @@ def attend_latent(
 
 
 def _weight(module: Any) -> Tensor:
-    """kv_b_proj's weight [Hq * (nope + v), 512]; of a tensor-parallel model, this rank's rows."""
+    """Returns kv_b_proj's weight [Hq * (nope + v), 512]; of a tensor-parallel model, this rank's rows."""
     weight = module.kv_b_proj.weight
     return weight.to_local() if hasattr(weight, "to_local") else weight

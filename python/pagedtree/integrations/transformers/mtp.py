@@ -106,7 +106,7 @@ class MtpHead(nn.Module):
         return self.projection.weight.device
 
     def check_attention(self) -> None:
-        """Raises ValueError for a layer that no paged pass takes."""
+        """Raises ValueError for a layer that no paged pass supports."""
         attention: Any = getattr(self.layer, "self_attn", None)
         if not self._latent and hasattr(attention, "head_dim"):
             groups = getattr(attention, "num_key_value_groups", 1)
@@ -114,7 +114,7 @@ class MtpHead(nn.Module):
             check_attention(num_heads, max(num_heads // groups, 1), attention.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError where the head does not fit a target of these sizes."""
+        """Raises ValueError if the head does not fit a target of these sizes."""
         own = self.projection.out_features
         if own != hidden_size or self.vocab_size < vocab_size:
             raise ValueError(
@@ -127,7 +127,7 @@ class MtpHead(nn.Module):
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
-        """Tokens and positions, int64 [T], with states [T, H] to the next states.
+        """Maps tokens and positions, int64 [T], with states [T, H], to the next states.
 
         step: the pass over a paged cache. None: the tokens are one text, read by transformers' own attention, as for
         training.
@@ -219,8 +219,7 @@ class MtpDrafter(EagleDrafter):
 
 
 def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
-    """Returns a copy of the model's last layer with full attention, the only layer of its cache, and the config that it
-    has."""
+    """Returns a copy of the model's last full-attention layer, as layer 0 of a cache, and its config."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     fits = [i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS and kind != "sliding_attention"]
@@ -264,13 +263,11 @@ def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTenso
 
 
 def _found(names: Iterable[str], layout: Layout, stored: StoredTensors) -> str | None:
-    """Returns the first of these tensors that is there."""
     return next((name for each in names if (name := each.format(layout.prefix)) in stored), None)
 
 
 def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
-    """Returns the target's embedding or output layer, or a copy that has the values of the checkpoint where these are
-    others."""
+    """Returns the target's embedding or output layer, or a copy with the checkpoint's values if these differ."""
     if name is None:
         return end
     own, weight = stored.load(name), cast(Tensor, end.weight)
@@ -283,7 +280,7 @@ def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
 
 @torch.no_grad()
 def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTensors) -> None:
-    """Copies the tensors of these names, in their order, into `tensor`."""
+    """Copies the tensors of these names, in order, into `tensor`."""
     if len(names) == 1:
         tensor.copy_(stored.load(next(iter(names))))
         return

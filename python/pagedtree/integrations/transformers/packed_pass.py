@@ -1,4 +1,4 @@
-"""The packed pass of a transformers model, as its attention layers find it."""
+"""The packed pass of a transformers model, as its attention layers see it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["PackedPass", "current_pass"]
 
 @dataclass
 class PackedPass:
-    """Where the layers write and read keys and values, and what they get in place of masks.
+    """Where the layers write and read keys and values, and the tensors they get in place of masks.
 
     Attributes:
-        rotated: what a layer hands to the attention, where it leaves the rotation to that (`fused_rotary`).
+        rotated: the layer's rotation for the attention, if the attention applies it (`fused_rotary`).
     """
 
     step: PagedStep
@@ -45,7 +45,7 @@ class PackedPass:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Passes of "pagedtree" models inside the block are this one."""
+        """Makes this the pass of "pagedtree" models inside the block."""
         token = current_pass.set(self)
         try:
             yield

@@ -1,4 +1,4 @@
-"""How many positions a model has, and whether it can read others."""
+"""The number of positions of a model, and whether it can read others."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
 
 
 def num_positions(model: Any) -> int | None:
-    """Returns the positions that the model is made for, as its config says; None where it does not."""
+    """Returns the model's number of positions by its config, or None."""
     config = model.config.get_text_config()
     values = (getattr(config, field, None) for field in FIELDS)
     return next((value for value in values if isinstance(value, int) and value > 0), None)
 
 
 def has_position_table(model: nn.Module) -> bool:
-    """Tells whether the model has a row of a table for each position, so that it cannot read past `num_positions`.
+    """Returns whether the model has a table of positions, so that it cannot read past `num_positions`.
 
     Rotary embeddings are computed for any position.
     """

@@ -1,8 +1,8 @@
 """Recurrent layers of transformers 5.23 in packed passes: gated delta rules, Mamba-2, and short convolutions.
 
 Such a layer's forward projects the tokens, calls one function for the convolution and one for the recurrence of a whole
-sequence (none in LFM's layers), and goes on with norms and an output projection. In a packed pass it is run as it is,
-but for these functions: in their place come the ops on trees and packed sequences, which find the states in the pass.
+sequence (none in LFM's layers), and goes on with norms and an output projection. A packed pass runs it with these
+functions replaced by the ops on trees and packed sequences, which find the states in the pass.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
 def recurrent_layers(model: Any) -> list[nn.Module]:
     """Returns the model's recurrent layers; none for a model of attention alone.
 
-    Raises ValueError for layers of a kind that is not known, that somebody has changed, or of sizes that the ops lack.
+    Raises ValueError for layers of an unknown kind, modified layers, and sizes that the ops do not support.
     """
     layers = [module for module in model.modules() if type(module).__name__ in KNOWN]
     for layer in layers:
@@ -71,7 +71,7 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
 
 
 def _keeps_state(module: nn.Module) -> bool:
-    """Tells whether it is a layer to which transformers hands a cache of states."""
+    """Returns whether transformers passes a cache of states to the layer."""
     return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
 
 
@@ -94,12 +94,12 @@ def _check(layer: Any) -> None:
 
 
 def on_trees(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Inside the block these layers run packed passes (`PackedPass`), and other passes as before."""
+    """Makes these layers run packed passes (`PackedPass`) inside the block; other passes stay unchanged."""
     return with_forwards((layer, _forward_of(layer)) for layer in layers)
 
 
 def _forward_of(layer: Any) -> Callable[..., Tensor]:
-    """Runs the layer's own forward, but that it finds our functions where it looks for transformers'."""
+    """Runs the layer's own forward with our functions in place of transformers'."""
     from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
 
     forward = inspect.unwrap(type(layer).forward)
@@ -126,7 +126,7 @@ def _convolve(
     activation: str | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """In place of causal_conv1d_fn: hidden_states [1, C, T] -> [1, C, T]. activation: silu, as `_check` has seen."""
+    """Replaces causal_conv1d_fn: hidden_states [1, C, T] -> [1, C, T]. activation: silu, checked by `_check`."""
     x = hidden_states[0].T
     x = x if x.stride(-1) == 1 else x.contiguous()
     return step.convolve(layer, x, weight, bias, "silu" if activation else None).T[None]
@@ -143,7 +143,7 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """In place of the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv].
+    """Replaces the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv].
 
     g: [1, T, H], or [1, T, H, Dk] of Kimi's rule. beta: [1, T, H].
     """
@@ -166,9 +166,9 @@ def _scan(
     dt_limit: tuple[float, float] = (0.0, math.inf),
     **kwargs: Any,
 ) -> Tensor:
-    """In place of Mamba-2's scan: hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N] -> [1, T, H, P].
+    """Replaces Mamba-2's scan: hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N] -> [1, T, H, P].
 
-    dt_limit bounds dt of prompts alone: transformers reads single tokens by a function that does not bound it.
+    dt_limit bounds dt in prompts only: transformers' function for single tokens does not bound it.
     """
     x = hidden_states[0]
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)

@@ -17,12 +17,11 @@ __all__ = ["tensor_parallel"]
 
 @torch.no_grad()
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
-    """Leaves each rank of the group its part of a model that all of them have loaded; changes the model.
+    """Reduces a model that all ranks of the group have loaded to each rank's part, in place.
 
-    The parts are those of the model's own tensor-parallel plan (transformers 5.19 or later), except for the output
-    layer: its columns stay with their ranks, and are not gathered in each pass. If embeddings and output layer share
-    their weights, they are separated. Where the group has more ranks than the model has key and value heads, these are
-    repeated.
+    The parts follow the model's own tensor-parallel plan (transformers 5.19 or later), except for the output layer: its
+    columns stay on their ranks and are not gathered in each pass. Tied embedding and output weights are separated. If
+    the group has more ranks than the model has key and value heads, these are repeated.
 
     Args:
         model: a causal language model, the same on every rank.

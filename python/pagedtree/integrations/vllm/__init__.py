@@ -4,7 +4,7 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 15,
         "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
 
-On a GPU name worker and scheduler, too, and the method "ngram_gpu", which is that of vLLM's model runner V2
+On a GPU also name worker and scheduler, and the method "ngram_gpu", for vLLM's model runner V2
 (docs/integrations/vllm.md). vLLM finds the package by its entry points; no file of vLLM is changed. Made for vLLM 0.32,
 its model runners V1 and V2. Nothing here is imported unless vLLM does it.
 """

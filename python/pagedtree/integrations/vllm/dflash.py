@@ -1,4 +1,4 @@
-"""vLLM's own DFlash speculator, whose guesses become the likeliest tree in the place of a chain."""
+"""vLLM's own DFlash speculator, with the likeliest tree instead of a chain."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["DFlashTreeSpeculator"]
 
 
 class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
-    """Makes trees of vLLM's guesses for `num_speculative_tokens` levels, all of one pass of its block drafter.
+    """Makes trees of the likeliest drafts for `num_speculative_tokens` levels, all of one pass of vLLM's block drafter.
 
-    Of all trees over them with as many draft tokens, the likeliest one is proposed (`pagedtree.best_first_tree`).
+    The likeliest tree with that many draft tokens is proposed (`pagedtree.best_first_tree`).
 
-    vLLM computes keys and values of the text from what the target's layers returned for it, a chain of rows for each
-    request. An accepted path lies scattered among the rows of its tree and is handed over as that chain.
+    vLLM computes keys and values of the text from the outputs of the target's layers, a chain of rows per request. The
+    rows of an accepted path, scattered in its tree, are handed over as that chain.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any, device: torch.device) -> None:
@@ -33,7 +33,7 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
         self._batch_parents = torch.empty_like(self.parents)
 
     def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The draft tokens of the trees, int64 [R * num_speculative_tokens]; a captured graph may hold this."""
+        """Returns the draft tokens of the trees, int64 [R * num_speculative_tokens]; safe in a captured graph."""
         logits = self.compute_draft_logits(hidden_states, 0)
         draft, log_probs = best_trees(logits.view(-1, self.num_speculative_steps, logits.shape[-1]), self.max_nodes)
         self.keep_confidence(log_probs)
@@ -65,7 +65,7 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
         return tokens
 
     def _chains(self, batch: Any) -> Tensor:
-        """The row that each row of the pass is taken from, so that accepted paths stand together behind their roots."""
+        """Returns the source row of each row of the pass, so that accepted paths follow their roots without gaps."""
         rows = torch.arange(batch.positions.shape[0] + 1, device=self.parents.device, dtype=torch.int64)
         assert self.accepted is not None
         path = self.accepted.accept_index

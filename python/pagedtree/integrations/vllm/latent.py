@@ -1,8 +1,8 @@
 """The attention backend of models with latent attention (DeepSeek V2 and V3, GLM 4 MoE Lite).
 
-vLLM's layer for them splits a batch into decoding queries, which it multiplies into the latent space first, and
-prefill, which it expands to ordinary heads. Here every query counts as decoding: `tree_attention` reads the latent
-cache for prefill chunks, plain decode and trees alike, in one call.
+vLLM's layer splits a batch into decoding queries, which it multiplies into the latent space, and prefill, which it
+expands to ordinary heads. Here every query counts as decoding: one `tree_attention` call reads the latent cache for
+prefill chunks, plain decode and trees.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["PagedTreeLatentBackend", "PagedTreeLatentImpl", "PagedTreeLatentMeta
 
 
 class PagedTreeLatentMetadata(PagedTreeMetadata):
-    """One step, with what vLLM's layer asks for beside it: where decoding ends and prefill begins."""
+    """One step, with the split between decoding and prefill that vLLM's layer also asks for."""
 
     num_prefills = 0
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that a step has sampled, as vLLM wants them."""
+"""Log-probabilities of a step's sampled tokens, in vLLM's form."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def sampled_logprobs(
     grammar_mask: Tensor | None,
     requests: Sequence[Any],
 ) -> LogprobsTensors:
-    """The sampled tokens' log-probabilities and ranks, and the top_n likeliest tokens of their rows.
+    """Returns the sampled tokens' log-probabilities and ranks, and the top_n likeliest tokens of their rows.
 
     Args:
         logits: [N, V].
-        tokens: [B, S], what each request gets, then -1.
+        tokens: [B, S], each request's new tokens, then -1.
         rows: [B, S], the row of logits that each token was chosen from.
         mode: vLLM's logprobs_mode: "raw_logprobs", "raw_logits" or "processed_logprobs". As in vLLM a grammar counts in
             all of them, and the other options in processed ones only.
         grammar_mask: int32 [N, ceil(V / 32)] or None.
         requests: vLLM's `CachedRequestState` of the B requests.
 
-    Returns vLLM's tensors with B * S rows; those of absent tokens are 0, and vLLM leaves them out.
+    Returns vLLM's tensors with B * S rows; absent tokens' rows are 0, and vLLM drops them.
     """
     present = (tokens.flatten() >= 0).nonzero()[:, 0]
     chosen, chosen_rows = tokens.flatten()[present], rows.flatten()[present]
@@ -73,7 +73,7 @@ def sampled_logprobs(
 
 
 def _name_forbidden(top: Tensor) -> None:
-    """Fills up with forbidden tokens, as vLLM does, where fewer are allowed than were asked for; the lowest ids."""
+    """Pads with forbidden tokens of the lowest ids, as vLLM does, where fewer are allowed than were requested."""
     for row in (top < 0).any(dim=1).nonzero()[:, 0].tolist():
         allowed = set(top[row].tolist())
         forbidden = [token for token in range(top.shape[1]) if token not in allowed]
@@ -84,7 +84,7 @@ def _name_forbidden(top: Tensor) -> None:
 def _processed(
     tokens: Tensor, present: Tensor, requests: Sequence[Any], logits: Tensor, grammar_mask: Tensor | None
 ) -> tuple[SamplingParams, RequestOptions]:
-    """Parameters and options of each token's row, as if each were a sequence with the text before it."""
+    """Returns parameters and options of each token's row, as if each were a sequence with the text before it."""
     vocab, device = logits.shape[1], logits.device
     texts = tokens.tolist()
     given, prompts, outputs, chosen = [], [], [], []

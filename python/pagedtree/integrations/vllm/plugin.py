@@ -1,4 +1,4 @@
-"""The entry points: what vLLM calls in each of its processes before it does anything else."""
+"""The entry points: vLLM calls them in each of its processes before it does anything else."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ __all__ = ["platform", "register"]
 
 
 def register() -> None:
-    """vllm.general_plugins: the attention backend is known as CUSTOM, and requests reach trees with all their options.
+    """Registers the attention backend as CUSTOM (vllm.general_plugins), and lets requests reach trees with all their
+    options.
 
     May be called any number of times.
     """
@@ -19,9 +20,9 @@ def register() -> None:
 
 
 def platform() -> str | None:
-    """vllm.platform_plugins: where vLLM runs on CPUs, names our extension of its platform; elsewhere none.
+    """Names our extension of vLLM's CPU platform (vllm.platform_plugins); None on other platforms.
 
-    vLLM's CPU platform ignores the choice of an attention backend. On a GPU it is heeded without our help.
+    vLLM's CPU platform ignores the choice of an attention backend. On a GPU vLLM heeds it without our help.
     """
     from vllm.platforms import cpu_platform_plugin
 

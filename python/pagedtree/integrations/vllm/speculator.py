@@ -1,4 +1,4 @@
-"""Drafters of trees in the place of runner V2's speculators."""
+"""Tree drafters as runner V2's speculators."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["KeptTrees", "TreeSpeculator"]
 
 
 class KeptTrees:
-    """Keeps the tree of each request where vLLM keeps its draft tokens: on the device, by the request's slot.
+    """The trees of requests, kept like vLLM's draft tokens: on the device, by the request's slot.
 
-    Every tree has `num_speculative_tokens` draft tokens. Those that nobody drafted are children of the root without a
-    token (-1), which no verification accepts.
+    Every tree has `num_speculative_tokens` draft tokens. Missing ones are children of the root without a token (-1),
+    which no verification accepts.
 
     Attributes:
         parents: int32 [max_num_reqs, num_speculative_tokens + 1], the root's included; of a chain at first.
         max_nodes, max_depth: of each tree.
         accepted: of the last pass, set by the runner.
         draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, where vLLM's
-            adaptive verification is on: each node's probability over that of the node before it. vLLM multiplies them
-            along the nodes, keeps the most probable ones of the whole batch, and takes each request's to be its first
-            ones; which they are, as nodes are in descending order of probability (`pagedtree.select_nodes`).
+            adaptive verification is on: each node's probability divided by its predecessor's. vLLM multiplies them
+            along the nodes, keeps the most probable ones of the batch, and assumes that they are each request's first
+            nodes. They are, because nodes are in descending order of probability (`pagedtree.select_nodes`).
     """
 
     def __init__(self, req_states: Any, device: torch.device, max_depth: int | None = None) -> None:
@@ -43,7 +43,7 @@ class KeptTrees:
         self._nodes = torch.arange(self.max_nodes, device=device, dtype=torch.int64)
 
     def padded(self, draft: Draft) -> tuple[Tensor, Tensor]:
-        """The draft tokens and the parents of trees that all have the same number of nodes."""
+        """Returns the draft tokens and the parents of trees, padded to the same number of nodes."""
         begin, end = draft.trees.cu_nodes[:-1, None], draft.trees.cu_nodes[1:, None]
         index = begin + self._nodes
         is_node = index < end
@@ -62,8 +62,8 @@ class KeptTrees:
 class TreeSpeculator(KeptTrees, BaseSpeculator):
     """Asks a drafter for the trees.
 
-    One that is not `on_device` gets the texts on the host: one copy from the device in each step, for which the host
-    waits.
+    A drafter that is not `on_device` gets the texts on the host, at the cost of one blocking device-to-host copy per
+    step.
     """
 
     supports_mm_inputs = False
@@ -105,7 +105,7 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         is_profile: bool = False,
         num_speculative_tokens: int | None = None,
     ) -> Tensor:
-        """The draft tokens of each request of the batch, int64 [R, num_speculative_tokens]."""
+        """Returns the draft tokens of each request of the batch, int64 [R, num_speculative_tokens]."""
         count = input_batch.num_reqs
         if dummy_run:
             return self.req_states.draft_tokens[:count]
@@ -169,5 +169,5 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """A bound of the lengths of the batch's texts: the host need not know how many drafts were accepted."""
+    """Returns a bound of the batch's text lengths, without the acceptance counts, which are on the device."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1

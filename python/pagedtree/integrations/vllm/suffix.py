@@ -13,8 +13,8 @@ __all__ = ["SuffixTreeDrafter"]
 class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     """Prompt lookup in the request's text and in the answers of finished requests.
 
-    Options: those of `pagedtree.integrations.transformers.SuffixDrafter` but `memory` and `num_nodes`. The memory is
-    the first rank's, in the host's memory.
+    Options: as in `pagedtree.integrations.transformers.SuffixDrafter`, without `memory` and `num_nodes`. The first rank
+    keeps the memory, on the host.
     """
 
     defaults: ClassVar[dict[str, Any]] = {

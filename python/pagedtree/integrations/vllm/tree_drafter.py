@@ -89,29 +89,29 @@ class TreeDrafter:
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
-        """Raises ValueError, naming the setting, for a configuration that this drafter is not made for.
+        """Raises ValueError, naming the setting, for an unsupported configuration.
 
-        Called where vLLM reads its configuration, and again in each worker.
+        Called when vLLM reads its configuration, and again in each worker.
         """
 
     @property
     def drafts_here(self) -> bool:
-        """Whether this rank calls `read` and `draft`."""
+        """Returns whether this rank calls `read` and `draft`."""
         return self.on_every_rank or get_tp_group().rank_in_group == 0
 
     @property
     def on_device(self) -> bool:
-        """Whether the class drafts by `draft_on_device`; one that overrides `draft` alone does not."""
+        """Returns whether the class drafts by `draft_on_device`; a class that overrides only `draft` does not."""
         made, drafted = (
             next(owner for owner in type(self).__mro__ if name in vars(owner)) for name in ("draft_on_device", "draft")
         )
         return made is not TreeDrafter and issubclass(made, drafted)
 
     def load_model(self, target_model: Any) -> None:
-        """Called once the target, a model of vLLM, is loaded; on every rank."""
+        """Called on every rank once the target, a vLLM model, is loaded."""
 
     def forget(self, request_id: str) -> None:
-        """The request is finished."""
+        """Called when the request is finished."""
         self.parents.pop(request_id, None)
 
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
@@ -150,15 +150,15 @@ class TreeDrafter:
         raise NotImplementedError
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
-        """Drafts as `draft` does, for runner V2, which then never waits for the device: nothing is read on the host.
+        """Drafts as `draft` does, for runner V2, without ever waiting for the device: the host reads nothing.
 
-        tokens: int64 [R, L], their texts. lengths: int32 [R], of the texts. hidden: as `draft` gets it, with
-        `needs_hidden`. A request that still reads its prompt gets a tree, too, which nobody looks at.
+        tokens: int64 [R, L], their texts. lengths: int32 [R], of the texts. hidden: as in `draft`, with `needs_hidden`.
+        Requests in prefill also get a tree, which is ignored.
         """
         raise NotImplementedError
 
     def limit_depth(self, levels: int) -> None:
-        """Asks for at most so many levels from now on, where fewer take less time; called where `draft` is next."""
+        """Limits trees to so many levels from now on, if fewer take less time; called before the next `draft`."""
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
         """Returns how many target tokens `draft` would read beyond a normal step's; called before `draft`."""
@@ -171,7 +171,7 @@ class TreeDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """vLLM's hook: draft tokens for each request of the batch, none where it has no new token."""
+        """Implements vLLM's hook: draft tokens for each request of the batch, none for one without a new token."""
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]

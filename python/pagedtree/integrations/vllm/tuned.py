@@ -131,7 +131,7 @@ class BatchTuner:
 
 
 def accepted_path(proposal: Proposal, new_tokens: Sequence[int]) -> list[tuple[int, int]]:
-    """The nodes that were accepted, the root first, each with the token behind it; none where there is no new token."""
+    """Returns the accepted nodes, the root first, each with the token after it; none without a new token."""
     tokens, parents, _ = proposal
     path: list[tuple[int, int]] = []
     for token in new_tokens:
