@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 Results = dict[str, Tensor]
-# (found, expected) -> what is wrong, "" if nothing is.
+# (found, expected) -> description of the error, "" if there is none.
 Difference = Callable[[Tensor, Tensor], str]
 
 

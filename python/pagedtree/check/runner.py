@@ -1,4 +1,4 @@
-"""Runs cases at a place, one after the other, whatever happens in them."""
+"""Runs cases at a place one after the other, whatever happens in them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Row:
 
 
 def run(cases: Sequence[Case | Measurement], place: Place, started: Callable[[str], None]) -> Iterator[Row]:
-    """Returns one row per case. A case that left the device unusable is the last one, and its row is still given."""
+    """Returns one row per case, up to and including a case that left the device unusable."""
     for case in cases:
         started(case.name)
         row = run_row(case, place)

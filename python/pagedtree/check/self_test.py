@@ -34,7 +34,7 @@ def rows() -> Iterator[Case]:
 
 
 def run_rows(cases: list[Case], device: str, backend: str, written: str) -> None:
-    """Runs them up to the first that fails. In the file: each name before its row runs, after the last one PASSED."""
+    """Runs the rows up to the first failure. The file gets each name before its row runs, and finally PASSED."""
     place = Place(torch.device(device), backend)
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)

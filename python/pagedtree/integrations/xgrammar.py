@@ -50,7 +50,7 @@ class XGrammarMatcher:
         links = torch.from_numpy(first_child), torch.from_numpy(next_sibling)
         self.matcher.traverse_draft_tree(*links, torch.from_numpy(tokens), torch.from_numpy(mask))
         # xgrammar clears the row of a draft that the grammar forbids, as it does where the grammar has ended.
-        # By numpy: torch would start threads of its own for each thread that calls it.
+        # By numpy: torch would start a thread pool for each calling thread.
         words, bits = np.divmod(np.maximum(tokens, 0), 32)
         is_forbidden = mask[parents, words] >> bits & 1 == 0
         mask[is_forbidden & (parents >= 0)] = -1
@@ -65,7 +65,7 @@ class XGrammarMatcher:
         return bool(self.matcher.is_terminated())
 
     def _masks_have_words(self, words: int) -> bool:
-        # A matcher that has ended fills no mask, and so tells nothing.
+        # A matcher that has ended fills no mask.
         if self.matcher.is_terminated():
             return True
         try:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pagedtree
 
-# Command -> (module with main(argv) -> exit status, extra that brings what it imports, summary).
+# Command -> (module with main(argv) -> exit status, extra with its imports, summary).
 COMMANDS = {
     "info": ("pagedtree.tools.info", None, "versions, backends, instruction sets, libraries"),
     "generate": ("pagedtree.integrations.transformers.cli", "transformers", "complete prompts with a checkpoint"),

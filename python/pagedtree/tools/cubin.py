@@ -34,8 +34,8 @@ class Kernel:
     name: str  # the same demangled, where c++filt is there
     architecture: str  # sm_80, ...
     registers: int  # of a thread
-    stack_bytes: int  # of a thread; what is spilt lies there
-    shared_bytes: int  # of a CTA, beside what a launch asks for; with 1 KB that GPUs since Hopper keep for themselves
+    stack_bytes: int  # per thread, spilled registers included
+    shared_bytes: int  # per CTA, without the dynamic part of a launch; with 1 KB that GPUs since Hopper reserve
 
 
 def cuda_library() -> Path | None:

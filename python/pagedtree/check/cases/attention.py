@@ -37,7 +37,7 @@ Sizes = tuple[int, int]  # of the heads of K and V
 # Heights of the tiles that the CUDA kernels for mma.sync and wgmma work in.
 TILES: dict[Sizes, tuple[int, ...]] = _C.attention_tiles("mma.sync")
 WGMMA_TILES: dict[Sizes, tuple[int, ...]] = _C.attention_tiles("wgmma")
-# How far an output row may be off, as a share of its own length, and its logarithm of sums, as a number.
+# Tolerances: of an output row, relative to its length, and of its log-sum-exp, absolute and relative.
 ROW_LIMITS = {"fp32": 5e-6, "fp16": 1e-3, "bf16": 8e-3}
 LSE = within(5e-5, 1e-5)
 HALF = ("simt", "cuda")
@@ -78,7 +78,7 @@ class Batch:
         queries, tree_lens, rows = [], [], []
         for kind in self.kinds:
             if isinstance(kind, int):
-                n, tree_len, mask = kind, -1, rng.random((kind, 32)) < 0.5  # what nobody may look at
+                n, tree_len, mask = kind, -1, rng.random((kind, 32)) < 0.5  # must not be read
             else:
                 tree, n = kind if isinstance(kind, tuple) else (kind, kind.num_nodes)
                 tree_len, mask = tree.num_nodes, tree.mask[tree.num_nodes - n :]

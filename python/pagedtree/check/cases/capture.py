@@ -132,7 +132,7 @@ class Engine:
         self.accepted = torch.zeros((), dtype=torch.int64, device=device)
         self.trees = self._trees(seed).to(device)
         self.drafts = torch.zeros(BATCH * MAX_NODES, dtype=torch.int64, device=device)
-        self.guesses = weights(VOCAB, LEVELS, VOCAB).float().log_softmax(-1)  # of what follows a token
+        self.guesses = weights(VOCAB, LEVELS, VOCAB).float().log_softmax(-1)  # of the tokens after a token
         self.limit = torch.full((1,), BUDGET, dtype=torch.int32, device=device)
         self.recurrent = RecurrentLayer(weights, seed) if part == "recurrent layer" else None
         self.memory = self.recurrent.memory if self.recurrent else []
@@ -227,12 +227,12 @@ class Engine:
 
 
 def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
-    """Replays `engine.step`, or runs it where there is no GPU. The engine's state may differ afterwards."""
+    """Replays `engine.step`, or runs it without a GPU. The engine's state may differ afterwards."""
     if device.type != "cuda":
         return engine.step
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries allocate what they need at the first call
+    with torch.cuda.stream(stream):  # libraries allocate at the first call
         engine.step()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -242,7 +242,7 @@ def captured(engine: Engine, device: torch.device) -> Callable[[], None]:
 
 
 def steps(device: torch.device, *kind: Any, capture: bool) -> Results:
-    """Runs two sequences of steps, from different prompts, by one captured graph or op by op; kind as for an Engine."""
+    """Runs two step sequences, from different prompts, by one captured graph or op by op; kind as for an Engine."""
     engine = Engine(device, 1, *kind)
     replay = captured(engine, device) if capture else engine.step
     results: Results = {}

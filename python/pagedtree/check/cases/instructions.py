@@ -53,7 +53,7 @@ def _items(backend: str, table: str) -> _Instructions:
 
 
 def run_instruction(name: str, words: Words, place: Place, table: str = TABLE) -> tuple[Words, int]:
-    """Returns uint32 [ctas, threads, words] that come of words [threads, words], and the CTAs of a cluster."""
+    """Returns uint32 [ctas, threads, words], computed from words [threads, words], and the CTAs of a cluster."""
     items = _items(place.backend, table)
     (item,) = (item for item in items.items[: items.count] if item.name == name.encode())
     assert words.shape == (items.threads, items.in_words) and words.dtype == np.uint32
@@ -93,7 +93,7 @@ def numbers(dtype: torch.dtype) -> Callable[[int], Words]:
 
 
 def tf32_numbers(seed: int) -> Words:
-    """Numbers in [-2, 2) whose last 13 bits are 0 but in the sums, one per word."""
+    """Returns numbers in [-2, 2), one per word; the last 13 bits are 0 except in the sums."""
     values = np.random.default_rng(seed).uniform(-2, 2, (64, 12)).astype(np.float32).view(np.uint32)
     values[:, :8] &= np.uint32(0xFFFFE000)
     return values
@@ -127,7 +127,7 @@ def float8_numbers(seed: int) -> Words:
 
 
 def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
-    """Numbers to compare, word i with word i + 4; among them zeros of both signs, infinities, NaN, and equal ones."""
+    """Returns numbers to compare, word i with word i + 4: zeros of both signs, infinities, NaN, and equal ones, too."""
 
     def words(seed: int) -> Words:
         rng = np.random.default_rng(seed)
@@ -139,7 +139,7 @@ def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
     return words
 
 
-# What they give: [64, 12] -> [64, 4] ----------------------------------------------------------------------------------
+# Expected results: [64, 12] -> [64, 4] --------------------------------------------------------------------------------
 
 
 def _by_warp(function: Callable[[Words], Words]) -> Callable[[Words], Words]:
@@ -232,7 +232,7 @@ def _e4m3_from_floats(words: Words) -> Words:
 
 
 def _increment(words: Words) -> Words:
-    """Returns the counter as it was, and the counter plus one, or 0 where it was at the top or above."""
+    """Returns the old counter, and the counter plus one, or 0 from the top on."""
     old, top = words[:, :2], words[:, 4:6]
     return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
 
@@ -253,11 +253,11 @@ def floats_within(limit: float, unit: float) -> Difference:
     return difference
 
 
-# An mma may add its products in any order and cut the sums: 2^-22 of 16 products of up to 4 and of what they are added
-# to. ex2.approx: 2 units in the last place.
+# An mma may add its products in any order and cut the sums: 2^-22 of 16 products of up to 4 and of the
+# accumulator. ex2.approx: 2 units in the last place.
 SUMS, POWERS = floats_within(2.0**-22, 66.0), floats_within(2.0**-22, 2.0**-126)
 
-# Name -> inputs, what is given for them, tolerance.
+# Name -> inputs, expected results, tolerance.
 GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Difference]] = {
     "ldmatrix_x4": (any_words, _by_warp(_ldmatrix), equal),
     "ldmatrix_x4_trans": (any_words, _by_warp(lambda words: _ldmatrix(words, (0, 2, 1))), equal),

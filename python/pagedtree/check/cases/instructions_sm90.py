@@ -20,19 +20,19 @@ from pagedtree.check.cases.instructions import Words, as_tensor, instruction_cas
 from pagedtree.testing import backends
 
 TABLE = "pagedtree_instructions_sm90"
-# Sizes of the warpgroup's inputs, as in `Words` of instructions_sm90.cu, and of what each thread gives.
+# Sizes of the warpgroup's inputs, as in `Words` of instructions_sm90.cu, and of each thread's output.
 THREADS, NUMBERS, OWN, IMAGE_BYTES, OUT = 128, 128, 16, 80 * 1024, 128
 STEPS = 4  # multiplications in a row, each of 16 k
-PANEL_BYTES, B_BEGINS = 64 * 128, 16 * 1024  # 64 rows of 128 bytes; where B lies in shared memory, A being at 0
+PANEL_BYTES, B_BEGINS = 64 * 128, 16 * 1024  # 64 rows of 128 bytes; B's offset in shared memory, A is at 0
 NAN = 0x7FFF  # in fp16 and in bf16
 
-# One vector: what is given, and what comes out.
+# One test vector: inputs and outputs.
 Vector = tuple[Words, Words]
 THREAD = np.arange(THREADS)
 
 
 def given_words(numbers: list[int], own: np.ndarray, image: np.ndarray) -> Words:
-    """Returns [threads, words] of the numbers, uint32 [threads, 4, 4] and the bytes that shared memory is to hold."""
+    """Returns [threads, words] of the numbers, uint32 [threads, 4, 4] and the initial bytes of shared memory."""
     told = np.zeros(NUMBERS, np.uint32)
     told[: len(numbers)] = np.array(numbers, np.int64).astype(np.uint32)
     held = np.zeros(IMAGE_BYTES, np.uint8)
@@ -49,7 +49,7 @@ def any_words(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def given_back(columns: np.ndarray) -> Words:
-    """Returns [threads, up to 128 words] with zeros after them, which the kernel has not written."""
+    """Returns [threads, up to 128 words], padded with the zeros that the kernel has not overwritten."""
     out = np.zeros((THREADS, OUT), np.uint32)
     out[:, : columns.shape[1]] = columns
     return out
@@ -99,7 +99,7 @@ def bits(matrix: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def image_of(*matrices: tuple[int, np.ndarray, np.ndarray]) -> np.ndarray:
-    """Shared memory with matrices (where it begins, offsets of its elements, their bits)."""
+    """Returns shared memory with matrices (start, element offsets, bits)."""
     image = np.full(IMAGE_BYTES // 2, NAN, np.uint16)
     for begin, offsets, elements in matrices:
         assert np.unique(offsets).size == offsets.size and begin % 1024 == 0
@@ -117,7 +117,7 @@ def left_registers(elements: np.ndarray) -> np.ndarray:
 
 
 def sums_of_threads(product: np.ndarray, first: int, accumulates: bool) -> Words:
-    """Returns [threads, N / 2] words of D [64, N], to which the words' places from `first` on are added, if at all."""
+    """Returns [threads, N / 2] words of D [64, N], optionally plus each word's place counted from `first`."""
     register = np.arange(product.shape[1] // 2)
     row = (THREAD // 32 * 16 + THREAD % 32 // 4)[:, None] + register % 4 // 2 * 8
     column = (THREAD % 4 * 2)[:, None] + register // 4 * 8 + register % 2

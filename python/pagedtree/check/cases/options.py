@@ -64,7 +64,7 @@ def cases() -> Iterator[Case]:
         yield _verify("verify_sampled", f"{part}, grammar mask", masked, names)
         for op in ("verify_sampled", "verify_rejection"):
             yield _on_shards(op, part, trees, names)
-            if part in ("presence", "bad words"):  # few tokens, so that those of paths matter
+            if part in ("presence", "bad words"):  # few tokens, so that the paths' tokens matter
                 few = with_draft_vocabulary(forest("", 30, 6))
                 yield _verify(op, f"{part}, draft vocabulary", few, names)
                 yield _on_shards(op, f"{part}, draft vocabulary", few, names)

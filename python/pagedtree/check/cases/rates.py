@@ -32,7 +32,7 @@ PAGE_SIZE, HEADS, KV_HEADS, DIM = 16, 32, 8, 128
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the calls are."""
+    """The sizes of the calls."""
 
     batch: int
     keys: int
@@ -51,7 +51,7 @@ HOST = Scale(2, 256, 64, 8000, 2, 1 << 26, 512, 2, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Work:
-    """A call, the bytes that it must move and the flops that it must do."""
+    """A call, with its minimum bytes and flops."""
 
     call: Callable[[], Any]
     bytes: float
@@ -63,7 +63,7 @@ def scale_of(place: Place) -> Scale:
 
 
 def seconds_of(place: Place, call: Callable[[], Any], calls: int) -> float:
-    """Returns the time of one call: the median of five runs of `calls` calls, after one to warm up."""
+    """Returns a call's time: the median of five runs of `calls` calls, after a warm-up run."""
     call()
     times = []
     for _ in range(5):
@@ -86,7 +86,7 @@ def seconds_of(place: Place, call: Callable[[], Any], calls: int) -> float:
 
 @lru_cache
 def floor_of(place: Place) -> tuple[float, float]:
-    """Bytes per second of a copy (read and written) and flops per second of a matmul, on this machine."""
+    """Returns this machine's bytes per second of a copy (read and written) and flops per second of a matmul."""
     scale = scale_of(place)
     source = torch.zeros(scale.copied, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
@@ -184,7 +184,7 @@ def _append(place: Place, scale: Scale) -> Work:
 
 
 def _compact(place: Place, scale: Scale) -> Work:
-    """Lets each sequence accept 8 of 64 nodes, in all layers."""
+    """Compacts 8 accepted of 64 nodes per sequence, in all layers."""
     batch, nodes, device = scale.batch, 64, place.device
     caches = _caches(place, scale, batch * nodes, scale.layers)
     table = torch.arange(batch * nodes // PAGE_SIZE, dtype=torch.int32, device=device).view(batch, -1)

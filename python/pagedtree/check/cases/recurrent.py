@@ -86,7 +86,7 @@ def _delta_rule(
         g[torch.rand(g.shape, generator=generator, dtype=torch.float32) < 0.1] = -torch.inf
     beta = torch.rand(count, 4, generator=generator, dtype=torch.float32) if with_delta else None
     state = torch.randn(batch + 2, 4, value_dim, key_dim, generator=generator, dtype=torch.float32).transpose(2, 3)
-    if by_columns:  # the columns of a channel lie side by side, not the channels of a column
+    if by_columns:  # a channel's columns are contiguous, not a column's channels
         state = state.contiguous()
     index = int32([b + 1 if b != 2 else -1 for b in range(batch)])
     options: dict[str, Any] = {"l2norm": True, "l2norm_eps": 4.0}  # large, so that it shows

@@ -38,7 +38,7 @@ SPLITS = {
 
 
 class _Meeting:
-    """Where the threads of all ranks exchange tensors."""
+    """Where all ranks' threads exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -83,7 +83,7 @@ def _shards(meeting: _Meeting, rank: int, sizes: list[int]) -> VocabShards:
 
 
 def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards], Results]) -> Results:
-    """Runs call(shards) on each rank, one thread per rank; returns the results, which must all be the same."""
+    """Runs call(shards) on each rank, one thread per rank; returns the results, which must all be equal."""
     meeting = _Meeting(len(sizes))
     found: list[Results | BaseException] = [{}] * len(sizes)
 
@@ -155,7 +155,7 @@ def cases() -> Iterator[Case]:
 
 
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
-    """Returns the optional arguments of a part: this rank's columns of the mask."""
+    """Returns the optional arguments of a part: this rank's mask columns."""
     if "grammar_mask" not in options:
         return options
     return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
@@ -168,7 +168,7 @@ def _streams(place: Place, batch: int) -> dict[str, Any]:
 
 def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Place], Results],
           part: Callable[[Place, VocabShards], Results]) -> Case:  # fmt: skip
-    """Compares the parts' results with the whole's, which the CPU backend finds."""
+    """Compares the parts' results with the whole vocabulary's, from the CPU backend."""
 
     def expected() -> Results:
         return {f"{key} on rank {rank}": x for rank in range(len(sizes)) for key, x in whole(CPU).items()}

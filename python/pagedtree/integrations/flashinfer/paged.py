@@ -18,7 +18,7 @@ from pagedtree.integrations.masks import all_visible
 
 __all__ = ["BatchPrefillWithPagedKVCacheWrapper"]
 
-# Arguments of plan() that only help FlashInfer to schedule, or repeat what pagedtree knows.
+# Arguments of plan() that are only scheduling hints for FlashInfer, or redundant for pagedtree.
 HINTS = {
     "rope_scale", "rope_theta", "non_blocking", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence",
     "max_sequence_kv", "fixed_split_size", "disable_split_kv", "uniform_q_len", "use_fp16_qk_reduction",

@@ -157,7 +157,7 @@ def get_batch_indices_positions(
     row = torch.arange(nnz, device=append_indptr.device, dtype=torch.int64)
     ends = append_indptr[1:].long()
     sequence = torch.searchsorted(ends, row, right=True)
-    behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # what is added to a row's number
+    behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # offset added to a row's number
     known = sequence < ends.numel()
     new_indices = torch.where(known, sequence, -1)
     new_positions = torch.where(known, row + behind_last, 0)

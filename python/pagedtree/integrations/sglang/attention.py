@@ -78,7 +78,7 @@ class PagedTreeBackend(AttentionBackend):
         )
 
     def _page_table(self, forward_batch: Any, new: int) -> Tensor:
-        # Pages are aligned, so that a page's first slot tells the page.
+        # Pages are aligned, so a page's first slot identifies the page.
         width = self.max_context_len
         if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
             width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)

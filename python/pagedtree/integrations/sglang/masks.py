@@ -1,4 +1,4 @@
-"""SGLang's tree masks in their buffers, and as the words that `tree_attention` takes."""
+"""SGLang's tree masks in their buffers, and as words for `tree_attention`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TreeMaskMode(IntEnum):
 
 
 def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
-    """int64 [bs, n, n]: where the bytes of the tree are in a mask of bytes, which may be too small for them."""
+    """Returns int64 [bs, n, n]: the tree's byte offsets in a byte mask, which may be too small for them."""
     seq_lens = seq_lens.clamp(0, INT32_MAX)
     rows = n + seq_lens if mode == TreeMaskMode.FULL_MASK else torch.full_like(seq_lens, n)
     begin = (rows.cumsum(0) - rows) * n + rows - n
@@ -35,7 +35,7 @@ def _cells(seq_lens: Tensor, n: int, mode: int) -> Tensor:
 
 
 def _packed_rows(tree_mask: Tensor, bs: int, n: int) -> Tensor:
-    """The bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
+    """Returns the bytes [bs * n, 1, 2 or 4] of a bit-packed mask."""
     if n > 32:
         raise ValueError(f"draft_token_num: expected at most 32 in a bit-packed mask, got {n}")
     width = 4 if n > 16 else 2 if n > 8 else 1
@@ -72,7 +72,7 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
         if cells.numel() == 0:
             return
         known = cells < mask.numel()
-        # What has no place is not written: it repeats what the first cell gets anyway.
+        # Cells past the buffer's end repeat the first cell's write instead.
         first = torch.where(known[0], cells[0], 0), torch.where(known[0], values[0], mask[0])
         mask.scatter_(0, torch.where(known, cells, first[0]), torch.where(known, values, first[1]))
 

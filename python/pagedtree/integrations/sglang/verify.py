@@ -49,7 +49,7 @@ def verify_tree_greedy(
     expect_shape(candidates.shape, target_predict=target_predict)
     drafts = candidates.gather(1, order)
     truth = target_predict.flatten()[rows].long()
-    # A vocabulary of the predictions alone: token m is what node m predicts, the first such m.
+    # A vocabulary of the predictions alone: token m is the prediction of node m, the first such m.
     logits = (truth[:, :, None] == truth[:, None, :]).half().flatten(0, 1)
     hits = drafts[:, :, None] == truth[:, None, :]
     verdict = verify_greedy(logits, torch.where(hits.any(-1), hits.byte().argmax(-1), -1).flatten(), trees)
@@ -75,7 +75,7 @@ def tree_speculative_sampling_target_only(
     threshold_acc: float = 1.0,
     deterministic: bool = True,
 ) -> None:
-    """Samples along trees whose drafts were chosen without chance (`pagedtree.verify_rejection`, draft_law "onehot").
+    """Samples along trees of deterministic drafts (`pagedtree.verify_rejection`, draft_law "onehot").
 
     Args:
         uniform_samples: fp32 [bs, N] in [0, 1); the entry of a node decides among its children.
@@ -87,9 +87,9 @@ def tree_speculative_sampling_target_only(
         deterministic: no effect, results always repeat bit by bit.
         The others: see `verify_tree_greedy`.
 
-    A child is accepted where its probability is positive and the cumulative probability of the siblings so far exceeds
-    the coin. Siblings that repeat a token count once, which sgl_kernel counts twice. Makes one temporary of
-    target_probs' size: a caller that has logits gives them to `pagedtree.verify_rejection`, which makes none.
+    A child is accepted if its probability is positive and the cumulative probability of the siblings so far exceeds the
+    coin. Siblings that repeat a token count once (twice in sgl_kernel). Makes one temporary of target_probs' size; with
+    logits, call `pagedtree.verify_rejection`, which makes none.
 
     Raises ValueError for wrong shapes or thresholds outside [0, 1].
     """
@@ -159,7 +159,7 @@ def _deciding_coins(
 def _tree_arguments(
     predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, *links: Tensor
 ) -> tuple[TreeBatch, Tensor, Tensor]:
-    """The trees; order [bs, N], the caller's node of each of their nodes; and the flat row of each of their nodes."""
+    """Returns the trees; order [bs, N], the caller's node for each tree node; and each tree node's flat row."""
     if candidates.dim() != 2:
         raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
     bs, n = candidates.shape

@@ -31,13 +31,13 @@ NAME = "pagedtree"
 
 
 def register() -> None:
-    """Makes `attn_implementation="pagedtree"` known to transformers; importing this package does it. Idempotent."""
+    """Registers `attn_implementation="pagedtree"` with transformers; importing this package does it. Idempotent."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
 
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Makes a mask of a pass, called by transformers: ordinary passes get SDPA's, None where causal, else bool."""
+    """Returns a pass's mask, called by transformers: ordinary passes get SDPA's, None if causal, else bool."""
     packed = current_pass.get()
     if packed is None:
         return sdpa_mask(*args, **kwargs)
@@ -106,7 +106,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
-    """Converts them as torch.autocast does for torch's own attention."""
+    """Casts them as torch.autocast does for torch's own attention."""
     dtype = autocast_dtype(states[0].device)
     if dtype is None:
         return states
@@ -140,7 +140,7 @@ def _attend_dense(
     window: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """Dense keys and values [B, Hkv, S, D] are a pool of B pages of S slots; no copy of them is made."""
+    """Attends to dense keys and values [B, Hkv, S, D] as a pool of B pages of S slots, without a copy."""
     batch, num_heads, num_queries, head_dim = query.shape
     kv_len = key.shape[2]
     if attention_mask is None and is_causal and num_queries > 1:
@@ -170,7 +170,7 @@ def _attend_dense(
 
 
 def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
-    """Returns the words of a mask, which all layers of a pass share: they stay with it until somebody writes to it."""
+    """Returns a mask's words, shared by all layers of a pass: cached with the mask until it is written to."""
     if torch.compiler.is_compiling() or mask.is_inference():  # where nobody could tell that it was written to
         return _pack_mask(mask, *sizes)
     made_for, words = getattr(mask, "_pagedtree_words", (None, None))
@@ -181,8 +181,7 @@ def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
 
 
 def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tensor:
-    """Returns a 4-D mask of transformers as int32 [B * T, ceil(S / 32)]: bit j % 32 of word j // 32 = key j is
-    visible."""
+    """Returns a 4-D transformers mask as int32 [B * T, ceil(S / 32)]: bit j % 32 of word j // 32 = key j is visible."""
     if mask.ndim != 4 or mask.shape[1] != 1:
         raise ValueError(
             f'attention implementation "{NAME}": `attention_mask` must be [B, 1, T, S], got {list(mask.shape)}'

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["chat_prompt", "turn_ends"]
 
-# A word that no template has of its own.
+# A word that no template contains.
 ANSWER = "xanswerx"
 
 
@@ -29,7 +29,7 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
     messages.append({"role": "user", "content": message.rstrip("\r\n")})
     text = _rendered(tokenizer, messages, add_generation_prompt=True, tokenize=False)
     for i, each in enumerate(messages):
-        # Looked for by another message in its place: a template may trim, shorten or quote what it gets.
+        # Detected by replacing the message: a template may trim, shorten or quote it.
         others = [*messages[:i], {**each, "content": ANSWER + each["content"]}, *messages[i + 1 :]]
         if _rendered(tokenizer, others, add_generation_prompt=True, tokenize=False) == text:
             raise ValueError(f"chat: expected a template that has the {each['role']}'s message, got one without")

@@ -1,4 +1,4 @@
-"""Files and folders that are named on the command line."""
+"""Files and folders named on the command line."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from pagedtree.integrations.transformers.gguf import dequantized, is_gguf
 
 __all__ = ["check_checkpoint", "errors_of", "model_folder", "read_text"]
 
-# A name on the hub: that of a model, or of its owner and the model.
+# A name on the hub: model, or owner/model.
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 
 def read_text(option: str, path: str, stdin: bool = False) -> str:
-    """Returns a text in UTF-8, with or without a byte order mark, its line ends as they are. stdin: "-" is standard
-    input.
+    """Returns UTF-8 text, with or without a byte order mark, with unchanged line ends. stdin: "-" is standard input.
 
     Raises ValueError, which names the option, for a file that cannot be read or is not UTF-8.
     """
@@ -64,7 +63,7 @@ def model_folder(option: str, name: str) -> str:
 
 @contextmanager
 def errors_of(option: str, name: str) -> Iterator[None]:
-    """Turns an error while a checkpoint is loaded into one line that names the option and the checkpoint."""
+    """Turns a checkpoint's loading error into one line that names the option and the checkpoint."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -28,17 +28,16 @@ from pagedtree.integrations.transformers.mtp import load_drafter
 __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Nodes of a tree: the default of drafters with a model, and what Medusa heads get, which have no default.
+# Nodes of a tree: the default of drafters with a model; Medusa heads have no default and get this, too.
 NUM_NODES = 16
-# The options that say how large trees are, and what `NgramDrafter` calls that.
+# The options for tree sizes, and their names in `NgramDrafter`.
 SIZES = {"num_nodes": "num_nodes", "depth": "max_depth", "width": "max_branches"}
 # Our CPU kernels of these names need instructions for products of bfloat16. With them, torch is fast in it, too.
 BF16_ISAS = {"avx512", "amx"}
 
 
 def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
-    """Returns the target, in the dtype of --dtype, else in the checkpoint's, or in float32 where the CPU is slow in
-    that."""
+    """Returns the target in --dtype, else in the checkpoint's dtype, or float32 if the CPU is slow in that."""
     print(f"loading {name}", file=sys.stderr)
     with errors_of(option, name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[args.dtype or "auto"])
@@ -78,7 +77,7 @@ def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
 
 
 def _deep(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Chains of a given number of nodes are as deep as that."""
+    """Makes chains of a given number of nodes that deep."""
     is_long = sizes.get("width") == 1 and "num_nodes" in sizes
     return {"depth": sizes["num_nodes"] - 1, **sizes} if is_long else sizes
 

@@ -18,7 +18,7 @@ __all__ = ["continuous_batching", "paged_attention_forward"]
 
 # The one name that transformers 5 lets through to continuous batching and that another function can be registered for.
 PAGED_NAME = "paged|eager"
-# What the name meant when each open block was entered. Blocks may be left in any order: the last one gives it back.
+# The name's meaning on entry to each open block. Blocks may end in any order: the last one restores it.
 _meant_before: list[Any] = []
 
 

@@ -1,4 +1,4 @@
-"""Attention over the paged cache that transformers' continuous batching (`model.generate_batch`) keeps itself."""
+"""Attention over the paged cache of transformers' continuous batching (`model.generate_batch`)."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _layer_cache(cache: Any, layer: int) -> LayerCache:
 
 
 def _gathered(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Keys and values of all requests, past and new ones, one after the other: [S, 1, Hkv, D]."""
+    """Returns keys and values of all requests, past and new, concatenated: [S, 1, Hkv, D]."""
     if hasattr(cache, "layer_to_allocator"):
         pair = cache.update(key, value, layer, dict(kwargs))  # [1, Hkv, S, D]
         keys, values = (states[0].transpose(0, 1) for states in pair)

@@ -18,7 +18,7 @@ from pagedtree.integrations.transformers.generate import generate
 
 __all__ = ["tree_generate"]
 
-# What transformers hands to a decoding loop anyway: prepared for its own kind of cache, which is not used here.
+# Arguments that transformers prepares for its own cache and passes to any decoding loop; not used here.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -98,7 +98,7 @@ def tree_generate(
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:
-    """Returns the length and the EOS tokens at which generation ends."""
+    """Returns the length and the EOS tokens that end generation."""
     unknown = [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
     if unknown:
         raise ValueError(f"tree_generate: expected no stopping criterion but length and EOS, got {', '.join(unknown)}")
@@ -108,7 +108,7 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 
 
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the mask of the prompts; refuses inputs of the model that it does not imply."""
+    """Returns the prompts' mask; refuses model inputs that it does not imply."""
     others = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
     if others:
         raise ValueError(

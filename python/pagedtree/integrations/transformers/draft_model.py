@@ -10,7 +10,7 @@ from pagedtree.integrations.transformers.model import TransformersModel
 __all__ = ["ModelDrafter"]
 
 
-# Its docstring is that of the base class.
+# The base class has the docstring.
 class ModelDrafter(drafters.ModelDrafter):
     is_capturable = True
 

@@ -30,10 +30,10 @@ FUNCTION = "apply_rotary_pos_emb"
 
 
 class RotaryLayer:
-    """An attention layer whose rotation may be left to the attention.
+    """An attention layer whose rotation may move into the attention.
 
     Attributes:
-        is_fused: whether it is; None until a first pass, whose values the host may read, has told.
+        is_fused: whether it moved; None until a first pass with host-readable values decides.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,7 +43,7 @@ class RotaryLayer:
         self.own: Callable[..., Any] = self._forward.__globals__[FUNCTION]
 
     def forward(self) -> Callable[..., Any]:
-        """Runs the module's own forward, but that it finds our function where it looks for transformers'."""
+        """Runs the module's own forward with our function in place of transformers'."""
         return MethodType(with_functions(self._forward, **{FUNCTION: self._rotate}), self.module)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -
 
 
 def rotary_layers(model: nn.Module) -> list[RotaryLayer]:
-    """Returns the model's layers that may leave their rotation to the attention."""
+    """Returns the model's layers whose rotation may move into the attention."""
     return [RotaryLayer(module) for module in model.modules() if hasattr(module, "layer_idx") and _has_function(module)]
 
 
@@ -144,5 +144,5 @@ def _takes(function: Any, *names: str) -> bool:
 
 
 def rotated_in_attention(layers: Iterable[RotaryLayer]) -> AbstractContextManager[None]:
-    """Inside the block packed passes leave the rotation of these layers to the attention, where that fits."""
+    """Moves these layers' rotation into the attention for packed passes inside the block, where supported."""
     return with_forwards((layer.module, layer.forward()) for layer in layers)

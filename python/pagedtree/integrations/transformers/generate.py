@@ -356,7 +356,7 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     """Returns the drafter's tuner, with its measurements from earlier calls of this model."""
     if tree not in (None, "auto"):
         raise ValueError(f'tree: expected None or "auto", got {tree!r}')
-    # A captured step drafts the same tree each time, and ranks of shards would choose by clocks of their own.
+    # A captured step drafts the same tree each time, and shard ranks would choose by different clocks.
     if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
         return None
     known = drafter.tuner

@@ -33,9 +33,9 @@ __all__ = [
     "sequence_params",
 ]
 
-# What `token_logprobs` tells at most.
+# Maximum of `token_logprobs`.
 MOST_LOGPROBS = 1024
-# What a tokenizer returns beside input_ids that does not change what the model reads.
+# A tokenizer's outputs that do not change the model's input, and input_ids.
 ENCODED = {"input_ids", "attention_mask", "token_type_ids"}
 
 
@@ -53,7 +53,7 @@ def _has(*members: str) -> Callable[[Any], bool]:
     return lambda value: not isinstance(value, Tensor) and all(hasattr(value, member) for member in members)
 
 
-# What an argument is, unless it is None: how it is called, and how it is known.
+# An argument's kind, unless it is None: its description and its check.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("share_prefix", "pack_weights", "cuda_graph"), ("True, False", _is_switch)),
     **dict.fromkeys(("callback", "on_step"), ("a function", callable)),
@@ -65,7 +65,7 @@ _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_kinds(**values: Any) -> None:
-    """Raises TypeError, or ValueError for switches, where an argument is neither of its kind nor None."""
+    """Raises TypeError (ValueError for switches) if an argument is neither of its kind nor None."""
     for name, value in values.items():
         kind, is_one = _KINDS[name]
         if value is not None and not is_one(value):
@@ -80,7 +80,7 @@ class Prompts:
 
     Attributes:
         tokens: of each prompt, without padding.
-        tensor: the [B, L] in which they came; None: they came as lists.
+        tensor: the [B, L] that held them; None for lists.
     """
 
     tokens: list[list[int]]
@@ -102,7 +102,7 @@ class Prompts:
         return None if self.tensor is None else self.tensor.shape[1]
 
     def sequences(self, max_new_tokens: int, page_size: int) -> list[GeneratedSequence]:
-        """Returns their outcomes, which share whole pages of a prompt; its last token is always computed."""
+        """Returns the outcomes, which share whole pages of a prompt; the last prompt token is always computed."""
         return [
             GeneratedSequence(
                 index=b * self.n + j,
@@ -116,7 +116,7 @@ class Prompts:
         ]
 
     def results(self, sequences: list[GeneratedSequence], pad: int, device: torch.device) -> list[Tensor] | Tensor:
-        """Returns the texts in the form in which the prompts came."""
+        """Returns the texts in the form of the prompts."""
         if self.tensor is None:
             return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences]
         new = [sequence.tokens[len(self.tokens[sequence.group]) :] for sequence in sequences]
@@ -160,7 +160,7 @@ def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
-    """Returns the tokens of lists that a list of 0 and 1 keeps."""
+    """Returns the tokens that a 0/1 mask keeps."""
     prompts = _lists(prompts)
     if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
         raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")
@@ -266,7 +266,7 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
 
 
 def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
-    """Returns one for each sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
+    """Returns one per sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
     given = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
     every = prompts.of_sequences("options", given)
     for each in every:
@@ -276,7 +276,7 @@ def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
 
 
 def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) -> list[int]:
-    """min_new_tokens of each sequence; None is 0."""
+    """Returns min_new_tokens of each sequence; None is 0."""
     given = 0 if min_new_tokens is None else min_new_tokens
     given = given.tolist() if hasattr(given, "tolist") else given
     given = [given] * len(prompts) if not isinstance(given, list | tuple) else given

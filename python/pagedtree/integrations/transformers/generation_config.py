@@ -35,7 +35,7 @@ SAMPLING = {name: kind for kind, name in WARPERS.items()}
 LEAST = ("min_length", "min_new_tokens")
 SERVED = {*PROCESSORS, *SAMPLING, *LEAST, "do_sample", "begin_suppress_tokens", "stop_strings"}
 
-# Fields that do not change a text. What is in none of these sets is refused where it is set.
+# Fields that do not change a text. Fields in none of these sets are refused if set.
 IGNORED = {
     name
     for names in (
@@ -50,9 +50,9 @@ IGNORED = {
         "prompt_lookup_num_tokens max_matching_ngram_size assistant_early_exit assistant_lookbehind use_mtp",
         "assistant_confidence_threshold num_assistant_tokens num_assistant_tokens_schedule target_lookbehind",
         "speculation_type",
-        # What is returned beside the text.
+        # Outputs other than the text.
         "output_attentions output_hidden_states output_logits output_scores return_dict_in_generate",
-        # Finite logits are kept as they are, the distribution is normalised anyway.
+        # Finite logits stay unchanged, the distribution is normalised anyway.
         "remove_invalid_values renormalize_logits",
         "transformers_version",
     )
@@ -61,7 +61,7 @@ IGNORED = {
 # Filters and ways of search that only one kind of decoding has.
 ONLY_SAMPLED = {*SAMPLING, "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"}
 ONLY_GREEDY = {"penalty_alpha"}
-# Values, beside None and False, with which a field does nothing.
+# Values, besides None and False, that make a field neutral.
 NEUTRAL = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty", "temperature", "top_p", "typical_p"), 1),
     **dict.fromkeys(("num_beams", "num_return_sequences", "guidance_scale"), 1),
@@ -87,12 +87,12 @@ class ConfigFields:
         return "do_sample" in self.values
 
     def origin(self) -> str:
-        """Returns the end of a message that refuses request options: which of them the config asks for."""
+        """Returns the end of a message that refuses request options: the ones that the config sets."""
         names = [name for name in self.values if name not in (*SAMPLING, "do_sample", "stop_strings")]
         return f"; generation_config sets {', '.join(names)}: {ADVICE}" if names else ""
 
     def params(self) -> SamplingParams | None:
-        """Returns its sampling and repetition penalty; None is greedy."""
+        """Returns the config's sampling and repetition penalty; None is greedy."""
         processors = self._processors(["repetition_penalty", *SAMPLING], [])
         with _named():
             found = read_processors(processors, [], None, [], 0)
@@ -197,7 +197,7 @@ def _acts(name: str, value: Any) -> bool:
 
 @contextmanager
 def _named(*names: str) -> Iterator[None]:
-    """Whatever transformers or a comparison raises for a value becomes a ValueError that says where the value is."""
+    """Turns any error of transformers or a comparison for a value into a ValueError that names the value's place."""
     try:
         yield
     except Exception as error:

@@ -75,7 +75,7 @@ def _write(path: Path, kept: Path) -> None:
         try:
             whole.rename(kept)
         except OSError:
-            if not kept.is_dir():  # else another process was faster, and what it wrote is the same
+            if not kept.is_dir():  # else another process wrote the same folder first
                 raise
 
 
@@ -103,7 +103,7 @@ def _start(path: Path) -> bytes:
 
 
 def _digest(path: Path) -> str:
-    """Digests all that the folder depends on. Configs that one version of transformers writes, another may not read."""
+    """Digests all inputs of the folder. A config written by one transformers version may be unreadable to another."""
     digest = hashlib.sha256(transformers.__version__.encode())
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -140,7 +140,7 @@ def _read(path: Path) -> tuple[Any, Any]:
 
 
 def _dense() -> dict[str, Any]:
-    """Arguments that make transformers unpack the weights; versions before 5 do nothing else."""
+    """Returns arguments that make transformers unpack the weights; versions before 5 always do."""
     config = getattr(transformers, "GgufConfig", None)
     return {} if config is None else {"quantization_config": config(dequantize=True)}
 

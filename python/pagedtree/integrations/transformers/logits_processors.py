@@ -36,8 +36,8 @@ WARPERS = {
     TopPLogitsWarper: "top_p",
     MinPLogitsWarper: "min_p",
 }
-# These forbid tokens, or leave finite logits as they are (the first one). What is forbidden stays so, so their order
-# among the processors in front of the warpers is free.
+# These forbid tokens, or leave finite logits unchanged (the first one). Forbidden tokens stay forbidden, so their order
+# among the processors before the warpers is free.
 MASKS = (
     InfNanRemoveLogitsProcessor,
     NoBadWordsLogitsProcessor,
@@ -128,7 +128,7 @@ def read_processors(
 
 
 def known_tokens(tokens: Tensor, vocab: int) -> list[int]:
-    """Keeps the tokens that a model has; transformers passes over others in lists of tokens to suppress."""
+    """Keeps the model's tokens; transformers ignores unknown ones in lists of tokens to suppress."""
     return [int(token) for token in tokens.flatten().tolist() if 0 <= token < vocab and token == int(token)]
 
 
@@ -152,7 +152,7 @@ def _sampling(processors: list[Any]) -> dict[str, Any]:
     values = {WARPERS[type(p)]: getattr(p, WARPERS[type(p)]) for p in processors if type(p) in WARPERS}
     if {"top_k", "top_p", "min_p"} <= set(values):
         raise ValueError("top_k, top_p, min_p: expected at most two of them (top_k=0 is off), got all")
-    # min_p keeps what it would keep of the unfiltered distribution, and so does top_p where there is no top_k.
+    # min_p keeps the same tokens as on the unfiltered distribution, and so does top_p without top_k.
     if {"top_p", "min_p"} <= set(values):
         values["filter_order"] = "joint"
     return values
@@ -196,7 +196,7 @@ def _read(
 
 
 def _read_ignored(ignored: Any, read: Processors, widths: list[int], lengths: list[int]) -> None:
-    """Reads how many first tokens, padding included, the repetition penalty ignores: no prompt's, or all of each."""
+    """Returns how many first tokens, padding included, the repetition penalty ignores: no prompt's, or all of each."""
     if ignored is None:
         return
     counts = ignored.tolist() if isinstance(ignored, Tensor) else [ignored] * len(widths)

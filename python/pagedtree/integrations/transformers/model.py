@@ -29,7 +29,7 @@ from pagedtree.integrations.transformers.rotary import check_rotation, same_rota
 
 __all__ = ["TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
-# Kinds of layers, as configs name them, that have attention, and those that mix no tokens.
+# Layer kinds, by their config names: with attention, and without token mixing.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
 OTHER_KINDS = {"mlp", "moe"}
 
@@ -92,7 +92,7 @@ def _takes_positions(model: nn.Module) -> bool:
 
 @contextmanager
 def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
-    """Inside the block the model uses the attention implementation `name`."""
+    """Switches the model to the attention implementation `name` inside the block."""
     register()
     previous = model.config._attn_implementation
     model.set_attn_implementation(name)
@@ -114,7 +114,7 @@ class TransformersModel(PackedModel):
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
         self.rotary_layers = rotary_layers(model)
         self._watched = _Watched()
-        # Weights of other types may have code of their own in what torch does for autograd, such as DTensor.
+        # Weights of other types, such as DTensor, may hook into torch's autograd dispatch.
         tensors = (*model.parameters(), *model.buffers())
         self._is_plain = all(type(tensor) in (Tensor, nn.Parameter, PackedRows) for tensor in tensors)
         # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
@@ -202,9 +202,9 @@ class TransformersModel(PackedModel):
         return PassOutput(logits, hidden, features)
 
     def _without_autograd(self) -> AbstractContextManager[Any]:
-        """Inside the block torch's operations do not ask whether to record themselves, where nothing would be.
+        """Skips torch's autograd dispatch inside the block where nothing would be recorded.
 
-        That takes 4 % of a small model's pass on a CPU. The tensors are ordinary ones, not torch.inference_mode's.
+        It takes 4 % of a small model's pass on a CPU. The tensors are ordinary ones, unlike torch.inference_mode's.
         """
         if self._is_plain and not torch.is_grad_enabled():
             guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
@@ -218,14 +218,14 @@ class TransformersModel(PackedModel):
 
     @cached_property
     def _expected(self) -> tuple[int, int | None]:
-        """How many layers have attention, and the window that the config says for all of them."""
+        """Returns the number of attention layers, and the window that the config gives for all of them."""
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds or ())
         return num_layers, getattr(config, "sliding_window", None) if kinds is None else None
 
     def _check_layers(self, packed: PackedPass) -> None:
-        """Raises ValueError if the layers did not come to our attention in the pass that was run."""
+        """Raises ValueError if the layers did not call our attention in the last pass."""
         (num_layers, window), name = self._expected, type(self.model).__name__
         layers_run = len(packed.step.layers_run)
         if layers_run != num_layers:
@@ -247,9 +247,8 @@ class TransformersModel(PackedModel):
 
 
 class _Watched:
-    """Captures the output layer's input and decoder layers' outputs by hooks that stay until `stop`.
-
-    Setting the hooks anew for each pass took 3 % of a small model's step.
+    """Captures the output layer's input and decoder layers' outputs by hooks that stay until `stop`: setting them per
+    pass took 3 % of a small model's step.
 
     Attributes:
         wanted: whether to keep the output layer's input, and which decoder layers' outputs to keep.
@@ -295,7 +294,7 @@ class _Watched:
 
 
 def decoder_layers(model: Any, indices: Sequence[int]) -> list[nn.Module]:
-    """Returns the decoder layers with these indices; ValueError where the model has no such layers."""
+    """Returns the decoder layers with these indices; raises ValueError if the model lacks them."""
     if not indices:
         return []
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model

@@ -1,4 +1,4 @@
-"""Linear layers over weights in oneDNN's packed form: a matrix for each, or one for several of the same input."""
+"""Linear layers over weights in oneDNN's packed form: one matrix each, or one for several with the same input."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def packed_form(dense: Tensor) -> Tensor:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Without it torch would only warn that gradients stop at the op, and return none."""
+    """Raises in backward: without it torch would only warn that gradients stop at the op, and return none."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,12 +71,11 @@ class _Outputs(NamedTuple):
 class SharedProduct:
     """One product for layers that read the same tensor: the first one that is called computes the outputs of all.
 
-    The others get theirs if they are called with that very tensor, unchanged. A layer that is called with another one
-    computes all outputs again, which takes longer, and gives the same. Each output is handed out once, and nothing is
-    kept when all have theirs.
+    The others take theirs if they are called with the same unchanged tensor. A call with another tensor recomputes all
+    outputs: slower, same result. Each output is handed out once; nothing is kept after the last one.
 
     Attributes:
-        layers: their weights are the rows of the matrix, one below the other; all have a bias, or none has.
+        layers: their weights are the stacked rows of the matrix; all have a bias, or none has.
         packed: the matrix, in packed form.
     """
 
@@ -114,9 +113,9 @@ def _is_in(x: Tensor, state: int | Tensor) -> bool:
 
 
 class PackedRows(Tensor):
-    """The weight of a layer of a `SharedProduct`: shape, dtype and flags of a packed parameter, but no memory.
+    """The weight of a layer of a `SharedProduct`: a packed parameter's shape, dtype and flags, without memory.
 
-    `to_dense` gives the weight. Other operations raise RuntimeError.
+    `to_dense` returns the weight. Other operations raise RuntimeError.
     """
 
     product: SharedProduct

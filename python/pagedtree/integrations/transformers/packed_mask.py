@@ -26,7 +26,7 @@ class PackedMask:
         self._masks: dict[int, Tensor] = {}
 
     def of_layers(self, mask_function: Callable[..., Any], local_size: int | None) -> Tensor:
-        """Returns a layer's mask, bool [1, 1, 1, 1]; ValueError for others than causal ones and sliding windows."""
+        """Returns a layer's mask, bool [1, 1, 1, 1]; raises ValueError unless it is causal or a sliding window."""
         if mask_function is not causal_mask_function and not _is_window(mask_function, local_size or UNLIMITED):
             raise ValueError(
                 "model: expected causal layers, some with a sliding window, got one that asks for another mask"
@@ -38,7 +38,7 @@ class PackedMask:
 
     @property
     def of_all_layers(self) -> Tensor:
-        """The mask for a model that gives one mask of four dimensions to all of its layers."""
+        """The mask for a model that gives one 4-D mask to all of its layers."""
         return self.of_layers(causal_mask_function, None)
 
     @property
@@ -47,7 +47,7 @@ class PackedMask:
         return any(window > 0 for window in self._masks)
 
     def window_of(self, mask: Tensor | None) -> int:
-        """Returns the window (0 = none) of a mask that a layer got; ValueError for any but ours."""
+        """Returns the window (0 = none) of a layer's mask; raises ValueError for any but ours."""
         for window, own in self._masks.items():
             if mask is not None and mask.data_ptr() == own.data_ptr() and mask.dtype == own.dtype:
                 return window

@@ -24,7 +24,7 @@ __all__ = ["PackedLinear", "check_packable", "packed_weights", "pays"]
 # Smaller weights stay as they are, by elements: the call itself takes oneDNN 15 us and torch 2 us. Measured on two
 # AVX-512 cores at 1 to 32 rows. In fp32 smaller weights are as fast or faster unpacked.
 MIN_ELEMENTS = {torch.bfloat16: 1 << 15, torch.float16: 1 << 15, torch.float32: 1 << 19}
-# Packing a model and back takes what 16 to 22 passes gain by it, and there may be fewer passes than were planned.
+# Packing and unpacking costs as much as 16 to 22 passes gain, and there may be fewer passes than planned.
 MIN_PASSES = 64
 # In fp32 and fp16 passes of one or two tokens are faster with dense weights; in bf16 none is.
 MIN_TOKENS = 4
@@ -40,7 +40,7 @@ APART = ("cross", "encoder")
 
 
 class _Weight(NamedTuple):
-    """A weight that can be packed, the layers that compute with it, and whether its dense form stays for others."""
+    """A packable weight, the layers that compute with it, and whether others keep its dense form."""
 
     layers: list[nn.Linear]
     dense: nn.Parameter
@@ -159,7 +159,7 @@ def pays(model: Any, num_passes: int, num_tokens: int) -> bool:
 
 
 def check_packable(model: nn.Module) -> None:
-    """Raises ValueError where nothing of the model can be packed; it says why."""
+    """Raises ValueError, with the reason, if nothing of the model can be packed."""
     if torch.is_autocast_enabled("cpu"):
         raise ValueError(
             "pack_weights: expected None or False within torch.autocast, which converts dense weights alone"
@@ -177,7 +177,7 @@ def check_packable(model: nn.Module) -> None:
 
 
 def _dtypes() -> set[torch.dtype]:
-    """Lists the dtypes that oneDNN multiplies in packed form on this machine."""
+    """Returns the dtypes that oneDNN multiplies in packed form on this machine."""
     ops = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return set()
@@ -191,7 +191,7 @@ def _dtypes() -> set[torch.dtype]:
 
 
 def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_Weight]]:
-    """Returns the weights that can be packed, those together that shall become one matrix."""
+    """Returns the packable weights, grouped by the matrix that they will share."""
     named = {id(module): (name, module) for model in models for name, module in model.named_modules()}
     modules = [module for _, module in named.values()]
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}
@@ -217,7 +217,7 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
-    """Lists the layers that are there, if they can be one matrix; else none."""
+    """Returns the existing layers of these names if they can share a matrix, else none."""
     found = [weight for weight in weights if weight is not None]
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
     is_alone = all(len(weight.layers) == 1 for weight in found)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 __all__ = ["has_position_table", "num_positions"]
 
-# What configs call the number of positions.
+# Config fields with the number of positions.
 FIELDS = ("max_position_embeddings", "max_target_positions")
-# What models call a table with a row for each position: GPT-2, OPT and BioGPT, BERT and its kin, CTRL.
+# Names of position tables in models: GPT-2, OPT and BioGPT, BERT and similar, CTRL.
 TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
 
 

@@ -24,9 +24,9 @@ from pagedtree.integrations.transformers.packed_pass import current_pass
 
 __all__ = ["RECURRENT_KINDS", "on_trees", "recurrent_layers"]
 
-# Kinds of layers, as configs name them, that have a recurrent layer, alone or beside attention.
+# Layer kinds, by their config names, with a recurrent layer, alone or with attention.
 RECURRENT_KINDS = {"linear_attention", "hybrid", "conv"}
-# The recurrent layers that a pass can run, and what each calls for a whole sequence, beside the convolution.
+# The supported recurrent layers, by their function for a whole sequence; the convolution is separate.
 GATED_DELTA, KIMI_DELTA, MAMBA2 = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan"
 CONVOLUTION = "causal_conv1d_fn"
 KNOWN = {

@@ -25,10 +25,10 @@ LONG, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryLimit(NamedTuple):
-    """The limit up to which a sequence is rotated by the same frequencies in each pass: `num_tokens` tokens.
+    """The limit up to which a sequence has the same frequencies in each pass: `num_tokens` tokens.
 
     Attributes:
-        field: the config's field that says so. kind: the rope type.
+        field: the config's field with the limit. kind: the rope type.
     """
 
     num_tokens: int
@@ -51,7 +51,7 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
             limit = rope.get(field) or getattr(config, field, None) or config.max_position_embeddings
             limits.append(RotaryLimit(int(limit), field, kind))
         elif DYNAMIC in kind:
-            # At exactly max_position_embeddings tokens transformers does not go back from what a longer text left.
+            # At exactly max_position_embeddings tokens transformers keeps the frequencies of an earlier longer text.
             limits.append(RotaryLimit(config.max_position_embeddings - 1, "max_position_embeddings - 1", kind))
     if len(set(limits)) > 1:
         return min(limits)._replace(kind="several types")

@@ -1,4 +1,4 @@
-"""The text of tokens that come a few at a time."""
+"""The text of tokens that arrive a few at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["TextStream"]
 
 # So many tokens at least are decoded again with the next ones: the text of some depends on those before them.
 CONTEXT = 8
-# The window is cut when it is longer than this, at a place where the rest has the same text without what is cut off:
+# A longer window is cut, at a place where the rest decodes to the same text alone:
 MAX_WINDOW = 32
 # a character has at most four tokens, a word seldom more than eight.
 MAX_CUTS = 8
@@ -44,7 +44,7 @@ class TextStream:
         self._restart([])
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Returns the text that is now certain and was not returned yet; empty for none."""
+        """Returns the text that became final since the last call; may be empty."""
         self._window += [token for token in tokens if not self._is_left_out(token)]
         return self._advance(is_last=False)
 
@@ -54,7 +54,7 @@ class TextStream:
 
     def _restart(self, tokens: list[int]) -> None:
         self._window = tokens
-        # What of the window's text was returned: the text of its first `_settled` tokens without `_held` at the end.
+        # The returned part of the window's text: its first `_settled` tokens without `_held` at the end.
         self._returned, self._settled, self._held = "", 0, ""
 
     def _advance(self, is_last: bool) -> str:
@@ -74,7 +74,7 @@ class TextStream:
         return held + self._advance(is_last)
 
     def _without_incomplete(self, whole: str) -> tuple[int, str]:
-        """Tokens of the window whose text ends with a whole character, and that text."""
+        """Returns tokens of the window whose text ends with a whole character, and that text."""
         count, text = len(self._window), whole
         while text.endswith(INCOMPLETE) and len(self._window) - count < MAX_MISSING:
             count -= 1
@@ -83,7 +83,7 @@ class TextStream:
         return (len(self._window), whole[:-1]) if text.endswith(INCOMPLETE) else (count, text)
 
     def _cut(self, whole: str) -> None:
-        """Forgets tokens at the beginning of a long window, where the others have the same text without them."""
+        """Drops tokens at the start of a long window if the rest has the same text without them."""
         if len(self._window) <= MAX_WINDOW:
             return
         rest = len(whole) - len(self._returned)

@@ -1,4 +1,4 @@
-"""Who holds a weight: a model's own modules alone, or anybody else."""
+"""Holders of a weight: only a model's own modules, or others, too."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def can_count() -> bool:
 
 
 class WeightHolders:
-    """Who holds the weights of these modules.
+    """The holders of these modules' weights.
 
-    References do not say whose they are. If there are more than the modules' own and those to a fresh weight, somebody
-    else has them.
+    References do not name their owners. More references than the modules' own plus a fresh weight's mean another
+    holder.
 
     Attributes:
-        users: in how many places of the modules a tensor is, by its id.
+        users: by a tensor's id, in how many places of the modules it is.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -46,7 +46,7 @@ class WeightHolders:
 
 
 def _references(module: Any) -> tuple[int, ...]:
-    """Counts references to the module's weight and to its storage, and the tensors that have this storage."""
+    """Counts references to the module's weight and to its storage, and the tensors with this storage."""
     weight = module._parameters["weight"]
     storage = weight.untyped_storage()
     return sys.getrefcount(weight), sys.getrefcount(storage), torch._C._storage_Use_Count(storage._cdata)
@@ -65,7 +65,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def _shared_memory() -> list[range]:
-    """Lists the addresses where other processes may write, whoever has mapped them: torch, NumPy, Python."""
+    """Returns the addresses where other processes may write, whoever mapped them: torch, NumPy, Python."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         found = [line.split(maxsplit=2)[:2] for line in maps]
     return [range(*(int(end, 16) for end in ends.split("-"))) for ends, flags in found if flags.endswith("s")]

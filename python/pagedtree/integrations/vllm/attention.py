@@ -1,4 +1,4 @@
-"""The attention backend: vLLM's paged cache and batches handed to `tree_attention` as they are."""
+"""The attention backend: passes vLLM's paged cache and batches to `tree_attention` unchanged."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ class PagedTreeMetadata(AttentionMetadata):
     _calls: dict[LayerKind, PreparedAttention] = field(default_factory=dict)
 
     def attention(self, kind: LayerKind) -> PreparedAttention:
-        """The attention of such layers in this step.
+        """Returns this step's attention of such layers.
 
-        It is made in the first layer that asks, so that a captured graph makes the plan anew at each replay.
+        It is made in the first layer that asks, so that a captured graph remakes the plan at each replay.
         """
         if kind not in self._calls:
             tree_mask, tree_lens = (None, None) if self.tree is None else (self.tree.tree_mask, self.tree.tree_lens)
@@ -123,7 +123,7 @@ class PagedTreeMetadata(AttentionMetadata):
 
 
 class PagedTreeBackend(AttentionBackend):
-    """Decoder attention; every layout of the cache and every block size."""
+    """Decoder attention for every cache layout and block size."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
@@ -309,7 +309,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         return output
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor, LayerKind]:
-        """Keys and values; the views are made once for each cache, as a layer of a small model takes little longer."""
+        """Returns keys and values; caches the views, which cost nearly as much as a small model's layer."""
         if self._views is None or self._views[0] is not kv_cache:
             keys, values = kv_views(kv_cache, self.kv_cache_dtype)
             kind = LayerKind(

@@ -32,13 +32,13 @@ class DeviceSampling:
         self._given: dict[int, Any] = {}  # by slot, vLLM's SamplingParams
         self._batch: list[tuple[Any, ...]] | None = None
         self._rows: OptionRows
-        self._options: RequestOptions | None = None  # those that do not change with the texts
+        self._options: RequestOptions | None = None  # text-independent ones
 
     def add_request(self, slot: int, params: Any) -> None:
         self._given[slot] = params
 
     def seeds(self, batch: Any) -> Tensor:
-        """int64 [R]; requests without a seed have got one by vLLM."""
+        """Returns int64 [R]; vLLM has assigned seeds to requests without one."""
         return self.sampler.sampling_states.seeds.gpu.index_select(0, batch.idx_mapping)
 
     def step(self, batch: Any) -> tuple[SamplingParams | None, RequestOptions | None]:
@@ -79,7 +79,7 @@ class DeviceSampling:
             self._options = self._rows.select(range(len(batch))) if self._rows.is_used else None
 
     def _tails(self, slots: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """The last tokens of each output, at most `length`: int64 [R, length], and int32 [R], how many."""
+        """Returns each output's last tokens, at most `length`: int64 [R, length], and int32 [R], how many."""
         req_states = self.sampler.req_states
         texts, ends = req_states.all_token_ids.gpu, req_states.total_len.gpu[slots]
         lens = (ends - req_states.prompt_len.gpu[slots]).clamp(0, length)

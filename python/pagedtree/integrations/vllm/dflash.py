@@ -72,6 +72,6 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
         if path is not None:
             roots = batch.logits_indices[batch.cu_num_logits[:-1].long()][:, None]
             places = roots + torch.arange(path.shape[1], device=rows.device, dtype=torch.int64)
-            # What is no node goes behind the end.
+            # Entries without a node go past the end.
             rows[places.masked_fill(path < 0, rows.shape[0] - 1).flatten()] = (roots + path).flatten()
         return rows[:-1]

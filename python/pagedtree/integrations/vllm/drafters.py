@@ -5,9 +5,9 @@
         additional_config={"pagedtree": {"max_branches": 4}})
 
 On model runner V2 the method is "ngram_gpu", and the rest the same (`limits.METHODS`). num_speculative_tokens bounds
-the nodes of a tree, the root not counted. A drafter's options are the entry "pagedtree" of additional_config. Any
-drafter takes the option "tree": "auto" (the default on V1, and only there) drafts where it is worth the time, and has
-those nodes verified that are (`tuned.BatchTuner`); "whole" has every node of every tree verified.
+the nodes of a tree, excluding the root. Options go to the entry "pagedtree" of additional_config. Every drafter takes
+the option "tree": "auto" (V1 only, its default) drafts and verifies only nodes that pay (`tuned.BatchTuner`); "whole"
+verifies every node of every tree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class WithoutModel(TreeDrafter):
-    """Base class of drafters without a draft model of several ranks."""
+    """Base class of drafters without a multi-rank draft model."""
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -54,7 +54,7 @@ class WithoutModel(TreeDrafter):
 
 
 class KnowsTexts(TreeDrafter):
-    """Base class that asks a drafter of `generate` with a state, which knows the requests by their texts."""
+    """Base class for a stateful drafter of `generate`, which identifies requests by their texts."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -147,7 +147,7 @@ class ModelTreeDrafter(KnowsTexts):
         self.share = _share_of(self.drafter.num_weights, target_model)
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
-        """The drafter of this rank, its model split over `group`."""
+        """Loads this rank's drafter, with its model split over `group`."""
         dtype = self.vllm_config.model_config.dtype
         model: Any = AutoModelForCausalLM.from_pretrained(self.options["model"], dtype=dtype)
         model = model.to(self.device).eval()
@@ -164,8 +164,8 @@ class ModelTreeDrafter(KnowsTexts):
             known = self.texts.known(request_id)
             if len(known) >= len(text) or text[: len(known)].tolist() != known:
                 self.forget(request_id)  # the text was replaced (a session, or the id is used again)
-        # What the draft model read of its tree is read again with the accepted tokens, in the pass that it needs for
-        # the newest one anyway. So nothing has to be moved in its cache, whatever vLLM did to the batch meanwhile.
+        # The draft model reads its accepted tokens again, in the pass that it needs for the newest one anyway. So its
+        # cache needs no compaction, whatever vLLM did to the batch meanwhile.
         return super().draft(request_ids, tokens)
 
 
@@ -215,12 +215,12 @@ class MedusaTreeDrafter(WithoutModel):
 
 
 class FolderTreeDrafter(WithoutModel, KnowsTexts):
-    """A head or a block drafter that reads outputs of the target's layers, from a folder of any format that is known.
+    """A head or a block drafter that reads outputs of the target's layers, from a folder of any known format.
 
     Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
-    reads it; needed); depth and width as its drafter takes them, default its own. The drafter is whole on the first
-    tensor-parallel rank, with a copy of the target's embedding and output layer where the ranks share these. The copies
-    and the drafter's cache are not part of vLLM's memory budget. Prefix caching must be off.
+    reads it; needed); depth and width as its drafter takes them, with its defaults. The first tensor-parallel rank runs
+    the whole drafter, with a copy of the target's embedding and output layer if the ranks share these. The copies and
+    the drafter's cache are not part of vLLM's memory budget. Prefix caching must be off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
@@ -232,7 +232,7 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
             self.max_depth = self.options["depth"]
 
     def make(self, target: WholeEnds) -> Any:
-        """The drafter; ValueError for one that reads something else of the target."""
+        """Returns the drafter; raises ValueError if it reads other target outputs."""
         sizes = {name: self.options[name] for name in ("depth", "width") if self.options[name] is not None}
         drafter = load_drafter(self.options["drafter"], target, num_nodes=self.max_nodes, **sizes)
         if not drafter.feature_layers:
@@ -284,10 +284,10 @@ class EagleTreeDrafter(FolderTreeDrafter):
 
 
 def _share_of(num_weights: int, target: Any) -> float:
-    """Estimates the time to read a token over the target's: as the numbers of weights."""
+    """Estimates the time to read a token relative to the target's, by the ratio of weight counts."""
     return num_weights / (get_tp_group().world_size * sum(weight.numel() for weight in target.parameters()))
 
 
 def _greedy(vocab_size: int) -> Sampling:
-    """Makes the sampling for drafters that do not draw."""
+    """Returns greedy sampling, for drafters that do not draw."""
     return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)

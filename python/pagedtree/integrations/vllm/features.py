@@ -48,9 +48,9 @@ def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
 
 
 def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted) -> list[list[int]]:
-    """The rows of a pass whose tokens are in the texts, of each of R requests.
+    """Returns the rows of a pass whose tokens are kept, for each of R requests.
 
-    counts: [R], the queries of each. num_new: [R], tokens that each has got by the pass.
+    counts: [R], each request's queries. num_new: [R], its new tokens from the pass.
     """
     paths = accepted.accept_index.tolist() if accepted.accept_index is not None else []
     rows, begin = [], 0

@@ -20,7 +20,7 @@ __all__ = [
 
 PACKAGE = "pagedtree."
 # The method of the speculative configuration whose `model` is a drafter, by model runner. V2 refuses custom_class; with
-# the method of its own n-grams it keeps texts on the device and schedules asynchronously, as trees want it.
+# its n-gram method it keeps texts on the device and schedules asynchronously, which suits trees.
 METHODS = {"V1": "custom_class", "V2": "ngram_gpu"}
 SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "pagedtree.integrations.vllm.async_scheduler.AsyncTreeScheduler"
@@ -37,12 +37,12 @@ def uses_trees(vllm_config: Any) -> bool:
 
 
 def scheduler_of(vllm_config: Any) -> str:
-    """The scheduler that trees need, by name."""
+    """Returns the name of the scheduler that trees need."""
     return ASYNC_SCHEDULER if vllm_config.scheduler_config.async_scheduling else SCHEDULER
 
 
 def check_config(vllm_config: Any) -> None:
-    """Raises ValueError, naming the setting, where trees cannot run or nobody has tried."""
+    """Raises ValueError, naming the setting, for configurations where trees are unsupported or untested."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
@@ -109,7 +109,7 @@ def check_config(vllm_config: Any) -> None:
 
 
 def check_worker(vllm_config: Any) -> None:
-    """Raises ValueError where the worker is vLLM's own: on runner V2 it would draft with vLLM's n-grams in silence."""
+    """Raises ValueError for vLLM's own worker: on runner V2 it would silently draft with vLLM's n-grams."""
     worker = vllm_config.parallel_config.worker_cls
     if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
         raise ValueError(
@@ -119,11 +119,11 @@ def check_worker(vllm_config: Any) -> None:
 
 
 def avoid_rotary_op(vllm_config: Any) -> None:
-    """Has latent models rotate in torch. Raises ValueError where vLLM's op for it is asked for.
+    """Makes latent models rotate in torch. Raises ValueError if vLLM's op for it is requested.
 
-    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], the rotary part of a latent model's heads, for
-    [tokens * heads, 64] and rotates the first `tokens` rows, by which the text depends on the batch. It is in use where
-    vLLM does not compile, unless the model scales positions by YaRN, for which there is no op.
+    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], the rotary part of a latent model's heads, for [tokens *
+    heads, 64] and rotates only the first `tokens` rows, so the text depends on the batch. vLLM uses it when it does not
+    compile, unless the model scales positions by YaRN, which has no op.
     """
     if not vllm_config.model_config.is_deepseek_mla:
         return
@@ -138,7 +138,7 @@ def avoid_rotary_op(vllm_config: Any) -> None:
 
 
 def check_drafter(name: str) -> Any:
-    """The class of this name. Raises ValueError where it is no drafter of trees: vLLM would make an instance of it."""
+    """Returns the class of this name. Raises ValueError unless it is a tree drafter: vLLM would instantiate it."""
     from pagedtree.integrations.vllm.drafters import TreeDrafter  # imports vLLM and transformers
 
     module_name, _, class_name = name.rpartition(".")
@@ -155,7 +155,7 @@ def check_drafter(name: str) -> Any:
 
 
 def lift_refusals() -> None:
-    """Lets requests with min_p or logit_bias, which vLLM refuses wherever there is speculation, reach tree drafters."""
+    """Lets requests with min_p or logit_bias, which vLLM refuses under speculation, reach tree drafters."""
     from vllm.sampling_params import SamplingParams
 
     refuse = SamplingParams._validate_spec_decode
@@ -197,7 +197,7 @@ def check_request(params: Any) -> None:
 
 
 def min_p_of(params: Any) -> float:
-    """min_p of a request: its own, or extra_args["min_p"] (`vllm_xargs` over HTTP)."""
+    """Returns a request's min_p: its own, or extra_args["min_p"] (`vllm_xargs` over HTTP)."""
     value = (params.extra_args or {}).get("min_p", params.min_p)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= value <= 1.0:
         raise ValueError(f"extra_args: expected min_p in [0, 1], got {value!r}")

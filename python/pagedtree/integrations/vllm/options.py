@@ -34,12 +34,12 @@ class BatchOptions:
         self._counted: list[int] = []  # how many tokens of each request's output are in output_counts
 
     def step(self, requests: Sequence[Any]) -> tuple[SamplingParams | None, RequestOptions | None]:
-        """Returns parameters and options behind the requests' outputs so far, the roots included.
+        """Returns parameters and options after the requests' outputs so far, including the roots.
 
         requests: vLLM's `CachedRequestState` of each row of the batch.
 
-        The parameters are tensors [B], temperature 0 where a request is greedy; None where every request takes the
-        argmax of the logits as they are.
+        The parameters are tensors [B], temperature 0 for greedy requests; None if every request takes the argmax of
+        unmodified logits.
         """
         batch = [(request.sampling_params, request.num_prompt_tokens, request.req_id) for request in requests]
         texts = [request.output_token_ids for request in requests]
@@ -72,7 +72,7 @@ class BatchOptions:
         self._batch, self._counted = batch, [0] * len(batch)
 
     def _on_device(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """int64 [B, the longest one's length], and int32 [B], the lengths."""
+        """Returns int64 [B, maximum length], and int32 [B], the lengths."""
         lengths = np.array([len(text) for text in texts], dtype=np.int32)
         history = np.zeros((len(texts), lengths.max(initial=0)), dtype=np.int64)
         for row, text in zip(history, texts, strict=True):
@@ -108,7 +108,7 @@ def option_rows(
 
 
 def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature: float = 0.0) -> SamplingParams:
-    """pagedtree's parameters, tensors [R], of R of vLLM's. Penalties only where a request has one."""
+    """Returns pagedtree's parameters, tensors [R], of R of vLLM's. Penalties only if some request has one."""
     columns: dict[str, list[float]] = {
         "temperature": [greedy_temperature if _is_greedy(params) else params.temperature for params in given],
         "top_p": [params.top_p for params in given],

@@ -6,8 +6,7 @@ __all__ = ["platform", "register"]
 
 
 def register() -> None:
-    """Registers the attention backend as CUSTOM (vllm.general_plugins), and lets requests reach trees with all their
-    options.
+    """Registers the attention backend as CUSTOM (vllm.general_plugins); requests reach trees with all their options.
 
     May be called any number of times.
     """

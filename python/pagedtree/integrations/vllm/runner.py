@@ -98,7 +98,7 @@ class TreeRunner:
         for request in scheduler_output.scheduled_new_reqs:
             check_request(request.sampling_params)
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        # Sampling here needs no generators. vLLM would reset those of requests that still read, which fails on the CPU.
+        # Sampling here needs no generators. vLLM would reset them for requests in prefill, which fails on the CPU.
         self.input_batch.generators.clear()
         return result
 
@@ -173,7 +173,7 @@ class TreeRunner:
         return result
 
     def _lay_out_trees(self, scheduler_output: Any, num_scheduled: np.ndarray, rows: Tensor) -> StepTrees | None:
-        """None where no request has drafts. rows: vLLM's indices of the roots' and the drafts' queries."""
+        """Lays out the trees; None if no request has drafts. rows: vLLM's indices of the root and draft queries."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         request_ids = self.input_batch.req_ids
         num_drafts = np.array([len(scheduled.get(request_id, ())) for request_id in request_ids], dtype=np.int64)
@@ -201,7 +201,7 @@ class TreeRunner:
         self.positions[step.rows] = roots.repeat_interleave(counts, output_size=len(step.rows)) + step.trees.depths
 
     def _set_masks(self, step: StepTrees | None, num_queries: int) -> None:
-        """Hands the masks to the builders of attention metadata, which run next."""
+        """Hands the masks to the attention metadata builders, which run next."""
         tree = None
         if step is not None:
             mask = step.trees.mask.new_zeros((num_queries, step.trees.mask.shape[1]))
@@ -230,7 +230,7 @@ class TreeRunner:
         return super().sample_tokens(None)  # type: ignore[misc]
 
     def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
+        """Chooses tokens for the rows of roots and drafts, in vLLM's order; requests in prefill have rows, too."""
         step, self._step = self._step, None
         grammar_mask, self._grammar_mask = self._grammar_mask, None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]

@@ -188,7 +188,7 @@ class TreeRunnerV2:
     def sample(
         self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """The rows of the roots and their drafts, in vLLM's order; requests that still read have rows, too."""
+        """Chooses tokens for the rows of roots and drafts, in vLLM's order; requests in prefill have rows, too."""
         step, self._step = self._step, None
         batch = input_batch
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
@@ -241,7 +241,7 @@ class TreeRunnerV2:
 
 
 class _DraftTreesHandler(DraftTokensHandler):
-    """Takes the trees to the scheduler, too, where it needs draft tokens.
+    """Also sends the trees to the scheduler if it needs draft tokens.
 
     parents: int32 [max_num_reqs, k + 1].
     """

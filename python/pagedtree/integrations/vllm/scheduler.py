@@ -56,7 +56,7 @@ class TreeScheduler(Scheduler):
             request.draft_parents = parents
 
     def _trees_of(self, draft_token_ids: DraftTokenIds) -> Iterator[tuple[str, list[int], np.ndarray | None]]:
-        """Each unfinished request with its draft tokens and, where they are known, the parents of its tree."""
+        """Returns each unfinished request with its draft tokens and its tree's parents, if known."""
         trees = getattr(draft_token_ids, "parents", None) or [None] * len(draft_token_ids.req_ids)
         for request_id, tokens, parents in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, trees, strict=True
@@ -110,7 +110,7 @@ class TreeScheduler(Scheduler):
         return request_ids, self._masks.fill(tokens, trees)
 
     def _matcher(self, request: Any) -> GrammarMatcher | None:
-        """None where anything goes, as behind the end of a grammar: vLLM stops there, unless EOS is ignored."""
+        """Returns None if every token is allowed, as after a grammar's end: vLLM stops there, unless EOS is ignored."""
         manager = self.structured_output_manager
         grammar = request.structured_output_request.grammar
         if manager._get_constraint_bounds(request, ()).constraint_start == 0:
@@ -137,7 +137,7 @@ def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
 
 
 class _XgrammarMatcher(XGrammarMatcher):
-    """xgrammar walks the tree itself. Behind its end anything goes in vLLM."""
+    """Lets xgrammar walk the tree itself. After its end vLLM allows every token."""
 
     def __init__(self, grammar: XgrammarGrammar) -> None:
         super().__init__(grammar.matcher, grammar.vocab_size)
@@ -150,9 +150,9 @@ class _XgrammarMatcher(XGrammarMatcher):
 
 
 class _VllmMatcher(DepthFirstMatcher):
-    """A grammar of any of vLLM's engines, which may begin inside the tree: behind the end of a model's reasoning.
+    """A grammar of any of vLLM's engines, which may begin inside the tree, after a model's reasoning.
 
-    Behind the grammar's own end anything goes in vLLM, so that no row of a tree is an end.
+    After the grammar's own end vLLM allows every token, so no row of a tree is an end.
     """
 
     stop_token_ids: Sequence[int] = ()

@@ -176,7 +176,7 @@ class TreeDrafter:
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]
         known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
-        # All ranks must agree on the trees, and those that draft on how deep. The first one decides.
+        # All ranks must agree on the trees, and drafting ranks on the depth. The first one decides.
         ranks, depth = get_tp_group(), self.max_depth if rows else None
         is_first = ranks.rank_in_group == 0
         if self.is_tuned and is_first and rows:

@@ -109,7 +109,7 @@ class BatchTuner:
     def _learn(self, passed: Pass, now: float) -> None:
         step, self._step = self._step, None
         decoding = set() if step is None else set(step.request_ids)
-        # A pass over few tokens tells little of prompts: most of it is the same for any number of them.
+        # A pass over few tokens says little about prefill: most of its cost is fixed.
         if not decoding.issuperset(passed.request_ids) and passed.num_rows >= PLAIN_ROWS:
             self.tuner.learn_reading(passed.num_rows, passed.seconds)
         if step is None:

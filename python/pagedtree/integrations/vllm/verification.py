@@ -38,10 +38,10 @@ def choose_tokens(
     positions: Tensor,
     grammar_mask: Tensor | None,
 ) -> Verdict:
-    """Verifies R trees, or samples a token for each of R rows where there are none.
+    """Verifies R trees, or samples a token for each of R rows without trees.
 
-    logits: [N, V], a row for each node. params: None = the argmax of the logits as they are. positions: int64 [R], of
-    the roots, or of the rows where there are no trees.
+    logits: [N, V], a row for each node. params: None = the argmax of unmodified logits. positions: int64 [R], of the
+    roots, or of the rows without trees.
     """
     how: dict[str, Any] = {"seeds": seeds, "positions": positions, "grammar_mask": grammar_mask, "options": options}
     if trees is None:
@@ -55,9 +55,9 @@ def choose_tokens(
 
 
 def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndarray) -> np.ndarray:
-    """int32 [N, ceil(V / 32)]: the scheduler's rows in the batch's order, all bits set without a grammar.
+    """Returns int32 [N, ceil(V / 32)]: the scheduler's rows in batch order, all bits set without a grammar.
 
-    sizes: [R], the nodes of each of the batch's requests.
+    sizes: [R], nodes per request of the batch.
     """
     given: np.ndarray = grammar_output.grammar_bitmask
     if grammar_output.structured_output_request_ids == request_ids:
@@ -71,7 +71,7 @@ def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndar
 
 
 class Compactions:
-    """Moves accepted rows together, in all layers of the target that share a group of caches at once.
+    """Moves accepted rows together, in all target layers of a cache group at once.
 
     layers: vLLM's attention layers by name. groups: its KVCacheGroupSpec.
     """
@@ -103,7 +103,7 @@ def _drafts(layer: Any) -> bool:
 
 
 def of_the_target(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any]) -> list[Any]:
-    """The groups of attention layers that are the target's; layers: vLLM's attention layers by name."""
+    """Returns the target's groups of attention layers; layers: vLLM's attention layers by name."""
     return [group for groups in attn_groups for group in groups if not _drafts(layers[group.layer_names[0]])]
 
 
