@@ -159,7 +159,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _first(wrong: Tensor, found: Tensor, expected: Tensor, limit: str) -> str:
-    """Describes how many elements are wrong, and the first of them."""
     if not wrong.any():
         return ""
     at = wrong.nonzero()[0].tolist()

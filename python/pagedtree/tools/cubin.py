@@ -121,7 +121,6 @@ _MAX_THREADS = 5  # EIATTR_MAX_THREADS, as cuobjdump -elf calls it
 
 
 def _attribute(info: bytes, wanted: int) -> int:
-    """Returns the first word of an attribute in a section .nv.info, 0 without it."""
     at = 0
     while at < len(info):
         form, attribute, value = struct.unpack_from("<BBH", info, at)

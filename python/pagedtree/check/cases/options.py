@@ -213,7 +213,6 @@ def _logprobs_of(
 
 
 def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: SamplingParams, **given: Any) -> Verdict:
-    """Runs the op at a place; logits [N, V] may be other ones than the problem's."""
     (_, drafts, trees), _ = problem.place(place)
     arguments = place.put(logits), drafts, trees, place.put(params)
     given = place.put({**given, **_streams(problem.batch)})

@@ -56,7 +56,6 @@ def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Te
 
 
 def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
-    """Returns the path to the middle node of each tree; none for the first one."""
     if trees is None:
         return ()
     nodes, accepted = [], []

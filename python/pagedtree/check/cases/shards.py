@@ -155,7 +155,6 @@ def cases() -> Iterator[Case]:
 
 
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
-    """Returns the optional arguments of a part: this rank's mask columns."""
     if "grammar_mask" not in options:
         return options
     return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
@@ -168,7 +167,6 @@ def _streams(place: Place, batch: int) -> dict[str, Any]:
 
 def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Place], Results],
           part: Callable[[Place, VocabShards], Results]) -> Case:  # fmt: skip
-    """Compares the parts' results with the whole vocabulary's, from the CPU backend."""
 
     def expected() -> Results:
         return {f"{key} on rank {rank}": x for rank in range(len(sizes)) for key, x in whole(CPU).items()}

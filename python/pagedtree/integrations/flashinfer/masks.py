@@ -132,7 +132,6 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
 
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:
-    """Each sequence's booleans, flat."""
     expect_dims("[T, W]", tree_mask=tree_mask)
     rows = sum(n for n, _, _ in sizes)
     if rows > tree_mask.shape[0]:

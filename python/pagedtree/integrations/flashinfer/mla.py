@@ -125,7 +125,6 @@ def _refuse(options: dict[str, Any]) -> None:
 def _parts(
     name: str, both: Tensor | tuple[Tensor, Tensor] | None, first: Tensor | None, last: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the columns up to 512 and the rest, from one tensor or two."""
     if both is not None:
         if first is not None or last is not None:
             raise ValueError(f"{name}: expected it alone, got its parts beside it")

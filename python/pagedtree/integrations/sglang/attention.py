@@ -173,7 +173,6 @@ def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
-    """Refuses features that `tree_attention` does not have."""
     refused = [name for name, value in options.items() if value is not None and value is not False]
     if refused:
         raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(refused))}: only sinks is supported")

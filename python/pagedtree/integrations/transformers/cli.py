@@ -207,7 +207,6 @@ def _grammars(
     text: str | None,
     args: argparse.Namespace,
 ) -> list[GrammarMatcher] | None:
-    """Returns a matcher of the schema or grammar for each outcome."""
     if text is None:
         return None
     option, path = ("--json-schema", args.json_schema) if args.json_schema else ("--grammar", args.grammar)
@@ -233,7 +232,6 @@ def _grammars(
 
 
 def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
-    """Prints a line for each token, on standard error."""
     columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
     for token, logprob, rank, top, their in columns:
         others = ", ".join(

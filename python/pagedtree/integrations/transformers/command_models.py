@@ -83,7 +83,6 @@ def _deep(sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _load_draft(args: argparse.Namespace, target: Any) -> Any:
-    """Returns the draft model, in the target's dtype."""
     name = model_folder("--draft", args.draft)
     print(f"loading {name}", file=sys.stderr)
     with errors_of("--draft", name):

@@ -98,7 +98,6 @@ def tree_generate(
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:
-    """Returns the length and the EOS tokens that end generation."""
     unknown = [type(c).__name__ for c in criteria if not isinstance(c, (MaxLengthCriteria, EosTokenCriteria))]
     if unknown:
         raise ValueError(f"tree_generate: expected no stopping criterion but length and EOS, got {', '.join(unknown)}")

@@ -311,7 +311,6 @@ def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]
 def _num_pages(
     asked: int | None, page_size: int, sequences: list[GeneratedSequence], drafter: Drafter, max_sequences: int | None
 ) -> int:
-    """Returns the pool's pages: the given number, else enough for all sequences that run at once."""
     if asked is None:
         max_nodes = drafter.max_nodes or ASSUMED_MAX_NODES
         needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
@@ -320,7 +319,6 @@ def _num_pages(
 
 
 def _check_recurrent(drafter: Drafter) -> None:
-    """Raises ValueError if the drafter's trees are larger than recurrent layers support."""
     if drafter.max_nodes > MAX_RECURRENT_NODES:
         raise ValueError(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
@@ -336,7 +334,6 @@ def _check_graph(
     shards: VocabShards | None,
     has_grammars: bool,
 ) -> None:
-    """Raises ValueError for arguments that a captured step does not support."""
     if autocast_dtype(device) is not None:
         raise ValueError(
             "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"

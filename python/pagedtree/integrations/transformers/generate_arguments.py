@@ -135,7 +135,6 @@ class Prompts:
 
 
 def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
-    """Returns prompts and mask from a tokenizer's output; other prompts unchanged."""
     if isinstance(input_ids, Mapping):
         if attention_mask is not None:
             raise ValueError("attention_mask: expected none beside a BatchEncoding or dict, which may hold it")
@@ -160,7 +159,6 @@ def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
 
 
 def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
-    """Returns the tokens that a 0/1 mask keeps."""
     prompts = _lists(prompts)
     if not isinstance(mask, list | tuple) or [len(row) for row in mask] != [len(prompt) for prompt in prompts]:
         raise ValueError("attention_mask: expected an entry for each token of input_ids, got others")

@@ -225,7 +225,6 @@ class TransformersModel(PackedModel):
         return num_layers, getattr(config, "sliding_window", None) if kinds is None else None
 
     def _check_layers(self, packed: PackedPass) -> None:
-        """Raises ValueError if the layers did not call our attention in the last pass."""
         (num_layers, window), name = self._expected, type(self.model).__name__
         layers_run = len(packed.step.layers_run)
         if layers_run != num_layers:

@@ -280,7 +280,6 @@ def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
 
 @torch.no_grad()
 def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTensors) -> None:
-    """Copies the tensors of these names, in order, into `tensor`."""
     if len(names) == 1:
         tensor.copy_(stored.load(next(iter(names))))
         return

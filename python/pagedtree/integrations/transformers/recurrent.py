@@ -71,7 +71,6 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
 
 
 def _keeps_state(module: nn.Module) -> bool:
-    """Returns whether transformers passes a cache of states to the layer."""
     return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
 
 

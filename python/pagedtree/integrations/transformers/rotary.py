@@ -119,12 +119,10 @@ def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
 def _with_positions(
     change: Callable[[Tensor], Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns a rotary embedding's arguments (x, position_ids, ...) with other positions."""
     if "position_ids" in kwargs:
         return args, {**kwargs, "position_ids": change(kwargs["position_ids"])}
     return (args[0], change(args[1]), *args[2:]), kwargs
 
 
 def _without_last(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Returns a rotary embedding's result, cos and sin [..., T, D], without its last position."""
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(each[..., :-1, :] for each in output)

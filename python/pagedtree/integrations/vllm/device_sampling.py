@@ -71,7 +71,6 @@ class DeviceSampling:
         return SamplingParams(top_k=top_k.masked_fill(top_k == self.vocab_size, 0), **params), options
 
     def _follow(self, slots: np.ndarray) -> None:
-        """Builds the options of the requests' lists, once per batch."""
         prompt_lens = self.sampler.req_states.prompt_len.np[slots].tolist()
         batch = [(self._given[slot], length) for slot, length in zip(slots.tolist(), prompt_lens, strict=True)]
         if not is_same_batch(self._batch, batch):

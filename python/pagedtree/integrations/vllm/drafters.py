@@ -147,7 +147,6 @@ class ModelTreeDrafter(KnowsTexts):
         self.share = _share_of(self.drafter.num_weights, target_model)
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
-        """Loads this rank's drafter, with its model split over `group`."""
         dtype = self.vllm_config.model_config.dtype
         model: Any = AutoModelForCausalLM.from_pretrained(self.options["model"], dtype=dtype)
         model = model.to(self.device).eval()
@@ -289,5 +288,4 @@ def _share_of(num_weights: int, target: Any) -> float:
 
 
 def _greedy(vocab_size: int) -> Sampling:
-    """Returns greedy sampling, for drafters that do not draw."""
     return Sampling("greedy", None, torch.zeros(1, dtype=torch.int64), vocab_size=vocab_size)

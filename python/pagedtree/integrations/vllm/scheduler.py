@@ -56,7 +56,6 @@ class TreeScheduler(Scheduler):
             request.draft_parents = parents
 
     def _trees_of(self, draft_token_ids: DraftTokenIds) -> Iterator[tuple[str, list[int], np.ndarray | None]]:
-        """Returns each unfinished request with its draft tokens and its tree's parents, if known."""
         trees = getattr(draft_token_ids, "parents", None) or [None] * len(draft_token_ids.req_ids)
         for request_id, tokens, parents in zip(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, trees, strict=True
