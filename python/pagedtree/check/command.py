@@ -118,7 +118,7 @@ def _self_test(parser: argparse.ArgumentParser, place: Place, arguments: argpars
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Returns one row per case; where one leaves the device unusable, the others come from a fresh process."""
+    """Returns one row per case; if one leaves the device unusable, a fresh process runs the others."""
 
     def started(name: str) -> None:
         if arguments.verbose:

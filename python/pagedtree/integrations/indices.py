@@ -1,4 +1,4 @@
-"""Indices that callers pass to adapters: any value is allowed, and one that names nothing has no effect."""
+"""Indices that callers pass to adapters: any value is allowed, and invalid ones have no effect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INT32_MAX = 2**31 - 1
 
 
 def as_int32(values: Tensor) -> Tensor:
-    """Returns int32; larger values become the largest, and negative ones stay negative, instead of wrapping around."""
+    """Returns int32, saturating: larger values become the largest, negative ones stay negative."""
     return values.clamp(-1, INT32_MAX).int() if values.dtype == torch.int64 else values.int()
 
 

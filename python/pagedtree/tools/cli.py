@@ -1,4 +1,4 @@
-"""`python -m pagedtree COMMAND ...`: hands the arguments to the command's module, which is imported only then."""
+"""`python -m pagedtree COMMAND ...`: passes the arguments to the command's module, imported only then."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status, 2 where the command cannot run in this environment."""
+    """Runs one command; returns its exit status, 2 if the command cannot run in this environment."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree",

@@ -159,7 +159,7 @@ def grow(
 
 
 def drawn(q: np.ndarray, count: int, law: str, seed: int, position: int, place: int) -> list[int]:
-    """Children drawn from distribution q at the frontier node of index `place`."""
+    """Draws children from distribution q at the frontier node of index `place`."""
     use = reference.GUMBEL if law == "coupled" else reference.draft_use(place)
     if law in ("swor", "coupled"):
         with np.errstate(divide="ignore"):

@@ -1,4 +1,4 @@
-"""Inputs that several families of cases share. All are made on the CPU, the same ones each time."""
+"""Inputs shared by several families of cases. All are made on the CPU, with fixed seeds."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def offsets(sizes: Sequence[int]) -> Tensor:
 
 
 def random_tree(seed: int, num_nodes: int, reach: int = 5) -> DraftTree:
-    """Returns a tree whose nodes have one of the `reach` nodes before them as parent."""
+    """Returns a tree whose nodes have one of the `reach` preceding nodes as parent."""
     rng = np.random.default_rng(seed)
     return DraftTree([-1, *(int(rng.integers(max(0, i - reach), i)) for i in range(1, num_nodes))])
 
@@ -71,7 +71,7 @@ def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
 
 
 def storage_shape(layout: str, pages: int, page_size: int, heads: int, head_dim: int) -> tuple[int, ...]:
-    """Returns the shape of the memory of K and V as engines lay them out."""
+    """Returns K's and V's memory shape in engines' layouts."""
     shapes = {
         "nhd": (2, pages, page_size, heads, head_dim),
         "hnd": (2, pages, heads, page_size, head_dim),

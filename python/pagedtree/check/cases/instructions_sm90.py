@@ -130,8 +130,8 @@ def k_slice(step: int) -> slice:
 
 
 def layout_numbers(layout: Layout, b_n_major: bool) -> list[int]:
-    """Returns `Layout` of instructions_sm90.cu. A step's operand begins 32 bytes behind the one before, in the same
-    rows, or where B is N-major with the next 16 k."""
+    """Returns `Layout` of instructions_sm90.cu. Each step's operand begins 32 bytes after the previous one, in the same
+    rows, or for N-major B with the next 16 k."""
     k_major = [step // 4 * layout.panel + step % 4 * 32 for step in layout.steps]
     n_major = [step * 2 * layout.stride for step in layout.steps]
     starts = [x for a, b in zip(k_major, n_major if b_n_major else k_major, strict=True) for x in (a, b + B_BEGINS)]

@@ -89,7 +89,7 @@ def cases() -> Iterator[Case]:
 
 
 def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], RequestOptions]:
-    """Penalties and options of those names, which concern each sequence's likeliest tokens."""
+    """Returns penalties and options of those names, for each sequence's likeliest tokens."""
     if not names:
         return {}, RequestOptions()
     logits = problem.logits.float().nan_to_num(-math.inf)

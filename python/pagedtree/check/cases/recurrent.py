@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
 
 
 def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Tensor | None, int, int]:
-    """Returns the trees, with three rows of padding, or cu_seqlens; how many rows and sequences there are."""
+    """Returns the trees, with three rows of padding, or cu_seqlens; then the numbers of rows and sequences."""
     if sizes is None:
         return None, offsets(LENGTHS), sum(LENGTHS), len(LENGTHS)
     parents = [parent for b, n in enumerate(sizes) if n for parent in random_tree(b, n, reach).parents.tolist()]

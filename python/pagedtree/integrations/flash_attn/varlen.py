@@ -42,19 +42,19 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Attention of a ragged batch; forward only.
+    """Computes attention of a ragged batch; forward only.
 
     Args:
         q: [T, H, D]; cu_seqlens_q, cu_seqlens_k: int32 [B + 1], offsets of queries and keys.
         k, v: [keys, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table int32 [B, max_pages]. Rows are read
-            where they are. V may have another width Dv, as for `flash_attn_with_kvcache`.
-        max_seqlen_q: a hint; max_seqlen_k: at least the most keys of a sequence, without a block_table.
+            in place. V may have another width Dv, as for `flash_attn_with_kvcache`.
+        max_seqlen_q: a hint; max_seqlen_k: at least the longest sequence's keys, without a block_table.
         softmax_scale, causal, window_size, softcap: as for `flash_attn_with_kvcache`.
-        seqused_k: int32 [B], how many of a sequence's keys are used; default all that cu_seqlens_k gives it.
+        seqused_k: int32 [B], used keys per sequence; default all.
         k_descale, v_descale: as for `flash_attn_with_kvcache`.
         deterministic, num_splits, pack_gqa, sm_margin: no effect, results always repeat bit by bit.
 
-    Arguments behind block_table are FlashAttention 3's. Returns out [T, H, Dv]. Refused with NotImplementedError:
+    Arguments after block_table are FlashAttention 3's. Returns out [T, H, Dv]. Refused with NotImplementedError:
     dropout_p other than 0, alibi_slopes, return_attn_probs, seqused_q, qv, q_descale, attention_chunk other than 0, and
     gradients. Raises ValueError for wrong shapes or dtypes.
     """

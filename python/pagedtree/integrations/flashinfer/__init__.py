@@ -1,6 +1,6 @@
 """FlashInfer's paged prefill, latent attention, packed masks, merging and chain sampling, on pagedtree.
 
-Nothing of FlashInfer is needed.
+FlashInfer is not needed.
 """
 
 from pagedtree.integrations.flashinfer.masks import (

@@ -1,7 +1,7 @@
 """FlashInfer's custom masks: one bit for each (query, key) of a sequence, keys of the prefix included.
 
 A mask of booleans is flat: sequence after sequence, row after row, queries x keys. A packed one holds the same bits in
-bytes, the lowest bit first (packbits, bitorder "little"), each sequence from byte mask_indptr[b] on.
+bytes, the lowest bit first (packbits, bitorder "little"); sequence b starts at byte mask_indptr[b].
 
 All functions read the lengths on the host, as FlashInfer's plan() does.
 """
@@ -25,16 +25,15 @@ _LENGTHS = {"qo_indptr", "seq_lens", "tree_lens"}
 def import_custom_mask(
     custom_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
-    """The mask words of `tree_attention`, int32 [T, W], of a mask of booleans.
+    """Returns the mask words of `tree_attention`, int32 [T, W], of a boolean mask.
 
     Args:
         custom_mask: bool [sum of queries x keys].
         qo_indptr: int [B + 1], offsets of the queries; seq_lens: int [B], keys.
-        tree_lens: int [B], how many of the last keys the words cover; default the queries, at most the keys. Pass it
+        tree_lens: int [B], the number of last keys that the words cover; default the queries, at most the keys. Pass it
             to tree_attention.
 
-    Raises ValueError where the mask's size is wrong, and where a row does not see every key before those: that is no
-    tree mask.
+    Raises ValueError for a wrong mask size, and for rows that do not see every earlier key, which is not a tree mask.
     """
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     expected = sum(n * s for n, s, _ in sizes)
@@ -51,7 +50,7 @@ def import_packed_custom_mask(
     seq_lens: Tensor,
     tree_lens: Tensor | None = None,
 ) -> Tensor:
-    """As `import_custom_mask`, from a packed mask, uint8. mask_indptr: int [B + 1], default sequences without gaps."""
+    """Converts a packed mask, uint8, as `import_custom_mask` does. mask_indptr: int [B + 1], default without gaps."""
     if packed_custom_mask.dtype != torch.uint8 or packed_custom_mask.dim() != 1:
         got = f"{packed_custom_mask.dtype} {[*packed_custom_mask.shape]}"
         raise ValueError(f"packed_custom_mask: expected uint8 in one dimension, got {got}")
@@ -73,7 +72,7 @@ def import_packed_custom_mask(
 def export_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> Tensor:
-    """The mask of booleans for the arguments of `tree_attention`: bool [sum of queries x keys].
+    """Returns the boolean mask for the arguments of `tree_attention`: bool [sum of queries x keys].
 
     tree_mask int32 [T, W]; qo_indptr int [B + 1]; seq_lens int [B], keys; tree_lens int [B], default the queries.
     Raises ValueError for tree_lens outside 0..seq_lens, and for fewer rows than queries.
@@ -86,7 +85,7 @@ def export_custom_mask(
 def export_packed_custom_mask(
     tree_mask: Tensor, qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `export_custom_mask`: the packed mask, uint8, and its mask_indptr, int32 [B + 1], offsets in bytes."""
+    """Returns the packed mask of `export_custom_mask`, uint8, and its mask_indptr, int32 [B + 1], offsets in bytes."""
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     weights = torch.arange(8, dtype=torch.uint8, device=tree_mask.device)
     parts = [torch.empty(0, dtype=torch.uint8, device=tree_mask.device)]
@@ -97,7 +96,7 @@ def export_packed_custom_mask(
 
 
 def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> list[tuple[int, int, int]]:
-    """(queries, keys, keys that the words cover) of each sequence."""
+    """Returns (queries, keys, keys that the words cover) of each sequence."""
     expect_dims("[B + 1]", qo_indptr=qo_indptr)
     queries, keys = qo_indptr.diff().tolist(), seq_lens.tolist()
     expect_shape([len(queries)], seq_lens=seq_lens, tree_lens=tree_lens)

@@ -100,7 +100,7 @@ def append_paged_mla_kv_cache(
     append_ckv: Tensor, append_kpe: Tensor, batch_indices: Tensor, positions: Tensor, ckv_cache: Tensor,
     kpe_cache: Tensor, kv_indices: Tensor, kv_indptr: Tensor, kv_last_page_len: Tensor,
 ) -> None:  # fmt: skip
-    """As `append_paged_kv_cache`, for the two parts of a latent cache.
+    """Appends like `append_paged_kv_cache`, to the two parts of a latent cache.
 
     append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides;
     kv_last_page_len has no effect.

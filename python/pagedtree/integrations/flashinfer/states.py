@@ -1,4 +1,4 @@
-"""Joining of partial results of attention in FlashInfer's convention: log-sum-exps are in base 2."""
+"""Joining partial attention results in FlashInfer's convention: log-sum-exps are in base 2."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Ten
 
 @checked(written=("v", "s"))
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
-    """As `merge_state`, written to v and s. mask: bool [T], the rows to write; default all."""
+    """Writes the result of `merge_state` to v and s. mask: bool [T], the rows to write; default all."""
     new_v, new_s = merge_state(v, s, v_other, s_other)
     if mask is not None:
         expect_shape(v.shape[:1], mask=mask)
@@ -40,8 +40,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Joins attention over any number of disjoint sets of keys.
 
-    v: [T, states, heads, dim]; s: fp32 [T, states, heads], log-sum-exps in base 2. Returns (v [T, heads, dim], s
-    [T, heads]) over the union, joined one after the other. Raises ValueError for wrong shapes or dtypes.
+    v: [T, states, heads, dim]; s: fp32 [T, states, heads], log-sum-exps in base 2. Returns (v [T, heads, dim], s [T,
+    heads]) over the union, joined in order. Raises ValueError for wrong shapes or dtypes.
     """
     expect_dims("[rows, states, heads, dim]", v=v)
     if s.shape != v.shape[:3] or v.shape[1] == 0:

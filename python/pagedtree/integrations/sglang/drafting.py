@@ -1,4 +1,4 @@
-"""EAGLE's drafting steps in SGLang: one attention backend for each of them."""
+"""EAGLE's drafting steps in SGLang: one attention backend per step."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["PagedTreeDraftBackend"]
 
 
 class PagedTreeDraftBackend:
-    """Prepares the steps behind the first: `topk` branches per request, which see the prefix and their own slots.
+    """Prepares the steps after the first: `topk` branches per request, which see the prefix and their own slots.
 
-    SGLang calls `attn_backends[i]` in step i. Its slots of a branch need not fill pages, so that the cache is read as
-    pages of one slot.
+    SGLang calls `attn_backends[i]` in step i. A branch's slots need not fill pages, so the cache is read as pages of
+    one slot.
     """
 
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""One forward pass, as the attention backend sees it."""
+"""One forward pass in the attention backend's form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Step:
     over_rows: Step | None = None  # see of_rows
 
     def of_rows(self, count: int) -> Step:
-        """Returns the same `count` queries over keys that are their own rows, a cache with pages of one slot."""
+        """Returns the same `count` queries over keys that are their own rows, in a cache with pages of one slot."""
         if self.over_rows is None:
             offsets, width = self.cu_seqlens_q, self.max_seqlen_q or count
             table = offsets[:-1, None] + torch.arange(width, dtype=torch.int32, device=offsets.device)

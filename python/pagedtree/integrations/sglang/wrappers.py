@@ -1,4 +1,4 @@
-"""Other names by which SGLang calls the same ops."""
+"""Other names of the same ops in SGLang."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
 
     Args:
         tokenizer: of transformers, with a chat template.
-        message: the user's; line breaks at its end are left out.
-        system: the system's message; None: the template's own, if it has one.
+        message: the user's; trailing line breaks are stripped.
+        system: the system message; None: the template's default, if any.
 
     Raises:
-        ValueError: the tokenizer has no template, or one that fails with the messages or leaves one of them out.
+        ValueError: the tokenizer has no template, or it fails or drops a message.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: expected a tokenizer with a chat template, got one without")
@@ -38,7 +38,7 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Returns the special token behind an answer, if the template writes one: it ends the text, as EOS tokens do.
+    """Returns the special token after an answer, if the template writes one: it ends the text, as EOS tokens do.
 
     Some generation configs have only the token that ends a whole document.
     """

@@ -24,13 +24,13 @@ _meant_before: list[Any] = []
 
 @contextmanager
 def continuous_batching(model: Any) -> Iterator[None]:
-    """Inside the block `model.generate_batch` and the model's continuous batching managers use our attention.
+    """Makes `model.generate_batch` and the model's continuous batching managers use our attention inside the block.
 
     The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
-    inside the block that name means ours, in every model. Other use of the model belongs outside. Raises ValueError for
-    a model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend
-    on the longest sequence of a pass ("longrope", "dynamic"): transformers would rotate its neighbours by them, too; or
-    with latent attention (DeepSeek-V3), for which transformers makes a cache that is too small.
+    inside the block that name means ours, in every model. Use the model otherwise only outside. Raises ValueError for a
+    model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend on
+    the longest sequence of a pass ("longrope", "dynamic"), which transformers would apply to all sequences; or with
+    latent attention (DeepSeek-V3), for which transformers makes too small a cache.
     """
     check_model(model)
     check_constant("continuous batching", model)
@@ -50,9 +50,7 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
 
 def _check_cache(model: nn.Module) -> None:
-    """Raises ValueError for recurrent layers, and for latent attention whose keys and values are not as wide as
-    transformers' cache.
-    """
+    """Raises ValueError for recurrent layers, and for latent attention with other widths than transformers' cache."""
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) & RECURRENT_KINDS
     if kinds:
@@ -71,7 +69,7 @@ def _check_cache(model: nn.Module) -> None:
 
 
 def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Is `attention_forward` for "paged|eager", a name under which ordinary passes would miss their padding masks.
+    """Runs `attention_forward` as "paged|eager", a name under which ordinary passes would miss their padding masks.
 
     Raises ValueError for an ordinary pass.
     """

@@ -1,4 +1,4 @@
-"""The drafter whose draft model is one of transformers."""
+"""The drafter with a transformers draft model."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ FROM_CONFIG = "self_attn.rotary_emb.inv_freq"  # follows from the target's
 
 
 class Layout(NamedTuple):
-    """The names of a layer's tensors in a checkpoint, behind `prefix`.
+    """The names of a layer's tensors in a checkpoint, after `prefix`.
 
     Attributes:
         token_norm, state_norm, projection, final_norm: of the modules around the decoder layer.
@@ -298,7 +298,7 @@ def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
     Args:
         folder: with config.json and the weights.
         target: the model that `generate` gets.
-        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees have num_nodes alone.
+        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees take only num_nodes.
 
     Raises ValueError, which names the file and the entry or tensor, for an unknown format, another target, or unknown
     entries and tensors; OSError for files that cannot be read.

@@ -40,7 +40,7 @@ class RotaryLimit(NamedTuple):
 
 
 def rotary_limit(config: Any) -> RotaryLimit | None:
-    """Returns the limit of a model's config; None where the frequencies never change."""
+    """Returns the limit of a model's config; None if the frequencies never change."""
     config = config.get_text_config()
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = []

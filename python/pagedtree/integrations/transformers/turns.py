@@ -17,9 +17,9 @@ _owners: dict[int, int] = {}  # thread by id of the object that it uses
 
 @contextmanager
 def in_turn(*things: object) -> Iterator[None]:
-    """While a thread is inside the block, no other is in such a block with any of these things, or of their modules.
+    """Excludes other threads from such blocks with any of these things, or their modules, inside the block.
 
-    They are taken all at once, so that threads with several things in common cannot wait for each other.
+    All are locked at once, so threads with several things in common cannot deadlock.
     """
     modules = [module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()]
     wanted, thread = {id(thing) for thing in (*things, *modules)}, threading.get_ident()
@@ -37,7 +37,7 @@ def in_turn(*things: object) -> Iterator[None]:
 
 
 def _forget_others() -> None:
-    """In a forked process the other threads, which would end their blocks, do not exist."""
+    """Releases other threads' blocks in a forked process, where those threads do not exist."""
     global _changed
     _changed = threading.Condition()
     for thing in [thing for thing, thread in _owners.items() if thread != threading.get_ident()]:

@@ -1,6 +1,6 @@
 """vLLM on pagedtree, as plugins: an attention backend, and speculation with draft trees.
 
-    vllm serve MODEL --attention-backend CUSTOM                      # the attention backend alone
+    vllm serve MODEL --attention-backend CUSTOM                      # only the attention backend
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 15,
         "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
 

@@ -1,4 +1,4 @@
-"""`scheduler.TreeScheduler` where vLLM schedules a step before it knows the result of the last one."""
+"""`scheduler.TreeScheduler` for asynchronous scheduling, where a step is scheduled before the last one's result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AsyncTreeScheduler"]
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
     """scheduler_cls with asynchronous scheduling, which only runner V2 has.
 
-    Where grammars need the drafts, vLLM waits for them once the target's pass has begun. The masks are filled then.
+    If grammars need the drafts, vLLM waits for them once the target's pass has begun. The masks are filled then.
     """
 
     _fills_early = False

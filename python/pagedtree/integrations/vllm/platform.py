@@ -19,7 +19,7 @@ LATENT_BACKEND = "pagedtree.integrations.vllm.latent.PagedTreeLatentBackend"
 
 
 class PagedTreeCpuPlatform(CpuPlatform):
-    """The CPU platform; it only differs where pagedtree is asked for."""
+    """The CPU platform; it differs only where pagedtree is requested."""
 
     _has_trees = False  # whether the engine that was configured last in this process asks for it
 
@@ -39,7 +39,7 @@ class PagedTreeCpuPlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """A drafter of ours brings its worker, scheduler and the attention backend along."""
+        """Sets worker, scheduler and attention backend if one of our drafters is configured."""
         attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
         scheduler = vllm_config.scheduler_config
         has_trees = vllm_config.model_config is not None and uses_trees(vllm_config)

@@ -1,4 +1,4 @@
-"""Proposals of draft trees on the host, as vLLM takes them: tokens of the nodes, and the parent of each."""
+"""Proposals of draft trees on the host in vLLM's form: the nodes' tokens and parents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Proposal(NamedTuple):
     Attributes:
         tokens: of the n draft tokens.
         parents: int32 [n + 1], of the root (-1) and of each draft token; 0 is the root.
-        log_probs: fp32 [n + 1], the nodes' joint log-probabilities by the drafter, the root's 0; None: not known.
+        log_probs: fp32 [n + 1], the nodes' joint log-probabilities by the drafter, 0 for the root; None: unknown.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.de
 
 
 def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Proposal]:
-    """Takes the trees of a batch apart. log_probs: fp32 [N], of its nodes."""
+    """Splits a batch's trees into proposals. log_probs: fp32 [N], of its nodes."""
     offsets = draft.trees.cu_nodes.tolist()
     nodes = [t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths)]
     nodes += [] if log_probs is None else [log_probs]
@@ -53,7 +53,7 @@ def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Pr
 
 
 def cut_at(most_depth: int, proposal: Proposal) -> Proposal:
-    """Leaves out the nodes that are deeper."""
+    """Drops deeper nodes."""
     tokens, parents, log_probs = proposal
     depths = np.zeros(len(parents), dtype=np.int64)
     for node in range(1, len(parents)):
@@ -66,7 +66,7 @@ def cut_at(most_depth: int, proposal: Proposal) -> Proposal:
 def present_nodes(
     tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, log_probs: np.ndarray | None = None
 ) -> Proposal:
-    """Leaves out nodes that have no token, and those below them: vLLM's model would read every one."""
+    """Drops nodes without a token, and their descendants: vLLM's model would read every one."""
     if len(tokens) == 0:
         return NO_GUESS
     if tokens[1:].min(initial=0) >= 0 and depths[1:].min(initial=1) > 0:

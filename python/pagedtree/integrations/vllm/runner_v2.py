@@ -40,7 +40,7 @@ class StepTrees(NamedTuple):
 
     Attributes:
         trees: of all R requests; requests without drafts have only the root.
-        draft_tokens: int64 [N], -1 at nodes that nobody drafted.
+        draft_tokens: int64 [N], -1 at nodes without a draft.
     """
 
     trees: TreeBatch

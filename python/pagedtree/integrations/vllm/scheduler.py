@@ -34,7 +34,7 @@ class DraftTrees(DraftTokenIds):
 class TreeScheduler(Scheduler):
     """Extends these methods of vLLM's scheduler:
 
-        update_draft_token_ids  vLLM cuts drafts off behind the first that the grammar forbids as it reads a chain
+        update_draft_token_ids  vLLM reads a chain and drops drafts after the first forbidden one
         schedule                starts to fill the masks, so that it happens while the target's pass runs
         get_grammar_bitmask     waits for them
 

@@ -1,4 +1,4 @@
-"""The texts of vLLM's requests, as drafters with a state know them."""
+"""The texts of vLLM's requests, as stateful drafters see them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Texts"]
 
 
 class Texts:
-    """The texts of vLLM's requests as the sequences that drafters know; `TreeDrafter` knows where they end."""
+    """The texts of vLLM's requests as drafters' sequences; `TreeDrafter` knows their ends."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, GeneratedSequence] = {}

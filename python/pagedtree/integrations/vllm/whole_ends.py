@@ -11,11 +11,11 @@ __all__ = ["WholeEnds"]
 
 
 class WholeEnds:
-    """Embedding and output layer of a vLLM model, whole on each rank, as heads ask a model of transformers for them.
+    """Embedding and output layer of a vLLM model, whole on each rank, with transformers' interface for heads.
 
-    All tensor-parallel ranks make it together. Where they share the rows, each gets a copy of all of them.
+    All tensor-parallel ranks must create it together. If they share the rows, each gets a full copy.
 
-    Raises ValueError for layers whose weights are quantized.
+    Raises ValueError for layers with quantized weights.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -37,7 +37,7 @@ class WholeEnds:
 
 
 def _whole_rows(name: str, layer: Any, vocab_size: int) -> Tensor:
-    """[V, H], without the rows that vLLM pads a vocabulary by."""
+    """Returns [V, H], without vLLM's padding rows."""
     weight = getattr(layer, "weight", None)
     if weight is None or not weight.is_floating_point():
         raise ValueError(f"head: expected a target whose {name} is not quantized, got {type(layer).__name__}")

@@ -25,7 +25,7 @@ class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
 
 
 class TreeCPUWorker(CPUWorker):
-    """worker_cls on CPUs; the platform plugin names it where a drafter of ours is configured."""
+    """worker_cls on CPUs; the platform plugin sets it if one of our drafters is configured."""
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
@@ -52,7 +52,7 @@ class TreeGPUWorker(Worker):
 
 
 def _with_trees(runner: type) -> type:
-    """Puts `TreeRunnerV2` in front of a model runner V2, whose modules need Triton."""
+    """Puts `TreeRunnerV2` before a model runner V2, whose modules need Triton."""
     from pagedtree.integrations.vllm.runner_v2 import TreeRunnerV2
 
     return type(f"Tree{runner.__name__}V2", (TreeRunnerV2, runner), {})
