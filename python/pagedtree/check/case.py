@@ -191,8 +191,8 @@ def within(absolute: float, relative: float = 0.0) -> Difference:
 
 
 def relative(limit: float, floor: float = 1e-3) -> Difference:
-    """Rows (the last dimension) differ by at most `limit` times their own length, or times `floor` typical row lengths
-    where that is more; rows of zeros are equal."""
+    """Rows (the last dimension) differ by at most `limit` times the larger of their length and `floor` x the typical
+    length of a row; rows of zeros are equal."""
 
     def difference(found: Tensor, expected: Tensor) -> str:
         problem = _shapes(found, expected, dtype=False)

@@ -217,7 +217,7 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
-    """Returns the existing layers of these names if they can share a matrix, else none."""
+    """Returns the weights that exist if they can share a matrix, else none."""
     found = [weight for weight in weights if weight is not None]
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
     is_alone = all(len(weight.layers) == 1 for weight in found)

@@ -16,7 +16,7 @@ __all__ = ["DFlashTreeSpeculator"]
 
 
 class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
-    """Makes trees of the likeliest drafts for `num_speculative_tokens` levels, all of one pass of vLLM's block drafter.
+    """Makes trees of the drafts for `num_speculative_tokens` levels, all from one pass of vLLM's block drafter.
 
     The likeliest tree with that many draft tokens is proposed (`pagedtree.best_first_tree`).
 

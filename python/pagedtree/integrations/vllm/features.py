@@ -29,7 +29,7 @@ class Accepted:
 
 
 def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
-    """Raises ValueError, naming the expected layers, where a drafter's `feature_layers` are not available.
+    """Raises ValueError, naming the requirement, where a drafter's `feature_layers` are not available.
 
     model: the target, of vLLM.
     """

@@ -81,7 +81,7 @@ class BatchOptions:
 
 
 def is_same_batch(old: Sequence[tuple[Any, ...]] | None, new: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether these are the same requests in the same order: compares parameters first, then the other keys.
+    """Returns whether these are the same requests in the same order: compares parameters first, then the other keys.
 
     Parameters are compared by identity: vLLM replaces the object when a request gets others.
     """

@@ -169,5 +169,5 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """Returns a bound of the batch's text lengths, without the acceptance counts, which are on the device."""
+    """Returns a bound of the batch's text lengths, without acceptance counts, which the host does not know."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1
