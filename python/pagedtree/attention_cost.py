@@ -1,4 +1,4 @@
-"""What a call of `tree_attention` on CUDA costs, worked out on the host."""
+"""Cost model of `tree_attention` on CUDA, computed on the host."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ class AttentionLaunch:
     """One launch of the attention kernel.
 
     Attributes:
-        sequences: those that it takes, as indices in the batch.
-        engine: "mma.sync" or "wgmma", the instructions that multiply.
+        sequences: batch indices of its sequences.
+        engine: "mma.sync" or "wgmma", the matrix instructions.
         m_tile: rows (query tokens x heads of a KV head) of a tile.
-        row_warps, key_warps, column_warps: how many warps of a CTA stand side by side along the rows, how many share
-            the keys of a stage, and how many the columns of V.
-        keys_per_stage, stages: of the ring in shared memory. A stage has K and V of its keys, with wgmma and with
-            column_warps one of them (a latent cache's rows are both).
+        row_warps, key_warps, column_warps: warps of a CTA along the rows, along the keys of a stage, and along V's
+            columns.
+        keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys; with wgmma and with
+            column_warps, one of the two (a latent cache's rows are both).
         shared_bytes: shared memory of a CTA.
-        ctas_per_sm: CTAs that a multiprocessor takes at once.
+        ctas_per_sm: resident CTAs per multiprocessor.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
-        ranges: parts that the work is cut into, one for each CTA.
-        sharers: CTAs that go through the same keys at the same time, each with row tiles of its own.
-        cut_row_tiles: row tiles that a cut crosses, so that their keys are split among CTAs.
+        ranges: parts of the work, one per CTA.
+        sharers: CTAs that read the same keys at the same time, each for different row tiles.
+        cut_row_tiles: row tiles split at a range boundary, so that several CTAs share their keys.
         pieces: partial results of those row tiles.
-        balance: the largest over the mean number of KV tiles of a CTA that hold a visible key; 1.0 is even.
+        balance: maximum over mean of the KV tiles per CTA with a visible key; 1.0 is even.
         idle: CTAs without such a tile.
-        kv_reads: bytes of K and V that leave memory over their size, as some CTAs read what others have read before.
-        bytes: what must move: K and V of the keys within the window once for each KV head (a latent row once for both),
-            q, out, page table; and the pieces written and read.
-        executed_flops: flops of whole tiles with a visible key, as the tensor cores execute them.
+        kv_reads: bytes of K and V read from memory over their size; above 1 where CTAs reread keys.
+        bytes: minimum traffic: K and V of the keys within the window once per KV head (a latent row once for both), q,
+            out and page table; plus the pieces, written and read.
+        executed_flops: tensor core flops, over whole tiles with a visible key.
     """
 
     sequences: tuple[int, ...]
@@ -65,20 +65,19 @@ class AttentionLaunch:
 
 @dataclass(frozen=True)
 class AttentionCost:
-    """Work, traffic and schedule of one call; made by `explain`.
+    """Work, traffic and schedule of one call; returned by `explain`.
 
     Attributes:
-        launches: none without queries; else one, or two where max_seqlen_q times the heads of a KV head is more than 32
-            and the batch has fewer than B * max_seqlen_q queries: then sequences of at most 32 rows (query tokens x
-            heads of a KV head) get small tiles, and the others large ones. One more launch joins the pieces.
-        balance: that of the launches, one after the other; 1.0 is even.
+        launches: empty without queries, else one or two. Two if max_seqlen_q times the heads of a KV head exceeds 32
+            and the batch has fewer than B * max_seqlen_q queries: sequences of at most 32 rows (query tokens x heads of
+            a KV head) get small tiles, the others large ones. One more launch joins the pieces.
+        balance: balance of the launches, run one after the other; 1.0 is even.
         idle: the sum over all launches.
-        kv_reads: bytes of K and V that leave memory in all launches, over their size.
+        kv_reads: bytes of K and V read from memory in all launches, over their size.
         bytes: the sum over all launches.
-        flops: what the rows that there are need; every query counts as if it saw all keys of its sequence, or as many
-            as its window has.
+        flops: flops of the actual rows; each query counts all keys of its sequence, or of its window.
         executed_flops: the sum over all launches.
-        floor_seconds: max(bytes / bandwidth, executed_flops / rate) of each launch, added: no run can be faster.
+        floor_seconds: sum over launches of max(bytes / bandwidth, executed_flops / rate): a lower bound on the time.
     """
 
     launches: tuple[AttentionLaunch, ...]
@@ -112,26 +111,24 @@ def explain(
     flops_per_second: float = 989e12,
     engine: str | None = None,
 ) -> AttentionCost:
-    """Tells launches, tiles, cuts, balance, bytes, flops and floor time of a call of `tree_attention` on CUDA.
+    """Returns launches, tiles, cuts, balance, bytes, flops and floor time of a `tree_attention` call on CUDA.
 
-    Needs no GPU: the CTAs' ways through the plan are replayed. They are in step, one KV tile of 64 keys each at a time;
-    what L2 holds is what was read last. A tile counts if a row sees one of its keys where queries are causal: the
-    kernel passes over the others.
+    Needs no GPU: simulates the CTAs over the plan in lockstep, one KV tile of 64 keys each at a time. L2 holds the data
+    read last. A tile counts if a row sees one of its keys under a causal mask; the kernel skips the others.
 
     Args:
-        query_lens, seq_lens: one entry per sequence; seq_lens count all keys, the new tokens' included.
-        num_q_heads, num_kv_heads, head_dim, page_size: those of the call; head_dim is K's.
+        query_lens, seq_lens: one entry per sequence; seq_lens count all keys, new tokens included.
+        num_q_heads, num_kv_heads, head_dim, page_size: as in the call; head_dim is K's.
         head_dim_v: V's, default head_dim.
-        latent: whether the call's v_cache is a view of k_cache, so that each cached row is read once.
+        latent: whether v_cache is a view of k_cache, so that each cached row is read once.
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
-        window: that of the call, in tokens; 0: none.
-        num_sms, max_shared_bytes: the device's multiprocessors, and the bytes of shared memory that a CTA may ask for.
-        l2_bytes: of the device's L2 cache, all of which is for K and V.
-        bandwidth, flops_per_second: the device's, in bytes and flops per second; the defaults are the nominal ones of
-            an H200.
-        engine: "mma.sync", or "wgmma" for tiles that have it; default as for a call on this machine: what
-            PAGEDTREE_ENGINE says, or what "auto" stands for on the current GPU, mma.sync without one.
+        window: attention window in tokens; 0: none.
+        num_sms, max_shared_bytes: the device's multiprocessors and maximum shared memory per CTA.
+        l2_bytes: L2 cache size, all of it available to K and V.
+        bandwidth, flops_per_second: device peaks in bytes and flops per second; default: nominal H200.
+        engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice, from
+            PAGEDTREE_ENGINE or the resolution of "auto" on the current GPU (mma.sync without a GPU).
 
     Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.
     """

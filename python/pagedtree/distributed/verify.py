@@ -1,4 +1,4 @@
-"""The verify ops on vocabularies in parts; `protocol` has what the ranks exchange."""
+"""The verify ops on a sharded vocabulary; see `protocol` for the words exchanged."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ def sample(
     grammar_mask: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Tensor:
-    """Samples as `pagedtree.sample` where each rank has its columns of the logits: the same tokens, int64 [R], on every
-    rank.
+    """Samples as `pagedtree.sample` from vocabulary shards: the same tokens, int64 [R], on every rank.
 
     Args:
         logits: [R, shards.num_tokens], this rank's columns; see `pagedtree.sample`.
         params, seeds, positions: the same on all ranks.
-        shards: who holds what.
-        grammar_mask: bool [R, num_tokens] or packed int32 [R, ceil(num_tokens / 32)], of this rank's columns.
-        options: of the whole vocabulary, the same on all ranks.
+        shards: each rank's columns.
+        grammar_mask: bool [R, num_tokens] or packed int32 [R, ceil(num_tokens / 32)], for this rank's columns.
+        options: over the whole vocabulary, the same on all ranks.
 
     Raises ValueError for wrong shapes, dtypes or devices, and where the ranks' arguments differ; GroupError where a
     rank does not answer.
@@ -62,15 +61,14 @@ def verify_greedy(
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
 ) -> Verdict:
-    """Verifies as `pagedtree.verify_greedy` where each rank has its columns of the logits: the same `Verdict` on every
-    rank.
+    """Verifies as `pagedtree.verify_greedy` from vocabulary shards: the same `Verdict` on every rank.
 
     Args:
         logits: [N, shards.num_tokens], this rank's columns.
-        draft_tokens, trees, draft_to_target, tokens_left: see `pagedtree.verify_greedy`; the same on all ranks. Ids are
-            those of the whole vocabulary.
-        shards: who holds what.
-        grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], of this rank's columns.
+        draft_tokens, trees, draft_to_target, tokens_left: see `pagedtree.verify_greedy`; the same on all ranks. Ids
+            refer to the whole vocabulary.
+        shards: each rank's columns.
+        grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], for this rank's columns.
 
     The ranks exchange 16 bytes per row.
 
@@ -102,27 +100,26 @@ def verify_sampled(
     tokens_left: Tensor | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Verifies as `pagedtree.verify_sampled` where each rank has its columns of the logits: the same `Verdict` on every
-    rank.
+    """Verifies as `pagedtree.verify_sampled` from vocabulary shards: the same `Verdict` on every rank.
 
-    The verdict equals that of `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token
-    alone, masses in filters are integers, and whatever else decides is a maximum.
+    The verdict equals `pagedtree.verify_sampled` on the whole logits bit for bit: noise depends on the token alone,
+    filter masses are integers, and every other decision is a maximum.
 
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params, seeds, positions: the same on all ranks.
-        options: of the whole vocabulary, the same on all ranks.
+        options: over the whole vocabulary, the same on all ranks.
 
-    All rows of all trees are read at once, so that the number of exchanges is fixed. They take, per row:
+    All rows of all trees are read at once, so the number of exchanges is fixed. Traffic per row:
 
         16 bytes for the largest logit
         128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
             (bfloat16 has 4 digits, float16 5, float32 8, and any dtype 8 under options); 8 bytes for the tokens that
             tie at it
         8 bytes for the winner of the race
-        8 bytes to learn whether a token besides the stop ids is left, if options have stop ids
+        8 bytes to learn whether a non-stop token is left, if options have stop ids
 
-    top_k and top_p given as host scalars that filter nothing cost nothing; as tensors they count as given.
+    Host scalars top_k and top_p that filter nothing cost nothing; tensors always count as given.
 
     Raises what `verify_greedy` raises.
     """
@@ -155,25 +152,24 @@ def verify_rejection(
     max_children: int | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Verifies as `pagedtree.verify_rejection` where each rank has its columns of the logits: the same `Verdict` on
-    every rank.
+    """Verifies as `pagedtree.verify_rejection` from vocabulary shards: the same `Verdict` on every rank.
 
-    The rule and its coins are those of `pagedtree.verify_rejection`. Sums over the vocabulary are integers here (units
-    of 2^-42 of the likeliest token's mass), so that the result does not depend on the number of ranks or on the split;
-    the whole op adds floats, so a coin that falls within about 1e-6 of a boundary may decide otherwise there.
+    The rule and its coins equal `pagedtree.verify_rejection`. Sums over the vocabulary are integers here (units of
+    2^-42 of the likeliest token's mass), so the result does not depend on the number of ranks or the split. The
+    unsharded op adds floats, so a coin within about 1e-6 of a boundary may decide otherwise there.
 
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params, draft_law, draft_rows, seeds, positions, coins, final_coins: see `pagedtree.verify_rejection`; the same
             on all ranks.
         draft_probs: [M, shards.vocab], the same on all ranks, or [M, shards.num_tokens], this rank's columns.
-        options: of the whole vocabulary, the same on all ranks.
+        options: over the whole vocabulary, the same on all ranks.
         max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
-    What the rejection of a node's first children leaves of its distribution depends on no coin, so the ranks find that
-    for all nodes at once, and then walk alone. They exchange what `verify_sampled` does except for the race, and 16
-    bytes per row for the target's mass and the drafts' own probabilities; 16 bytes per row for each child behind the
-    first, not under "onehot"; 24 bytes per tree for the bonus.
+    The residual after rejecting a node's first children depends on no coin, so the ranks compute it for all nodes at
+    once and then walk alone. Traffic: as `verify_sampled` without the race, plus 16 bytes per row for the target's mass
+    and the drafts' own probabilities, 16 bytes per row for each child after the first (not under "onehot"), and 24
+    bytes per tree for the bonus.
 
     Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
@@ -211,7 +207,7 @@ def _agree(
     options: RequestOptions | None = None,
     **others: Any,
 ) -> None:
-    """Refuses wrong types, and arguments that are not the same on all ranks."""
+    """Refuses wrong types, and arguments that differ between ranks."""
     expect_type("shards", shards, VocabShards)
     expect_type("logits", logits, Tensor)
     if name != "verify_greedy":
@@ -247,7 +243,7 @@ def _agree(
 
 
 class _Rows:
-    """What this rank knows of the distributions of N rows, round after round."""
+    """This rank's state of the distributions of N rows, round after round."""
 
     def __init__(
         self,
@@ -309,7 +305,7 @@ class _Rows:
         return self.received
 
     def learn(self) -> None:
-        """Takes in what was received last."""
+        """Takes in the last words received."""
         self._exchange(Round.LEARN)
 
     def follow(

@@ -1,4 +1,4 @@
-"""Fills the masks of the grammars of a batch of trees, on threads of its own."""
+"""Fills the grammar masks of a batch of trees on worker threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = ["GrammarFill", "GrammarMasks"]
 
 
 class GrammarFill:
-    """Masks that are being filled: what `GrammarMasks.fill` returns.
+    """A mask fill in progress, returned by `GrammarMasks.fill`.
 
     Attributes:
-        waited: seconds that `result` had to wait, None before it was called: the time that the target's pass did not
-            hide.
-        filled: seconds from the call of `fill` until the last row was there, None before `result` was called.
+        waited: seconds that `result` blocked, i.e. the part not hidden by the target's pass; None before the call.
+        filled: seconds from the call of `fill` to the last row; None before `result` was called.
     """
 
     def __init__(self, mask: Tensor, device: torch.device, tasks: Future[list[Future[float]]], began: float) -> None:
@@ -41,7 +40,7 @@ class GrammarFill:
             wait(self._tasks.result())
 
     def done(self) -> bool:
-        """Tells whether `result` would return at once."""
+        """Returns whether `result` would return without blocking."""
         if not self._tasks.done():
             return False
         return self._tasks.exception() is not None or all(task.done() for task in self._tasks.result())
@@ -49,10 +48,11 @@ class GrammarFill:
     def result(self, out: Tensor | None = None) -> Tensor:
         """Returns the masks, int32 [N, ceil(V / 32)] on the device: grammar_mask of the verify ops and of `sample`.
 
-        out: a tensor of that shape on the device to copy them into, as captured graphs need it; it is returned.
+        out: optional tensor of that shape on the device. The masks are copied into it and it is returned, as captured
+        graphs require.
 
-        On CUDA the copy is queued on the current stream, from pinned memory, and not waited for. Raises what a matcher
-        raised, ValueError where `out` does not fit.
+        On CUDA the copy comes from pinned memory and is queued on the current stream without waiting. Raises the
+        matcher's own error, or ValueError where `out` does not fit.
         """
         if out is not None:
             expect_type("out", out, Tensor)
@@ -76,7 +76,7 @@ class GrammarFill:
 
 
 class GrammarMasks:
-    """The grammars of a batch of sequences, and the threads that fill their masks while the target's pass runs.
+    """The grammars of a batch of sequences, and the threads that fill their masks during the target's pass.
 
         masks = GrammarMasks([XGrammarMatcher(matcher), None], vocab_size=logits.shape[1])
         first = sample(prompt_logits, params, ..., grammar_mask=masks.fill_next().result())
@@ -90,13 +90,13 @@ class GrammarMasks:
             masks.advance(verdict.tokens, step.num_tokens)
 
     Attributes:
-        matchers: list of B, one matcher per sequence, None: no grammar. It may be changed between steps, as a scheduler
-            does when sequences come and go. No matcher stands in it twice.
+        matchers: list of B, one matcher per sequence, None: no grammar. A scheduler may change it between steps. Each
+            matcher appears at most once.
         vocab_size: V, the columns of the logits, 1..2^20.
 
-    `threads` is the most that work at once, default one per CPU core that the process may use; none starts before the
-    first `fill`. `device` is where the masks go, default where the draft tokens are (`fill_next`: cpu). As a context
-    manager, and by `close`, it ends its threads. Other values raise TypeError and ValueError.
+    `threads` is the maximum number of workers, by default one per CPU core that the process may use. None starts before
+    the first `fill`. `device` is the masks' device, by default the draft tokens' (`fill_next`: cpu). `close`, or
+    leaving the context manager, ends the threads. Other values raise TypeError and ValueError.
     """
 
     def __init__(
@@ -137,28 +137,27 @@ class GrammarMasks:
         draft_to_target: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> GrammarFill:
-        """Starts to fill the masks of all nodes, one task per sequence, and returns without waiting.
+        """Starts filling the masks of all nodes, one task per sequence, and returns without waiting.
 
         Args:
-            draft_tokens: int32 or int64 [N], as the verify ops take them: the roots' are ignored, ids outside 0..V-1
-                are no drafts.
-            trees: B trees of N rows. Malformed ones are read as `build_trees` reads them.
-            draft_to_target: int32 or int64 [V_draft], where draft_tokens are ids of a draft vocabulary.
-            device: of the masks, default the object's, else that of draft_tokens.
+            draft_tokens: int32 or int64 [N], as for the verify ops: root tokens are ignored, ids outside 0..V-1 are no
+                drafts.
+            trees: B trees of N rows. Malformed trees are read as in `build_trees`.
+            draft_to_target: int32 or int64 [V_draft], if draft_tokens are ids of a draft vocabulary.
+            device: device of the masks; default the object's, else draft_tokens'.
 
-        Grammar engines work on the host. What is on a GPU is copied there behind the kernels queued so far, which the
-        worker threads wait for, not the caller: call it before the target's pass is queued. To avoid the copy give
-        tensors on the CPU and say which device the masks shall be on.
+        Grammar engines run on the host. GPU inputs are copied there after the kernels queued so far; the worker threads
+        wait for that copy, the caller does not. Call `fill` before queueing the target's pass. To avoid the copy, pass
+        CPU tensors and `device`.
 
-        Returns a `GrammarFill`. Row n of its result has bit x % 32 of word x // 32 set where token x may follow node n:
-        the tokens of the path to n, below the root, and x continue what the matcher has consumed. Where the grammar has
-        ended, or leaves no token, the row allows the stop tokens alone. Bits of padding, past the grammar's vocabulary
-        or V, are not set. Rows that no walk visits allow all tokens of the grammar's vocabulary: those of drafts that
-        the grammar forbids and of what is below them, of nodes that cannot be reached, and of padding. So do those of
-        sequences without grammar.
+        Returns a `GrammarFill`. Bit x % 32 of word x // 32 in row n is set if token x may follow node n, i.e. if the
+        path tokens below the root and x continue the text that the matcher has consumed. Where the grammar has ended or
+        allows no token, only the stop tokens are set. Padding bits past the grammar's vocabulary or V are 0. Rows that
+        no walk visits allow the grammar's whole vocabulary: forbidden drafts and their descendants, unreachable nodes
+        and padding. So do rows of sequences without a grammar.
 
-        Matchers are as they were once the result is there. A fill that still runs is waited for first. Raises TypeError
-        and ValueError for wrong types, shapes and numbers of matchers.
+        Matchers keep their state. A fill still in progress is waited for first. Raises TypeError and ValueError for
+        wrong types, shapes and numbers of matchers.
         """
         expect_type("draft_tokens", draft_tokens, Tensor)
         expect_type("trees", trees, TreeBatch)
@@ -174,8 +173,7 @@ class GrammarMasks:
         return self._start(draft_tokens, trees.parents, trees.cu_nodes, (trees.max_nodes, trees.max_depth), device)
 
     def fill_next(self, *, device: torch.device | str | None = None) -> GrammarFill:
-        """Does as `fill`, for the token that comes next in each sequence: one row per sequence, as `sample` has
-        them."""
+        """Fills the masks of each sequence's next token: one row per sequence, as for `sample`. See `fill`."""
         batch = len(self._matchers)
         roots = torch.full((batch,), -1, dtype=torch.int32, device="cpu")
         offsets = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
@@ -228,18 +226,19 @@ class GrammarMasks:
         *,
         strict: bool = True,
     ) -> list[bool]:
-        """Lets the matchers consume what was appended to their sequences.
+        """Advances the matchers by the tokens appended to their sequences.
 
         Args:
-            tokens: [B, S] integers, or a list of B lists: the tokens of each sequence, up to the first negative one. A
-                verdict's `tokens` are such. Tensors on a GPU are copied to the host, which synchronises.
-            counts: int [B], take only so many of each: the `num_tokens` of `commit`, which ends texts at EOS.
+            tokens: [B, S] integers, or a list of B lists: each sequence's tokens, up to the first negative one, e.g. a
+                verdict's `tokens`. GPU tensors are copied to the host, which synchronises.
+            counts: int [B], the number of tokens to take of each sequence, e.g. `num_tokens` of `commit`, which stops
+                at EOS.
             strict: whether a token that the grammar forbids raises.
 
-        Returns for each sequence whether the grammar allowed its tokens; if not, its matcher stays as it was. What
-        comes behind the end of a grammar is ignored, as are the tokens of sequences without grammar. Raises ValueError
-        for a token that a grammar forbids, unless strict is False, and then no matcher has moved; TypeError and
-        ValueError for wrong types and shapes.
+        Returns for each sequence whether the grammar allowed its tokens; if not, its matcher keeps its state. Tokens
+        after the end of a grammar are ignored, as are the tokens of sequences without a grammar. If strict, raises
+        ValueError for a forbidden token and no matcher moves. Raises TypeError and ValueError for wrong types and
+        shapes.
         """
         matchers = self._matchers
         _check_matchers(matchers)
@@ -269,12 +268,12 @@ class GrammarMasks:
         return allowed
 
     def is_terminated(self) -> list[bool]:
-        """Tells for each sequence whether its grammar has ended; False without grammar."""
+        """Returns for each sequence whether its grammar has ended; False without a grammar."""
         self._settle()
         return [matcher is not None and matcher.is_terminated() for matcher in self._matchers]
 
     def close(self) -> None:
-        """Ends the threads, once what runs is done. The object cannot fill afterwards."""
+        """Ends the threads after pending tasks finish. The object cannot fill afterwards."""
         self._settle()
         self._pool.shutdown()
 

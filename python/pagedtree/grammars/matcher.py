@@ -1,4 +1,4 @@
-"""What `pagedtree.grammars` needs of a grammar engine, and what it gives to one: a tree on the host, rows to fill."""
+"""Interface to grammar engines: a draft tree on the host in, mask rows out."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TokenTree(NamedTuple):
     """One draft tree on the host, int64 numpy arrays [n]: local indices, -1 = none. Node 0 is the root.
 
     Attributes:
-        tokens: the nodes' tokens, within the vocabulary; -1 at the root and at nodes that cannot be reached.
-        parents: -1 at the root and at nodes that cannot be reached.
-        first_child, next_sibling: the links; they lead to each node that can be reached, and to it once.
+        tokens: the nodes' tokens, within the vocabulary; -1 at the root and at unreachable nodes.
+        parents: -1 at the root and at unreachable nodes.
+        first_child, next_sibling: the links; they reach each reachable node exactly once.
     """
 
     tokens: Array
@@ -30,11 +30,11 @@ class TokenTree(NamedTuple):
 
 @runtime_checkable
 class GrammarMatcher(Protocol):
-    """What `GrammarMasks` needs of a grammar engine: the state of one sequence's grammar behind its output so far.
+    """The interface of a grammar engine to `GrammarMasks`: one sequence's grammar state after its output so far.
 
-    `pagedtree.integrations.xgrammar` and `.llguidance` have one for their engine. For another engine derive from
-    `DepthFirstMatcher`, or write these six where the engine walks trees itself. One thread calls a matcher at a time.
-    What does its work without Python's global lock is filled while Python does other things, and in parallel.
+    `pagedtree.integrations.xgrammar` and `.llguidance` implement it. For another engine derive from
+    `DepthFirstMatcher`, or implement these six if the engine walks trees itself. One thread calls a matcher at a time.
+    Matchers that release the GIL run in parallel, and alongside Python code.
     """
 
     @property
@@ -46,29 +46,29 @@ class GrammarMatcher(Protocol):
         """The tokens that end the text."""
 
     def fill_tree(self, tree: TokenTree, mask: Array) -> None:
-        """Writes the rows of one tree, and leaves the matcher in the state it came in.
+        """Writes the rows of one tree, and restores the matcher's state.
 
         mask: int32 [n, ceil(vocab_size / 32)], contiguous, all bits set. Row n gets the tokens that may follow the path
-            from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended no bit
-            stays. Rows below a draft that the grammar forbids, the draft's own included, below its end, and of nodes
-            that cannot be reached stay as they are.
+        from below the root to node n; the matcher has consumed the root's token. Where the grammar has ended no bit
+        stays. Left unchanged: rows of forbidden drafts and their descendants, rows below the grammar's end, and rows of
+        unreachable nodes.
         """
 
     def accept(self, token: int) -> bool:
-        """Consumes a token. Returns False where the grammar forbids it, and then stays in the state it was in."""
+        """Consumes a token. Returns False, with the state unchanged, if the grammar forbids it."""
 
     def rollback(self, count: int) -> None:
-        """Takes back the last `count` tokens accepted."""
+        """Undoes the last `count` accepted tokens."""
 
     def is_terminated(self) -> bool:
-        """Tells whether the text is complete and no token may follow."""
+        """Returns whether the text is complete and no token may follow."""
 
 
 class DepthFirstMatcher(ABC):
-    """A `GrammarMatcher` for engines that know chains alone: visits a tree by accepting and taking back.
+    """A `GrammarMatcher` for engines that handle only chains: visits a tree by accepting and rolling back.
 
-    A subclass has `vocab_size`, `stop_token_ids`, `accept`, `rollback` and `is_terminated` as `GrammarMatcher`
-    describes them, and `fill_row`.
+    Subclasses implement `vocab_size`, `stop_token_ids`, `accept`, `rollback` and `is_terminated` (see
+    `GrammarMatcher`), and `fill_row`.
     """
 
     vocab_size: int
@@ -85,10 +85,10 @@ class DepthFirstMatcher(ABC):
 
     @abstractmethod
     def fill_row(self, row: Array) -> None:
-        """Writes the tokens that may come next into int32 [ceil(vocab_size / 32)]; not called once terminated."""
+        """Writes the possible next tokens into int32 [ceil(vocab_size / 32)]; not called once terminated."""
 
     def fill_tree(self, tree: TokenTree, mask: Array) -> None:
-        """As `GrammarMatcher.fill_tree`. Also after an error every token that was accepted is taken back."""
+        """Fills as `GrammarMatcher.fill_tree`. Rolls back every accepted token, also after an error."""
         tokens, parents, first_child, next_sibling = (array.tolist() for array in tree)
         # ~node stands for leaving a node, behind all that is below it.
         stack, taken = [0], 0
@@ -119,11 +119,9 @@ class DepthFirstMatcher(ABC):
 
 
 def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: int) -> TokenTree:
-    """Returns the tree, linked as `build_trees` does it. A node that drafts no token of the vocabulary cannot be
-    reached.
+    """Returns the tree, linked as by `build_trees`. Nodes whose token is outside the vocabulary are unreachable.
 
-    Not by the op: links that do not belong together lead nobody astray, and this is one tree on the host, whichever
-    backend the ops use.
+    Does not call the op: this is one tree on the host, whichever backend the ops use. Malformed links are safe.
     """
     count, (max_nodes, max_depth) = len(tokens), bounds
     depths, reachable = [0] + [-1] * (count - 1), [-1] * count
@@ -145,7 +143,7 @@ def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: i
 
 
 def allow_only(row: Array, tokens: Iterable[int]) -> None:
-    """Sets the bits of `tokens` in int32 [ceil(V / 32)] and no others. Ids outside the row are ignored."""
+    """Sets the bits of `tokens` in int32 [ceil(V / 32)] and clears all others. Ids outside the row are ignored."""
     row.fill(0)
     words = row.view(np.uint32)
     for token in tokens:
