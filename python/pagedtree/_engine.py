@@ -1,8 +1,8 @@
-"""Which instructions attention multiplies with on a GPU, and why.
+"""The matrix instructions of attention on a GPU, and the reason for the choice.
 
-`PAGEDTREE_ENGINE` says "mma.sync", "wgmma" or "auto", the default: wgmma on a Hopper GPU whose driver and build have
-passed the self-test of `python -m pagedtree check --engine wgmma`. Its verdict is a file in the user's cache folder;
-ops read it at their first call on a device, and never test anything (csrc/cuda/engine.h).
+`PAGEDTREE_ENGINE` is "mma.sync", "wgmma" or "auto", the default: wgmma on a Hopper GPU whose driver and build have
+passed the self-test of `python -m pagedtree check --engine wgmma`. The self-test's verdict is a file in the user's
+cache folder. Ops read it at their first call on a device, and never run the test (csrc/cuda/engine.h).
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class _Facts(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a backend says of a device.
+    """A backend's facts about a device.
 
     Attributes:
-        needs: what the kernels for wgmma need and do not have there, "" if they can run.
-        path: of the verdict's file, None where there is no cache folder.
-        beginning: what a verdict for this GPU, driver and build begins with.
-        has_passed: whether the file says so now.
+        needs: missing requirements of the wgmma kernels, "" if they can run.
+        path: the verdict's file, None without a cache folder.
+        beginning: first part of a verdict for this GPU, driver and build.
+        has_passed: whether the file holds a pass.
     """
 
     needs: str
@@ -60,7 +60,7 @@ def library(backend: str) -> ctypes.CDLL:
 
 
 def facts(backend: str, device: torch.device) -> Facts:
-    """Returns what "cuda" or "simt" says of a device. Raises RuntimeError where the driver gives an error."""
+    """Returns the facts of "cuda" or "simt" about a device. Raises RuntimeError for a driver error."""
     function = library(backend).pagedtree_engine_facts
     function.restype = ctypes.POINTER(_Facts)
     with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -72,7 +72,7 @@ def facts(backend: str, device: torch.device) -> Facts:
 
 
 def verdict(of: Facts) -> str | None:
-    """Returns PASSED, or "failed: " and why; None where the test was not made with this GPU, driver and build."""
+    """Returns PASSED or "failed: " and the reason; None if the test has not run with this GPU, driver and build."""
     try:
         text = of.path.read_text() if of.path is not None else ""
     except (OSError, ValueError):
@@ -83,9 +83,9 @@ def verdict(of: Facts) -> str | None:
 
 
 def store_verdict(of: Facts, said: str) -> None:
-    """Keeps PASSED, or "failed: " and why. Who reads it at the same time finds the old verdict or the new one.
+    """Stores PASSED or "failed: " and the reason. Concurrent readers see either the old or the new verdict.
 
-    Raises RuntimeError where there is no cache folder, and OSError where it cannot be written.
+    Raises RuntimeError without a cache folder, and OSError where it cannot be written.
     """
     if of.path is None:
         raise RuntimeError("there is no cache folder: set PAGEDTREE_CACHE, XDG_CACHE_HOME or HOME")
@@ -102,7 +102,7 @@ def store_verdict(of: Facts, said: str) -> None:
 
 
 def chosen_engine() -> tuple[str, str]:
-    """Returns the engine of calls on the current GPU, "mma.sync" or "wgmma", and why; without a GPU that of a GPU's
+    """Returns the engine of calls on the current GPU, "mma.sync" or "wgmma", and the reason; without a GPU, a GPU's
     default.
 
     Raises RuntimeError for a wrong PAGEDTREE_ENGINE.

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 __all__ = ["register_gradients"]
 
-# Nothing that these return can require grad, and without a kernel for autograd a call takes a few microseconds less.
+# Their outputs cannot require grad; without an autograd kernel a call is a few microseconds faster.
 OPS_OF_INTEGERS = {
     "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose",
     "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "verify_block",
@@ -26,8 +26,7 @@ OPS_OF_INTEGERS = {
 }  # fmt: skip
 
 
-# This is an op too, so that compiled forward passes, whose backward is traced ahead, are not refused before anyone asks
-# for it.
+# An op, too: compiled forward passes trace the backward ahead, and must not fail before anyone runs it.
 _library = torch.library.Library("pagedtree", "FRAGMENT")
 _library.define("_refuse_backward(str op, Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor")
 

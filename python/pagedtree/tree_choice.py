@@ -1,4 +1,4 @@
-"""The draft tree that pays: expected tokens per step against what the step costs."""
+"""Chooses the draft tree with the best rate: expected tokens per step over the step's cost."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def choose_tree(
     max_depth: int = 16,
     level_cost: float = 0.0,
 ) -> DraftTree:
-    """Returns the tree with the most expected tokens per second; the root alone where no drafts pay.
+    """Returns the tree with the most expected tokens per second; the root alone where drafting does not pay.
 
-    Source: Sequoia (Chen et al., NeurIPS 2024), whose dynamic programme finds the best tree of each size; the size is
-    then that of the highest rate on the machine at hand. Here acceptance may also depend on the depth, and a level of
-    the tree may have a cost of its own, that of a pass of the draft model.
+    Source: Sequoia (Chen et al., NeurIPS 2024): its dynamic programme finds the best tree of each size, and the
+    measured step cost decides the size. Here acceptance may also depend on the depth, and each tree level may cost
+    extra time, for a pass of the draft model.
 
     Args:
-        acceptance: how often the child of each rank is accepted where its parent was, [R]: rank 0 is the drafter's
+        acceptance: probability that the child of each rank is accepted if its parent was, [R]: rank 0 is the drafter's
             first choice. Or [D, R], one row per depth, the root's children first; then no tree is deeper than D. A row
             sums to at most 1, as at most one child is accepted.
         step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; one node
-            is plain decoding. Measured costs scatter, so a size is taken to cost at least as much as the smaller ones.
+            is plain decoding. Measured costs are noisy, so a size costs at least as much as any smaller size.
         max_nodes: most nodes, the root included, 1..1024.
         max_depth: most levels below the root.
-        level_cost: seconds that each level costs besides.
+        level_cost: additional seconds per level.
 
     Nodes are in order of depth; the children of a node are the drafter's first choices, best first.
 
@@ -45,7 +45,7 @@ def choose_tree(
         return the tree of the greatest rate, the smallest one if several have it
 
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
-    nodes, and for a cost that is not positive and finite; TypeError for what is no number or no function.
+    nodes, and for a cost that is not positive and finite; TypeError for arguments that are not numbers or functions.
     """
     levels = _levels(acceptance, min(max_depth, MAX_NODES))
     if not callable(step_cost):
@@ -65,9 +65,9 @@ def choose_tree(
 
 @checked(own=("acceptance",))
 def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray) -> float:
-    """Tokens that a step with this tree gives on average: the accepted drafts and the bonus token.
+    """Returns the expected tokens per step with this tree: the accepted drafts and the bonus token.
 
-    acceptance: as for `choose_tree`; ranks and depths that it does not name are never accepted.
+    acceptance: as for `choose_tree`; ranks and depths outside it are never accepted.
 
         reached[0] = 1
         for node in 1..num_nodes - 1:

@@ -1,4 +1,4 @@
-"""A draft model on fewer ranks than its target; all ranks get its proposals."""
+"""Runs a draft model on fewer ranks than its target; all ranks get its proposals."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["DraftGroup", "DraftStats"]
 # failed: 1 + the last rank where drafting failed, 0 = none.
 HEADER = ("failed", "rows", "batch_size", "max_nodes", "max_depth", "has_probs", "num_probs", "dtype", "microseconds")
 PROBS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A drafter's attributes, with the values that hold where it does not have them.
+# A drafter's attributes and their defaults.
 FACTS = {"max_nodes": 0, "num_positions": None, "needs_hidden": False, "draft_law": "onehot", "is_chain": False}
 
 
 @dataclass
 class DraftStats:
-    """What drafting took.
+    """Drafting counters and times.
 
     Attributes:
         proposals: calls of `propose`.
         tokens: draft tokens proposed, of all sequences.
-        draft_time: seconds in which the draft ranks drafted.
-        wait_time: seconds that this rank waited for proposals, after its own work was done.
+        draft_time: seconds that the draft ranks spent drafting.
+        wait_time: seconds that this rank waited for proposals after finishing its own work.
     """
 
     proposals: int = 0
@@ -50,32 +50,31 @@ class DraftStats:
 
 
 class DraftGroup:
-    """Runs a drafter on the first `size` ranks of the target's group and hands its proposals to all of them.
+    """A drafter on the first `size` ranks of the target's group, whose proposals all ranks receive.
 
-    It is a drafter itself: it has `propose(tokens, lengths)` and the other methods of
-    `pagedtree.integrations.transformers.Drafter`. All ranks of the group make it and call it together. Drafting runs in
-    a thread of its own between `start` and `propose`, so that the target can do other work at the same time, for
-    example move the accepted rows of its cache. The ranks that do not draft do only this other work.
+    It is itself a drafter: it has `propose(tokens, lengths)` and the other methods of
+    `pagedtree.integrations.transformers.Drafter`. All ranks of the group construct and call it together. Drafting runs
+    in a separate thread between `start` and `propose`, so that the target can overlap other work, such as compacting
+    its cache. Ranks that do not draft do only this other work.
 
     Args:
         make: called on the draft ranks with their torch.distributed group, over which the drafter's model is sharded,
             or None where one rank drafts alone; returns the drafter.
-        size: ranks that draft, a divisor of the target's. For more than one a group is made (`dist.new_group`), in
+        size: number of draft ranks, a divisor of the target's. Above one, a group is created (`dist.new_group`) in
             which all ranks of the world take part.
-        shards: the parts of the target's vocabulary. Where the drafts were drawn ("iid", "swor"), each rank is sent its
+        shards: the target's vocabulary shards. Where the drafts were drawn ("iid", "swor"), each rank receives its
             columns of the distributions.
-        device: where tensors are and the group's collectives run, "cpu" for gloo.
+        device: device of the tensors and collectives, "cpu" for gloo.
 
     Attributes:
-        drafter: on the draft ranks, what `make` returned; else None.
+        drafter: on the draft ranks, the drafter that `make` returned; else None.
         max_nodes, num_positions, needs_hidden, draft_law, is_chain: the drafter's, on all ranks.
         stats: a `DraftStats`.
 
-    A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other one. It is checked
-    before it is sent. If drafting fails on any draft rank, or its proposal is malformed, that rank raises what went
-    wrong there, and all others GroupError with its text. The same happens where `make` raises or returns no drafter:
-    then there is no DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their
-    group's timeout.)
+    A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other rank after a check.
+    If drafting fails on any draft rank, or its proposal is malformed, that rank raises its own error, and all others
+    raise GroupError with its text. The same happens where `make` raises or returns no drafter: then there is no
+    DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their group's timeout.)
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -132,7 +131,7 @@ class DraftGroup:
         return answers[0][1]
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Begins to draft what the next `propose` will return."""
+        """Starts drafting the next proposal."""
         if self._thread is not None and self._drafting is None:
             self._drafting = self._thread.submit(self._draft, tokens, lengths)
 
@@ -152,13 +151,13 @@ class DraftGroup:
         return shared
 
     def prepare(self, sequences: list[Any]) -> None:
-        """Reaches the draft ranks' drafter with the first proposal, so that all ranks hear of what it refuses."""
+        """Reaches the draft ranks' drafter with the first proposal, so that its errors reach all ranks."""
         self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Passes this on to the draft ranks' drafter, as do `select`, `narrow`, `observe` and `forget`.
 
-        What the drafter refuses is raised by the first proposal, so that all ranks hear of it.
+        The first proposal raises the drafter's errors, on all ranks.
         """
         self._refusal = None
         try:
@@ -167,7 +166,7 @@ class DraftGroup:
             self._refusal = error
 
     def end(self) -> None:
-        """Drops a draft that nobody asked for, and passes the call on to the drafter."""
+        """Drops an unused draft, and passes the call on to the drafter."""
         if self._drafting is not None:
             self._drafting.cancel()
             self._drafting = None
@@ -209,7 +208,7 @@ class DraftGroup:
         return draft, time.perf_counter() - begin
 
     def _checked(self, proposal: Any, batch_size: int) -> Draft:
-        """Returns the proposal as one that can be sent, or an error."""
+        """Returns a proposal that can be sent, or an error."""
         draft = as_draft(proposal, batch_size, self.device)
         check_values(draft)
         probs = draft.draft_probs
@@ -221,7 +220,7 @@ class DraftGroup:
         return draft
 
     def _share(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Draft:
-        """Sends the first rank's draft to all."""
+        """Sends the first rank's draft to all ranks."""
         header = self._header(draft, seconds, failure)
         with self._group._answered("DraftGroup: a proposal"):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self._group.group)
@@ -240,7 +239,7 @@ class DraftGroup:
         return self._exchange(draft, facts)
 
     def _header(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Tensor:
-        """This rank's part of the header: facts from the first rank, a failure from any rank, zeros otherwise."""
+        """Returns this rank's part of the header: facts from the first rank, a failure from any rank, else zeros."""
         values = [0] * len(HEADER)
         if failure is not None:
             values[0] = 1 + self.rank
@@ -281,7 +280,7 @@ class DraftGroup:
         return Draft(tokens, trees, self._columns(probs, num_probs, PROBS_DTYPES[facts["dtype"]]), draft_rows)
 
     def _columns(self, probs: Tensor | None, num_probs: int, dtype: torch.dtype) -> Tensor:
-        """Returns each rank's columns of the distributions, from the first rank."""
+        """Returns this rank's columns of the distributions, sent by the first rank."""
         group, sizes = self._group, self.shards.sizes
         own = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
         with group._answered("DraftGroup: the drafts' probabilities"):
@@ -303,7 +302,7 @@ class DraftGroup:
 
 
 def _members(group: Group) -> list[int]:
-    """Global ranks, in the group's order."""
+    """Returns global ranks, in the group's order."""
     if group.group is None:
         return list(range(group.size))
     return dist.get_process_group_ranks(group.group)

@@ -1,4 +1,4 @@
-"""What ranks tell each other: integers, which are counted. They also check that they mean the same call."""
+"""Counted exchanges of integers between ranks, and a check that all ranks make the same call."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class GroupError(RuntimeError):
 
 @dataclass
 class Traffic:
-    """What this rank has exchanged, in 64-bit words that it handed in.
+    """Traffic of this rank, in 64-bit words that it passed in.
 
     Attributes:
         exchanges: collectives.
-        reduced: words whose maximum or sum the ranks formed.
-        gathered: words that every rank got from every other.
+        reduced: words in max or sum reductions.
+        gathered: words in all-gathers.
     """
 
     exchanges: int = 0
@@ -40,7 +40,7 @@ class Traffic:
         return self.reduced + self.gathered
 
     def bytes_sent(self, num_ranks: int) -> int:
-        """Bytes that each of so many ranks sends if the words go around a ring, twice where they are reduced."""
+        """Returns the bytes that each of `num_ranks` ranks sends around a ring, twice for reduced words."""
         return 8 * (2 * self.reduced * (num_ranks - 1) // num_ranks + self.gathered * (num_ranks - 1))
 
 
@@ -57,11 +57,11 @@ class Group:
         self.traffic = Traffic()
 
     def maximum(self, words: Tensor, what: str) -> Tensor:
-        """Returns the largest of each word, in place."""
+        """Returns the maximum of each word over the ranks, in place."""
         return self._reduce(words, dist.ReduceOp.MAX, what)
 
     def total(self, words: Tensor, what: str) -> Tensor:
-        """Returns the sum of each word, in place."""
+        """Returns the sum of each word over the ranks, in place."""
         return self._reduce(words, dist.ReduceOp.SUM, what)
 
     def every(self, words: Tensor, what: str) -> Tensor:
@@ -78,7 +78,7 @@ class Group:
     def agree(self, call: str, arguments: dict[str, Any]) -> None:
         """Raises ValueError on every rank if one of them has other arguments, or another call.
 
-        Values on the CPU are compared; on a GPU nothing is, unless PAGEDTREE_CHECK=1, as it would synchronise.
+        Compares values on the CPU; values on a GPU only under PAGEDTREE_CHECK=1, as it would synchronise.
         """
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         on_gpu = any(tensor.device.type != "cpu" for tensor in tensors)
@@ -122,7 +122,7 @@ _MAX_ARGUMENTS = 48
 
 
 def _digest(value: Any) -> int:
-    """63 bits that tell values apart: by dtype, shape and content of tensors, by the printed form of other values."""
+    """Returns 63 bits that distinguish values: tensors by dtype, shape and content, others by their repr."""
     if isinstance(value, Tensor):
         content = (
             value.detach()

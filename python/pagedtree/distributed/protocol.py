@@ -1,8 +1,8 @@
-"""What the ranks of a group tell each other about rows of logits: the rounds, and the words that each takes.
+"""Rounds of the exchange about rows of logits, and the words that each round takes.
 
-The numbers are those of csrc/core/shards.h and shard_distributions.h, which say what the words hold. A rank hands in
-zeros for the words that a round writes, and for a row's own words before the first round. Other words, or words of a
-round with other arguments, lead nowhere outside the tensors, but what comes out then is left open.
+The numbers match csrc/core/shards.h and shard_distributions.h, which document the words. A rank passes zeros for the
+words that a round writes, and for a row's own words before the first round. Other words, or words from a round with
+other arguments, cause no access outside the tensors, but the result is unspecified.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ KEY_BITS = {torch.float32: 32, torch.float16: 1 + 8 + 10, torch.bfloat16: 1 + 8 
 
 
 def num_digits(dtype: torch.dtype) -> int:
-    """Digits of a threshold among logits of this dtype."""
+    """Returns the number of digits of a threshold among logits of this dtype."""
     return -(-KEY_BITS[dtype] // DIGIT_BITS)
 
 
 class Round(IntEnum):
-    """What the ranks tell of each row; see ShardRound in csrc/core."""
+    """Exchange rounds about each row; see ShardRound in csrc/core."""
 
     LEARN = 0  # sends nothing: the words of the last round are taken in
     PEAK = 1
@@ -48,7 +48,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """What the ranks tell of the drafts; see WeighRound in csrc/core/shard_distributions.h."""
+    """Exchange rounds about the drafts; see WeighRound in csrc/core/shard_distributions.h."""
 
     MASSES = 0
     RESIDUAL = 1

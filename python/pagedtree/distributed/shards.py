@@ -1,4 +1,4 @@
-"""Which rank holds which columns of the logits."""
+"""Assignment of logits columns to ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["VocabShards"]
 
 
 class VocabShards:
-    """A vocabulary in parts: rank r of a group holds the columns behind those of rank r - 1. Parts may differ in size.
+    """A vocabulary in contiguous shards: rank r's columns follow rank r - 1's. Shards may differ in size.
 
-    All ranks of the group make it together, once; it exchanges the numbers of columns and nothing else.
+    All ranks of the group construct it together, once; it exchanges only the numbers of columns.
 
     Args:
-        num_tokens: columns that this rank holds; any number, also 0. The logits of a padded output layer are narrowed
-            before they come here: `logits[:, :num_tokens]`.
+        num_tokens: columns that this rank holds; any number, also 0. Narrow the logits of a padded output layer first:
+            `logits[:, :num_tokens]`.
         group: a torch.distributed group; default all ranks.
-        device: where the group's collectives run, "cpu" for gloo, the rank's GPU for NCCL.
+        device: device of the group's collectives, "cpu" for gloo, the rank's GPU for NCCL.
 
     Attributes:
         rank, num_ranks: this rank in the group, and the group's size.
         num_tokens, first_token: this rank's columns are the ids first_token .. first_token + num_tokens - 1.
         vocab: the columns of all ranks together, 1..2^20.
-        traffic: a `Traffic` that counts what this rank exchanges; it may be set anew.
+        traffic: a `Traffic` that counts this rank's exchanges; it may be replaced.
 
     Raises ValueError without torch.distributed, or for a vocabulary out of range; GroupError if a rank does not answer.
     """
@@ -63,5 +63,5 @@ class VocabShards:
         return columns.narrow(-1, self.first_token, self.num_tokens)
 
     def gather_bytes(self, num_rows: int, dtype: torch.dtype) -> int:
-        """Bytes that a rank would send to have all columns of `num_rows` rows on every rank, around a ring."""
+        """Returns the bytes that a rank sends to all-gather `num_rows` rows around a ring."""
         return num_rows * self.vocab * dtype.itemsize * (self.num_ranks - 1) // self.num_ranks

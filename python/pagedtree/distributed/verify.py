@@ -220,7 +220,7 @@ def _agree(
         arguments |= {field.name: getattr(params, field.name) for field in fields(params)}
         if options is not None:
             expect_type("options", options, RequestOptions)
-        # What is as long as the vocabulary or the text would cost too much to compare.
+        # Comparing vocabulary- or text-sized tensors would cost too much.
         large = ("prompt_mask", "output_counts", "allowed_mask", "history")
         arguments |= {
             name: (value.dtype, value.shape) if name in large and value is not None else value

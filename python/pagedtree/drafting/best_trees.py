@@ -1,4 +1,4 @@
-"""Trees that fit: the best tree over given candidates, and the best nodes of a whole batch."""
+"""Trees within a budget: the best tree over given candidates, and the best nodes of a whole batch."""
 
 from __future__ import annotations
 
@@ -32,25 +32,24 @@ def best_first_tree(
 ) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
     """Returns the tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
 
-    For drafters whose levels do not depend on each other: Medusa heads, block drafters. A child of a node at depth d is
-    one of the K candidates of level d, whatever the node. The joint log-probability of a node is the sum along its
-    path; of all trees, this one has the greatest expected number of accepted tokens if the candidates of different
-    levels are independent.
+    For drafters with independent levels: Medusa heads, block drafters. A child of a node at depth d is one of the K
+    candidates of level d, whatever the node. A node's joint log-probability is the sum along its path. If the
+    candidates of different levels are independent, this tree has the most expected accepted tokens.
 
     Source: DDTree (Ringel and Romano, 2026), which builds it with a heap on the host.
 
     Args:
-        log_probs: fp32 [B, H, K], last dimension contiguous, K candidates of each level, sorted or not. Those of -inf
-            or NaN are never taken, what is above 0 counts as 0. H at most 1023, K at most 2^20.
-        tokens: int64 [B, H, K], last dimension contiguous, the candidates' ids; they are copied and not looked at.
+        log_probs: fp32 [B, H, K], last dimension contiguous, K candidates of each level, sorted or not. -inf and NaN
+            are never taken; values above 0 count as 0. H at most 1023, K at most 2^20.
+        tokens: int64 [B, H, K], last dimension contiguous, the candidates' ids, copied without a check.
         root_tokens: int64 [B], entered at the roots.
         num_nodes: nodes of each tree, root included, 1..1024.
-        return_log_probs: return the nodes' joint log-probabilities, too. Their exponentials are estimates of survival
-            for `select_nodes`.
+        return_log_probs: also return the nodes' joint log-probabilities. Their exponentials are survival estimates for
+            `select_nodes`.
 
     Nodes are in descending order of joint log-probability, ties by depth, then by the candidate ranks from the root on,
-    where a candidate's rank is its index among the K. Sums are fp32 and taken from the root down, one candidate at a
-    time, and the order is that of the rounded sums; a path whose sum is -inf is not taken.
+    where a candidate's rank is its index among the K. Sums are fp32, accumulated from the root down, one candidate at a
+    time. The order uses the rounded sums; a path whose sum is -inf is not taken.
 
         tree, open = [], [(-0.0, 0, ())]                                    # cost, depth, ranks from the root on
         while open and len(tree) < num_nodes:
@@ -60,13 +59,14 @@ def best_first_tree(
                 child = fp32(cost - min(log_probs[depth, rank], 0))
                 if child < inf: heapq.heappush(open, (child, depth + 1, (*path, rank)))
 
-    Where fewer paths are possible, the tree is shorter: the last of its num_nodes rows are unreachable, with parent and
-    depth -1 and draft token -1, and the tree is valid all the same.
+    Where fewer paths are possible, the tree is shorter but still valid: the last of its num_nodes rows are unreachable,
+    with parent and depth -1 and draft token -1.
 
-    Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and
-    cu_nodes[b] = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows.
-    Raises ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Levels in descending order, as
-    `torch.topk` gives them, are faster: others are searched for each node, in a time that grows with num_nodes * K.
+    Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b]
+    = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows. Raises
+    ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Levels in descending order, as
+    `torch.topk` returns them, are faster: unsorted levels are searched for each node, in time proportional to num_nodes
+    * K.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
@@ -79,20 +79,19 @@ def select_nodes(
 ) -> tuple[TreeBatch, Tensor]:
     """Keeps the nodes of a whole batch that are most likely to be accepted, within a budget of rows.
 
-    A sequence that is hard to guess gives its rows to those that are easy: what counts is how many nodes the target
-    model computes in one step, whose they are does not.
+    Moves rows from hard-to-predict sequences to easy ones: the target's cost depends only on the total number of nodes.
 
     Args:
         trees: the batch.
         survival: fp32 [N], the estimated probability that the node is on the accepted path. A node counts as at most
-            its parent, so that a root's value bounds its tree; NaN and what is negative count as 0.
-        budget: rows of the result, at least 0; where it is below B, every tree's root has a row all the same.
-        limit: int32 [1], how many nodes are kept, roots included; it may change between replays of one captured graph.
+            its parent, so a root's value bounds its tree; NaN and negative values count as 0.
+        budget: rows of the result, at least 0; below B, every tree's root still has a row.
+        limit: int32 [1], number of nodes to keep, roots included; it may change between replays of one captured graph.
             Clamped to 0..budget, which is also the default.
 
     Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row. Since a
-    parent comes first, no node is kept without its parent. Kept nodes keep their order. What the batch calls
-    unreachable (depth -1) is never kept, nor is a node whose depth is not its parent's plus 1.
+    parent comes first, no node is kept without its parent. Kept nodes keep their order. Unreachable nodes (depth -1)
+    are never kept, nor is a node whose depth is not its parent's plus 1.
 
         def survives(row): return min(clean(survival[row]), survives(parent(row)) if parent(row) >= 0 else inf)
         roots, others = split(reachable rows)
@@ -100,9 +99,9 @@ def select_nodes(
         kept = sorted(roots + others[: max(min(limit, budget) - len(roots), 0)])
 
     Returns the trees of kept nodes, N = max(budget, B) rows, and node_map int32 [max(budget, B)]: the row of `trees`
-    that row i was, -1 for padding, which comes last. cu_nodes tells how many nodes each sequence has; max_nodes and
-    max_depth stay, and so does `valid`, although what was malformed is gone. Take the nodes' tokens, or what else has a
-    row for each node, by `values[node_map.clamp(min=0).long()]`.
+    that row i was, -1 for padding, which comes last. cu_nodes holds the new offsets. max_nodes, max_depth and `valid`
+    stay, although malformed nodes are gone. Gather per-node values, such as tokens, with
+    `values[node_map.clamp(min=0).long()]`.
 
     Raises ValueError for wrong shapes, dtypes or bounds. One launch, but three for more than 16 trees on a GPU before
     Hopper; no synchronisation.

@@ -20,10 +20,10 @@ __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 class DraftState:
     """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
 
-    Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, frontier node by
-    frontier node, so that index order is also depth order and a parent has the smaller index. Some of the new
-    candidates become the next frontier: the nodes that the draft model reads next. They take the next F places in its
-    KV tree, in frontier order, whether present or not.
+    Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, in frontier order.
+    So index order is also depth order, and a parent has the smaller index. Some of the new candidates become the next
+    frontier, the nodes that the draft model reads next. They take the next F places in its KV tree, in frontier order,
+    whether present or not.
 
     Attributes:
         tokens: int64 [B, C], -1 where absent.
@@ -31,10 +31,9 @@ class DraftState:
         scores: fp32 [B, C], cumulative log-probability of the path, 0 at the root, -inf where absent.
         kv_index: int32 [B, C], index among the draft model's KV nodes (the root's is 0), -1 where not fed (yet).
         frontier: int32 [B, F], candidates whose logits `expand_tree` takes next.
-        mask: int32 [B * F, W], which KV nodes a frontier node sees: its ancestors and itself; empty where absent.
+        mask: int32 [B * F, W], the KV nodes that a frontier node sees: its ancestors and itself; empty where absent.
         level_sizes: candidates per level, summing to C.
-        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, as given to
-            `start_draft`.
+        num_kv: the draft model's KV nodes, this frontier included; max_kv_nodes: their bound, as in `start_draft`.
         law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
         draft_probs: one fp32 [B, F, V] per level (laws "iid" and "swor").
 
@@ -96,8 +95,7 @@ class DraftState:
         return (self.scores.gather(1, self.frontier.long()) > -torch.inf).flatten()
 
     def level_positions(self, start: Tensor) -> Tensor:
-        """Returns int64 [B * F]: the frontier's positions, start + depth. start: int32 or int64 [B], the roots'
-        positions."""
+        """Returns int64 [B * F]: the frontier's positions, start + depth. start: int32 or int64 [B], root positions."""
         return (start.long() + self.level)[:, None].expand(-1, self.num_frontier).flatten()
 
     @property
@@ -117,7 +115,7 @@ class DraftState:
 
 
 def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None = None) -> DraftState:
-    """Returns the trees of one node each, the root; it is the frontier.
+    """Returns trees of one node each, the root, which is the frontier.
 
     Args:
         root_tokens: int64 [B], the last committed tokens.
@@ -176,26 +174,25 @@ def expand_tree(
     shared noise of "coupled" is Daliri et al., 2024.
 
     Args:
-        state: of `start_draft` or an earlier expansion.
+        state: from `start_draft` or an earlier expansion.
         logits: fp32, fp16 or bf16 [B * F, V], the draft model's at the frontier; row stride >= V.
         num_children: K, 1..1024, and at most V unless children are independent ("iid").
         num_frontier: size of the next frontier, at most F * K; 0 (default) after the last level.
-        law: how children come from a row, the same for all levels of a tree; what `verify_rejection` calls its
-            draft_law ("topk" is its "onehot"; "coupled" is for `verify_sampled` alone).
+        law: how children are chosen from a row, the same for all levels of a tree; the draft_law of `verify_rejection`
+            ("topk" is its "onehot"; "coupled" is for `verify_sampled` alone).
             "topk": the K best tokens, best first, ties by lower id.
             "swor": K draws without replacement from q, in the order of the draws.
-            "iid": K independent draws from q; a token may come twice.
-            "coupled": as "swor", but by the noise by which `verify_sampled` samples the target at the node, given the
-                same seeds and positions: the more alike the two distributions are, the likelier it samples what was
-                drafted.
+            "iid": K independent draws from q; a token may repeat.
+            "coupled": as "swor", but with the noise that `verify_sampled` uses at the node, given the same seeds and
+                positions: the closer the two distributions, the likelier it samples a drafted token.
         params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
             row; seeds int64 [B]; positions int32 or int64 [B], the roots' own. The noise depends on the seed and the
-            node's position, positions + depth. That of "swor" and "iid" is none that verification uses, and depends on
-            the node's place in the frontier, too: draws at different nodes are independent, as `verify_traversal`
-            needs them.
+            node's position, positions + depth. The noise of "swor" and "iid" differs from all verification noise and
+            also depends on the node's place in the frontier. Draws at different nodes are thus independent, as
+            `verify_traversal` requires.
 
-    NaN logits read as -inf, +inf as the largest finite. Where a node is absent, a logit -inf ("topk") or q has fewer
-    than K tokens ("swor", "coupled"), the child is absent: token -1, score -inf.
+    NaN logits read as -inf, +inf as the largest finite. A child is absent (token -1, score -inf) if its node is absent,
+    its logit is -inf ("topk"), or q has fewer than K tokens ("swor", "coupled").
 
         for f in frontier:
             logp = log_softmax(logits[f])               # "topk"; else log q
@@ -204,11 +201,11 @@ def expand_tree(
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
     Under "swor" and "iid" a choice by score would bias verification: there, and under "coupled", the frontier has a
-    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The
-    distributions q of "swor" and "iid", fp32 [B, F, V], are kept in the state (zeros for an absent node).
+    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The state
+    keeps the distributions q of "swor" and "iid", fp32 [B, F, V] (zeros for an absent node).
 
-    Raises ValueError for wrong shapes, dtypes or bounds, sampling arguments missing or not wanted, a law that is not
-    the state's.
+    Raises ValueError for wrong shapes, dtypes or bounds, missing or unexpected sampling arguments, and a law that
+    differs from the state's.
     """
     expect_type("state", state, DraftState)
     expect_type("logits", logits, Tensor)
@@ -272,17 +269,17 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
         num_nodes: most nodes of a tree, root included, 1..1024.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
-    Law "topk": the best are those of the highest cumulative log-probability, ties by depth, then index; since it never
-    rises along a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer
+    Law "topk": the best have the highest cumulative log-probability, ties by depth, then index. Since it never rises
+    along a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer
     candidates has fewer nodes.
 
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)
 
-    Under the other laws a choice that looked at scores would bias verification; the tree is the candidates present
-    among the first num_nodes, all of them if num_nodes >= state.num_candidates. Under "swor" and "iid" draft_probs
-    holds every distribution drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows where each
-    node's children came from.
+    Under the other laws a choice by score would bias verification; the tree is the candidates present among the first
+    num_nodes, all of them if num_nodes >= state.num_candidates. Under "swor" and "iid" draft_probs holds every
+    distribution drawn from, copied into one tensor [B * nodes expanded, V], and draft_rows maps each node to its
+    children's distribution.
 
     Returns a `Draft` with max_nodes = num_nodes and max_depth = the levels expanded. Raises ValueError for wrong
     shapes, dtypes or bounds.

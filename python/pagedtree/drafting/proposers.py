@@ -26,27 +26,27 @@ def ngram_propose(
     active: Tensor | None = None,
     history_rows: Tensor | None = None,
 ) -> Draft:
-    """Drafts what followed earlier occurrences of the last tokens, merged into one tree under the last token.
+    """Drafts the continuations of earlier occurrences of the last tokens, merged into one tree under the last token.
 
     Sources: prompt lookup decoding (Saxena 2023), lookahead decoding (Fu et al., ICML 2024), the merging of
     continuations into a trie from REST (He et al., NAACL 2024).
 
     Args:
         history: int64 [B, H], prompt and generated tokens; row stride >= H. Negative tokens match nothing.
-        history_lens: int32 [B], tokens of each row that count; clamped to 0..H.
+        history_lens: int32 [B], used tokens of each row; clamped to 0..H.
         max_nodes: most nodes of a tree, root included, 1..1024.
         max_depth: longest continuation, 0..1023.
         min_ngram, max_ngram: shortest and longest n-gram to look for, 1..64.
         max_branches: most leaves of a tree.
-        extra: int64 [B, E], more text to look in: runs of tokens separated by negative ones, the newest last; see
+        extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
             `rejected_predictions`.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
         history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
             [P]. A row outside 0..P-1 (-1) is an empty history; PAGEDTREE_CHECK=1 raises for any but -1. Sequences may
             share a row.
 
-    An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in the
-    order of their insertion: siblings of a better match come first.
+    An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in
+    insertion order: siblings of a better match come first.
 
         tree = Trie(root=history[-1])
         for n in range(max_ngram, min_ngram - 1, -1):
@@ -55,13 +55,13 @@ def ngram_propose(
                     if common_suffix(text[:end], history, at_most=max_ngram) == n:
                         tree.insert(text[end : end + max_depth])            # up to the first negative token
 
-    `insert` shares the nodes that are there already and adds the others one by one; it stops at max_nodes, and where a
-    new branch would make more than max_branches leaves.
+    `insert` shares existing nodes and adds the others one by one; it stops at max_nodes, and where a new branch would
+    make more than max_branches leaves.
 
-    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token; on a GPU a
-    place then compares at most max_ngram tokens. A place that is found takes at most max_depth steps in the tree, one
-    period where the text repeats itself. One launch for a batch of one, else two, and that of `build_trees`. Scratch:
-    5 bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
+    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token; on a GPU
+    each position then compares at most max_ngram tokens. Each match takes at most max_depth steps in the tree, one
+    period in a text that repeats itself. Launches: one for a batch of one, else two, plus `build_trees`. Scratch: 5
+    bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """
@@ -85,17 +85,17 @@ def ngram_propose(
 def rejected_predictions(
     trees: TreeBatch, draft_tokens: Tensor, predictions: Tensor, accept_index: Tensor, *, context: int = 4
 ) -> Tensor:
-    """Returns what the target predicts at the nodes it did not accept, as text for `ngram_propose(extra=)`.
+    """Returns the target's predictions at rejected nodes, as text for `ngram_propose(extra=)`.
 
     A rejected branch is often right a few tokens later (lookahead decoding, Fu et al., ICML 2024), and the target has
-    already said what follows it.
+    already predicted its continuation.
 
     Args:
         trees: the verified batch.
-        draft_tokens: int32 or int64 [N]; give the roots their tokens, so that runs may begin there.
+        draft_tokens: int32 or int64 [N]; include the roots' tokens, so that runs may begin there.
         predictions: int64 [N], the target's token after each node (argmax of its logits).
         accept_index: int32 [B, S], the accepted nodes, -1 past them.
-        context: path tokens per run, 1 to 1023; the longest n-gram that can be found in it.
+        context: path tokens per run, 1 to 1023; bounds the n-grams that can match in it.
 
     Returns int64 [B, max_nodes * (context + 2)]: one run per node, the first nodes last. Keep the text of several steps
     by concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
@@ -157,7 +157,7 @@ def medusa_propose(
         root_tokens: int64 [B], entered at the roots (else -1, which verification ignores).
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
-    Ties go to the lower id; NaN reads as -inf, and where fewer tokens are above -inf than a rank needs the node is -1.
+    Ties go to the lower id. NaN reads as -inf. If too few tokens are above -inf for a rank, its node is -1.
 
         token[node] = sorted(range(V), key=lambda x: (-head_logits[b, depth[node] - 1, x], x))[child_rank[node]]
 

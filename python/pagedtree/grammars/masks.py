@@ -48,8 +48,7 @@ class GrammarFill:
     def result(self, out: Tensor | None = None) -> Tensor:
         """Returns the masks, int32 [N, ceil(V / 32)] on the device: grammar_mask of the verify ops and of `sample`.
 
-        out: optional tensor of that shape on the device. The masks are copied into it and it is returned, as captured
-        graphs require.
+        out: optional tensor of that shape on the device, filled and returned, as captured graphs require.
 
         On CUDA the copy comes from pinned memory and is queued on the current stream without waiting. Raises the
         matcher's own error, or ValueError where `out` does not fit.
@@ -231,8 +230,7 @@ class GrammarMasks:
         Args:
             tokens: [B, S] integers, or a list of B lists: each sequence's tokens, up to the first negative one, e.g. a
                 verdict's `tokens`. GPU tensors are copied to the host, which synchronises.
-            counts: int [B], the number of tokens to take of each sequence, e.g. `num_tokens` of `commit`, which stops
-                at EOS.
+            counts: int [B], tokens to take of each sequence, e.g. `num_tokens` of `commit`, which stops at EOS.
             strict: whether a token that the grammar forbids raises.
 
         Returns for each sequence whether the grammar allowed its tokens; if not, its matcher keeps its state. Tokens
