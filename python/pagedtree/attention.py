@@ -36,46 +36,45 @@ def tree_attention(
     out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes attention of a ragged batch of queries over a paged KV cache, each query seeing the keys its mask row
-    names.
+    """Computes attention of a ragged batch of queries over a paged KV cache, with a mask row per query.
 
-    Trees, chains, prefill chunks and plain decode may be mixed in one batch. The keys of the queries themselves must be
-    in the cache already (`append_kv`).
+    Trees, chains, prefill chunks and plain decode may be mixed in one batch. The queries' own keys must already be in
+    the cache (`append_kv`).
 
     Args:
         q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); the last dimension contiguous. Rows past cu_seqlens_q[-1] are
             padding.
         k_cache: [pages, page_size, Hkv, D] with any strides but a contiguous last dimension; q's dtype or
             float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
-        v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. D = Dv in 64, 96, 128, 192, 256, 512, or
-            (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
-            *latent* (multi-head latent attention): each cached row is read once, as key and as value (on CUDA where
-            Dv is 512; narrower values are read a second time, from the L2 cache).
+        v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. Either D = Dv in 64, 96, 128, 192, 256, 512,
+            or (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
+            *latent* (multi-head latent attention): each cached row is read once, as key and as value (on CUDA where Dv
+            is 512; narrower values are read a second time, from the L2 cache).
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
-        seq_lens: int32 [B], all keys of a sequence, those of its queries included; clamped to max_pages * page_size.
+        seq_lens: int32 [B], all keys of a sequence, its queries' included; clamped to max_pages * page_size.
         cu_seqlens_q: int32 [B + 1], offsets of the sequences' queries, first 0.
         tree_mask: int32 [T, W], one row per query: bit j % 32 of word j // 32 = the query sees key seq_lens[b] -
             tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or past
             tree_lens[b] are ignored. None: every sequence is causal.
-        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. More than that means
+        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. A larger value means
             a rectangular mask: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its
             mask rows are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
         max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
-            changes what is computed. In a batch of short and long sequences pass the true maximum: those of at most 32
-            rows (queries x Hq / Hkv) then get small tiles of their own on CUDA.
-        scale: factor of q.k, default D ** -0.5. Models with latent attention have one of their own, that of the heads
-            before they were absorbed.
+            changes the result. For a batch of short and long sequences pass the true maximum: on CUDA, sequences of at
+            most 32 rows (queries x Hq / Hkv) then get small tiles.
+        scale: factor of q.k, default D ** -0.5. Models with latent attention define another, from the head size before
+            absorption.
         softcap: > 0: scores are softcap * tanh(scale * q.k / softcap); not in a latent call.
-        window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's
-            position is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of
-            set bits below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So
-            siblings share a position.
+        window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's position
+            is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of set bits
+            below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So siblings
+            share a position.
         sinks: fp32 [Hq], one more logit in each row's denominator.
-        k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (with others the results of their heads
-            are unspecified); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths, to share between the layers of a step. A plan for other
-            lengths costs speed only.
+        k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (non-finite ones leave their heads'
+            results unspecified); v_scale's default in a latent call is k_scale.
+        plan: the tensor of `attention_plan` for these lengths, shared by the layers of a step. A plan for other lengths
+            costs speed only.
         out: [T, Hq, Dv] of q's dtype, written and returned; the last dimension contiguous.
         return_lse: also return lse.
 
@@ -84,7 +83,7 @@ def tree_attention(
         scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
         rows give out 0 and lse -inf.
 
-    Softmax and accumulation are fp32. What lies in slots that no row of a sequence may see changes nothing, even NaN.
+    Softmax and accumulation are fp32. Slots that no row of a sequence may see change nothing, even if they hold NaN.
     Results are bitwise the same for any number of threads.
 
         for b, i, h in queries of each sequence and head:
@@ -123,23 +122,23 @@ def tree_attention(
 
 
 class PreparedAttention:
-    """Makes the calls of `tree_attention` in one step of a model, whose layers differ only in queries and caches.
+    """A prepared `tree_attention` call: validates the shared arguments once per step, then runs for every layer.
 
         attend = PreparedAttention(page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens=tree_lens, plan=plan)
         for q, k_cache, v_cache in layers:
             out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
 
-    What the layers share is handed over once, here, and a call takes the host half the time. Results are the same bits.
-    The tensors are kept and read by each call, whatever has become of them (written, resized, `.data` replaced): one
-    made for a captured graph serves all replays, one kept for the next step is right where that step's lengths, table
-    and mask are in these same tensors. It does not learn of others: where a step makes new tensors, make a new one.
+    Halves the host time of a call, with bitwise equal results. Each call reads the current contents of the tensors
+    passed here, even after writes, resizes or `.data` replacement. So one object serves all replays of a captured
+    graph, and further steps that write their lengths, table and mask into the same tensors. A step with new tensors
+    needs a new object.
 
-    Where gradients are enabled, or the caller is compiled, nothing is saved: each call is one of `tree_attention`. Call
-    it under `torch.no_grad` or `torch.inference_mode`.
+    With gradients enabled or under compilation nothing is saved: each call is a plain `tree_attention`. Call it under
+    `torch.no_grad` or `torch.inference_mode`.
 
     Args:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan: as for
-            `tree_attention`. Give a plan, or each call makes one.
+            `tree_attention`. Without a plan each call makes one.
 
     Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap.
     """
@@ -186,7 +185,7 @@ class PreparedAttention:
         v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Gives the attention of one layer: out [T, Hq, Dv].
+        """Returns the attention of one layer: out [T, Hq, Dv].
 
         Args:
             q, k_cache, v_cache, sinks, k_scale, v_scale, out: as for `tree_attention`.
@@ -233,23 +232,23 @@ def attention_plan(
 
     Args:
         seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`; without
-            tree_lens the queries are taken for causal ones, which makes no difference to trees of up to 64 nodes.
-        num_q_heads, num_kv_heads, head_dim, page_size: those of the calls that the plan is for; head_dim is K's.
+            tree_lens queries count as causal, which makes no difference to trees of up to 64 nodes.
+        num_q_heads, num_kv_heads, head_dim, page_size: as in the planned calls; head_dim is K's.
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
-        max_seqlen_q: the hint that the calls get. On CUDA a call with another hint cuts the rows into other tiles,
-            which the plan then does not balance.
-        window: that of the calls, 0: none. A model with two kinds of layers makes two plans a step.
+        max_seqlen_q: the hint of the calls. On CUDA a call with another hint cuts the rows into other tiles, which the
+            plan then does not balance.
+        window: the calls' window, 0: none. A model with two kinds of layers makes two plans a step.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
     or the dtype. A plan for another window, other lengths or heads is never wrong, only slower. Nothing is read on the
     host. Raises ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
 
     The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
-    and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several where each has few rows. The
-    order is cut into ranges of equal cost: one for each tile of keys of which some row of the tile sees a key, plus a
-    constant for each piece of a tile of query rows. The plan holds where each range starts; it ends where the next one
-    starts. On CUDA two to eight CTAs share each range where heads have several tiles of query rows and more keys than
-    the L2 cache holds: each has its own rows, and memory is read once for all.
+    and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several with few rows each. The order
+    is cut into ranges of equal cost: one for each key tile that some row of the tile sees, plus a constant for each
+    piece of a tile of query rows. The plan holds the start of each range; a range ends where the next one starts. On
+    CUDA two to eight CTAs share each range if heads have several tiles of query rows and more keys than the L2 cache
+    holds: each has its own rows, and memory is read once for all.
     """
     return call(
         ops.attention_plan,
@@ -268,12 +267,12 @@ def attention_plan(
 
 
 def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Joins attention over two disjoint sets of keys: the result over their union.
+    """Merges attention over two disjoint sets of keys into the result over their union.
 
     Args:
         out_a, out_b: [T, H, D], fp32, fp16 or bf16, the same dtype; any strides but a contiguous last dimension.
-        lse_a, lse_b: fp32 [T, H], natural logarithms as `tree_attention` returns them. A side of lse -inf has no
-            weight and its out is not read. Give sinks to one of the parts only.
+        lse_a, lse_b: fp32 [T, H], natural logarithms as `tree_attention` returns them. A side of lse -inf has no weight
+            and its out is not read. Give sinks to one of the parts only.
 
         lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 

@@ -30,13 +30,14 @@ class Verdict(NamedTuple):
 
     Attributes:
         accept_index: int32 [B, S], node ids of the path: the root's 0 first, then the accepted drafts, then -1.
-        num_accepted: int32 [B], draft tokens accepted; root and bonus are not counted.
-        tokens: int64 [B, S], tokens[b, j] follows node accept_index[b, j]: the accepted drafts, then at
-            num_accepted[b] the bonus (the token that the target model adds), then -1.
+        num_accepted: int32 [B], accepted draft tokens, without root and bonus.
+        tokens: int64 [B, S], tokens[b, j] follows node accept_index[b, j]: the accepted drafts, then at num_accepted[b]
+            the bonus (the token that the target model adds), then -1.
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
-    A tree of no nodes (an idle sequence) has only -1 in accept_index and tokens, num_accepted 0 and status 1;
-    `TreeBatch.active` tells it from a malformed one. So has a sequence without tokens left, with its tree's status.
+    A tree of no nodes (an idle sequence) gives only -1 in accept_index and tokens, num_accepted 0 and status 1; see
+    `TreeBatch.active` for telling it from a malformed tree. So does a sequence without tokens left, with its tree's
+    status.
     """
 
     accept_index: Tensor
@@ -54,21 +55,21 @@ def verify_greedy(
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
 ) -> Verdict:
-    """Follows the child that drafted the argmax, as long as there is one. The tokens are those of greedy decoding.
+    """Follows the child that drafted the argmax, as long as there is one. Equals greedy decoding token for token.
 
     Args:
         logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, N the
             rows of `trees`. Only rows on the accepted path are read.
-        draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored, ids outside 0..V-1 (-1) are
-            no drafts.
+        draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored, ids outside 0..V-1 (-1) are no
+            drafts.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
-        grammar_mask: bool [N, V] or packed int32 [N, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a
-            logit of -inf.
+        grammar_mask: bool [N, V] or packed int32 [N, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
+            of -inf.
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
-        tokens_left: int32 [B], the most tokens that may come out for each sequence: its path is cut, so that
-            num_accepted + 1 <= tokens_left, and its last token is the path's own there. What comes out is the beginning
-            of what would come out without a limit. At 0 or less nothing comes out, as for a tree of no nodes.
+        tokens_left: int32 [B], the most output tokens of each sequence: its path is cut so that num_accepted + 1 <=
+            tokens_left, and the last token is the path's own. The output is a prefix of the unlimited output. At 0 or
+            less it is empty, as for a tree of no nodes.
 
     Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
     0; either sets status bit 2. Where siblings repeat a token, the first is followed.
@@ -108,9 +109,9 @@ def verify_sampled(
 ) -> Verdict:
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
-    Lossless for any tree and any drafter: the tokens are, one for one, what `sample` without drafts would draw with
-    the same logits, seeds and positions, whatever else is in the batch. As many drafts are accepted as by target-only
-    sampling; no draft probabilities are needed.
+    Lossless for any tree and any drafter: token for token, the output equals `sample` without drafts on the same
+    logits, seeds and positions, whatever else is in the batch. Accepts as many drafts as target-only sampling; no draft
+    probabilities are needed.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
@@ -118,8 +119,7 @@ def verify_sampled(
         seeds: int64 [B].
         positions: int32 or int64 [B], the roots' own positions, the `start` of `prepare_step`; node n is sampled at
             positions[b] + depth(n).
-        options: what the B requests forbid, favour and have said so far; see `RequestOptions`. Only rows on the path
-            pay for them.
+        options: the B requests' options; see `RequestOptions`. Only rows on the path pay for them.
 
     Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit (such a row is uniform).
 
@@ -129,8 +129,7 @@ def verify_sampled(
             emit(node, token)
             node, depth = first child of node with draft_tokens[child] == token, depth + 1; else stop
 
-    Sources: sampling the target alone, as SpecInfer's naive sampling does (Miao et al., 2023); Philox (Salmon et al.,
-    SC 2011).
+    Sources: target-only sampling, as SpecInfer's naive sampling (Miao et al., 2023); Philox (Salmon et al., SC 2011).
 
     Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
     """
@@ -170,15 +169,15 @@ def verify_rejection(
     draft_params: SamplingParams | None = None,
     options: RequestOptions | None = None,
 ) -> Verdict:
-    """Verifies trees by rejection sampling: the drafts' own probabilities raise the number that is accepted.
+    """Verifies trees by rejection sampling, with draft probabilities for a higher acceptance rate.
 
-    Lossless where the drafts came about as `draft_law` says: the tokens then follow the target's distribution exactly.
-    With another `draft_law`, or if drafts were dropped or reordered after they had been drawn, they do not; "onehot" is
+    Lossless where the drafts were chosen as `draft_law` states: the tokens then follow the target's distribution
+    exactly. They do not under another `draft_law`, or if drafts were dropped or reordered after drawing. "onehot" is
     lossless however the drafts were chosen, as long as the choice does not look at this op's random numbers.
 
     Args:
-        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, whose
-            distribution p_n is that of `params`. Only rows on the accepted path are read.
+        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, with
+            distribution p_n under `params`. Only rows on the accepted path are read.
         draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored. An id outside 0..V-1 (-1) is
             no draft: it uses no coin and changes nothing.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
@@ -186,7 +185,7 @@ def verify_rejection(
         draft_law: how the children of a node were chosen, in index order.
             "iid": drawn independently from q_n; tokens may repeat.
             "swor": drawn from q_n without replacement (a repeated token is rejected).
-            "onehot": without chance of their own (top-k, EAGLE-2, n-gram); a repeated token counts once.
+            "onehot": chosen deterministically (top-k, EAGLE-2, n-gram); a repeated token counts once.
         draft_probs: [M, V] float16, bfloat16 or float32, row stride >= V, over the target's ids; the distributions q_n
             for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
         draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
@@ -199,7 +198,7 @@ def verify_rejection(
         grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
             parameters, which have no penalties.
-        options: what the B requests forbid, favour and have said so far; see `RequestOptions`.
+        options: the B requests' options; see `RequestOptions`.
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
@@ -216,10 +215,9 @@ def verify_rejection(
             if x was accepted: emit(node, x); node = child with x
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
-    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and then add these sums in double
-    precision. The order is fixed, so that results do not change with batch, slot, threads or instruction set. A
-    residual of less than 1e-6 of p_n may come from rounding alone, and counts as nothing. Nothing of size [N, V] is
-    made.
+    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and then these sums in double precision.
+    The order is fixed, so that results do not change with batch, slot, threads or instruction set. A residual below
+    1e-6 of p_n may be rounding error, and counts as nothing. No tensor of size [N, V] is allocated.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 
@@ -253,16 +251,16 @@ def verify_block(
 ) -> Verdict:
     """Verifies chains as blocks: judges prefixes by their joint probability. Lossless for the named `draft_law`.
 
-    Accepts at least as many drafts on average as `verify_rejection`, exactly as many under "onehot". All rows of a
-    chain whose prefix may still be accepted are read. What is accepted depends on the drafts behind it, too, so every
-    step must draw its drafts with random numbers that no earlier step used (`expand_tree`: other seeds each step).
+    Accepts at least as many drafts on average as `verify_rejection`, exactly as many under "onehot". Reads all rows of
+    a chain whose prefix may still be accepted. Acceptance also depends on later drafts, so every step must draw its
+    drafts with fresh random numbers (`expand_tree`: other seeds each step).
 
     Args:
         trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
             before its first id outside 0..V-1 (-1).
         draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
         coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
-            the node. (If the node's own position were used, the next step could draw the same coin again.)
+            the node. (With the node's own position, the next step could draw the same coin again.)
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
         The others: see `verify_rejection`.
 
@@ -276,7 +274,7 @@ def verify_block(
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025.
 
-    Raises what `verify_rejection` raises; with PAGEDTREE_CHECK=1 also ValueError for trees that are no chains.
+    Raises as `verify_rejection`; with PAGEDTREE_CHECK=1 also ValueError for trees that are not chains.
     """
     return _by_ratio(
         ops.verify_block, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
@@ -305,11 +303,10 @@ def verify_traversal(
 ) -> Verdict:
     """Verifies trees by traversal: leaves first, judged by the joint probability of their paths.
 
-    Lossless where the drafts were drawn as `draft_law`, "iid" or "swor", says, independently from node to node: where
-    all nodes of a level draw with the same random numbers, cousins are alike too often, and the output is biased. On
-    average it accepts at least as many drafts as `verify_rejection`; on a chain it is `verify_block`. The rows of all
-    nodes with children are read, unless the path to them cannot be accepted. Every step must draw its drafts anew, as
-    for `verify_block`.
+    Lossless where the drafts were drawn by `draft_law` "iid" or "swor", independently from node to node: if all nodes
+    of a level share random numbers, cousins agree too often, and the output is biased. On average it accepts at least
+    as many drafts as `verify_rejection`; on a chain it is `verify_block`. Reads the rows of all nodes with children,
+    unless the path to them cannot be accepted. Every step must draw fresh drafts, as for `verify_block`.
 
     Args:
         coins: float32 [N] in [0, 1), entry n the u of node n. Default: Philox of seeds[b], positions[b] and the node.
@@ -330,7 +327,7 @@ def verify_traversal(
 
     Source: Weng et al., "Traversal Verification for Speculative Tree Decoding", arXiv 2505.12398.
 
-    Raises what `verify_rejection` raises, and ValueError for draft_law "onehot".
+    Raises as `verify_rejection`, and ValueError for draft_law "onehot".
     """
     return _by_ratio(
         ops.verify_traversal, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
@@ -350,8 +347,7 @@ def verify_typical(
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
 ) -> Verdict:
-    """Verifies by typical acceptance: takes the longest path of drafts that the target finds likely enough. Not
-    lossless.
+    """Verifies by typical acceptance: takes the longest path of sufficiently likely drafts. Not lossless.
 
     The tokens do not follow the target's distribution: drafts are favoured, the bonus is an argmax, nothing is random.
 
@@ -361,8 +357,8 @@ def verify_typical(
         epsilon: in 0..1, the probability that always suffices.
         delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
 
-    Returns a `Verdict`; of equally long paths the one whose last node comes first, status bit 2 where a visited row had
-    NaN or no finite logit. With the entropy H in nats of p_n, the distribution of row n:
+    Returns a `Verdict`. Of equally long paths it takes the one whose last node comes first. Status bit 2 is set where a
+    visited row had NaN or no finite logit. With the entropy H in nats of p_n, the distribution of row n:
 
         accepted = {root} and each node of draft x under an accepted parent n with
                    p_n[x] > min(epsilon, delta * exp(-H(p_n)))
@@ -416,7 +412,7 @@ def _by_ratio(
     coins: Tensor | None, final_coins: Tensor | None, grammar_mask: Tensor | None, draft_to_target: Tensor | None,
     tokens_left: Tensor | None, draft_params: SamplingParams | None, options: RequestOptions | None,
 ) -> Verdict:  # fmt: skip
-    """Calls a raw op of verify_rejection's signature."""
+    """Calls a raw op with verify_rejection's signature."""
     arguments = _tree_arguments(logits, draft_tokens, trees)
     expect_type("params", params, SamplingParams)
     if draft_params is not None:
@@ -439,7 +435,7 @@ def _by_ratio(
 
 
 def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Makes what a verify op returns, without values: for fake implementations."""
+    """Returns a verify op's outputs uninitialised, for fake implementations."""
     batch = cu_nodes.shape[0] - 1
     return (
         logits.new_empty((batch, max_depth + 1), dtype=torch.int32),
