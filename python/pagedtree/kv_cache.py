@@ -1,6 +1,6 @@
-"""The paged KV cache: where a sequence's positions lie, writing new rows, moving accepted ones together.
+"""The paged KV cache: slots of positions, writing new rows, compacting accepted rows.
 
-A *slot* is page * page_size + offset. PagedAttention is Kwon et al., SOSP 2023; TensorRT-LLM and SGLang too move the
+A *slot* is page * page_size + offset. PagedAttention is Kwon et al., SOSP 2023; TensorRT-LLM and SGLang also move the
 accepted rows of a draft tree after verification.
 """
 
@@ -25,15 +25,15 @@ def slot_mapping(
 
     Args:
         page_table: int32 [B, max_pages], rows may be strided; page_table[b, i] holds positions i * page_size onwards.
-        seq_lens: int32 [B], positions after the new rows are in.
+        seq_lens: int32 [B], lengths including the new rows.
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
         page_size: positions per page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
-            synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not pass
+            synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not exceed
             the positions that page_table has room for.
 
-    Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and where the
-    table names a negative page. Page ids have no upper bound here: `append_kv` skips what is outside its cache.
+    Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and for
+    negative page ids. Page ids have no upper bound here: `append_kv` skips slots outside its cache.
 
         for b in range(B):
             n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]
@@ -54,7 +54,7 @@ def slot_mapping(
 
 
 def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> int:
-    """Returns the rows of the batch, at most as many as the table has room for; 0 for what the op refuses anyway."""
+    """Returns the rows of the batch, at most the table's positions; 0 for arguments that the op refuses."""
     is_batch = cu_seqlens_q.dtype == torch.int32 and cu_seqlens_q.dim() == 1 and cu_seqlens_q.numel() > 0
     if not is_batch or not isinstance(page_size, int) or page_size < 1:
         return 0
@@ -81,15 +81,15 @@ def append_kv(
     Args:
         k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any T, Hkv and D; token and head strides are free, the last
             dimension is contiguous.
-        v: [T, Hkv, Dv] of k's dtype, any Dv, with strides of its own. None: k is all that the cache holds, as in the
-            latent cache of multi-head latent attention (MLA), whose rows are k [T, 1, 576].
+        v: [T, Hkv, Dv] of k's dtype, any Dv and strides. None: the cache holds only k, as in the latent cache of
+            multi-head latent attention (MLA), whose rows are k [T, 1, 576].
         k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; strided views whose last
             dimension is contiguous. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
             converted). v_cache is None where v is.
         slots: int64 [T], slot = page * page_size + offset; -1 skips the token. A slot outside the cache is skipped too
             (PAGEDTREE_CHECK=1 raises). If several tokens have the same slot, any one of them may stay.
-        k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; what attention multiplies the cache with. Only with rows
-            that are converted, else ValueError; None = 1. v_scale only with v.
+        k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; the factors by which attention multiplies the cache. Only
+            for converted rows, else ValueError; None = 1. v_scale only with v.
 
     Conversion stores saturate(k / k_scale) in fp32: the nearest e4m3 value, ties to even, at most 448 in magnitude
     (infinities too); NaN becomes e4m3's NaN.
@@ -129,23 +129,22 @@ def rope_append(
     Args:
         q: [T, Hq, D] of fp32, fp16 or bf16, any T, Hq and D; token and head strides are free, the last dimension is
             contiguous.
-        k: [T, Hkv, D] of q's dtype, with strides of its own; not written.
+        k: [T, Hkv, D] of q's dtype, strides as for q; not written.
         v: [T, Hkv, Dv] of q's dtype, or None with v_cache None; see `append_kv`.
         positions: int64 [T], rows of cos_sin. One outside reads the nearest row (PAGEDTREE_CHECK=1 raises).
-        cos_sin: [P, rotary_dim] of fp32 or q's dtype, any row stride: for each position the cosines of the
-            rotary_dim / 2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. Factors
-            that scale the rotation (YaRN's attention factor, say) are part of it.
-        k_cache, v_cache, slots, k_scale, v_scale: as those of `append_kv`. A token that it skips has its query
-            rotated all the same.
+        cos_sin: [P, rotary_dim] of fp32 or q's dtype, any row stride: for each position the cosines of the rotary_dim /
+            2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. It includes factors that
+            scale the rotation (YaRN's attention factor, say).
+        k_cache, v_cache, slots, k_scale, v_scale: as for `append_kv`. The query of a skipped token is still rotated.
         interleaved: whether the numbers of a pair are neighbours, as in GPT-J and DeepSeek; else they are in the two
             halves of the rotary columns, as in GPT-NeoX and Llama.
-        rotary_start: the first rotary column; those before it and behind it pass unchanged.
-            rotary_start + rotary_dim <= D.
+        rotary_start: the first rotary column; columns before and after them pass unchanged. rotary_start + rotary_dim
+            <= D.
         q_out: of q's shape and dtype, written; the last dimension is contiguous. It may be q itself, otherwise it
             shares no memory with q. Default: a new tensor.
 
-    Returns q_out. Products and sums are of fp32, each rounded by itself, and the result is rounded once to q's dtype;
-    what is appended equals `append_kv` of the keys that are rotated so, bit for bit. Which NaN stands for one is open.
+    Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype; the
+    appended rows equal `append_kv` of the rotated keys bit for bit, except for the bits of a NaN.
 
         half = rotary_dim // 2
         for t in range(T):
@@ -199,7 +198,7 @@ def compact_kv(
     the table or the pool, or with a negative node id, stays where it is; PAGEDTREE_CHECK=1 raises instead, also for a
     path that does not ascend. Two sequences must not share the pages of their trees.
 
-    Sources: TensorRT-LLM and SGLang, which too move the accepted rows after verification.
+    Sources: TensorRT-LLM and SGLang, which also move the accepted rows after verification.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
@@ -208,18 +207,17 @@ def compact_kv(
 
 
 class PreparedCompaction:
-    """Makes the calls of `compact_kv` on caches that stay the same from step to step.
+    """A prepared `compact_kv` call, for caches that stay the same from step to step.
 
         compact = PreparedCompaction(caches)
         for each step:
             seq_lens = compact(page_table, start, accept_index, num_accepted)   # compact_kv(caches, page_table, ...)
 
-    The caches are handed over once, here, and a call takes a tenth of the host's time where there are many. Results are
-    the same bits. The caches are kept, and checked anew where one of them has been resized or has other memory; make
-    another one where the tensors themselves are replaced.
+    Takes a tenth of the host time with many caches, with bitwise equal results. Caches are validated once, and again if
+    one was resized or its memory replaced. Construct a new object if the tensors themselves are replaced.
 
-    Where gradients are enabled, or the caller is compiled, nothing is saved: each call is one of `compact_kv`. Call it
-    under `torch.no_grad` or `torch.inference_mode`.
+    With gradients enabled or under compilation nothing is saved: each call is a plain `compact_kv`. Call it under
+    `torch.no_grad` or `torch.inference_mode`.
 
     Args:
         caches: as for `compact_kv`.

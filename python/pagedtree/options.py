@@ -1,4 +1,4 @@
-"""Request options: what the verify ops and `sample` apply to logits before temperature and filters."""
+"""Request options: changes to logits by the verify ops and `sample`, before temperature and filters."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "sto
 
 @dataclass(frozen=True, eq=False)
 class RequestOptions:
-    """What the requests of B sequences forbid, favour and have said so far, in device tensors; None: not used.
+    """The options of B requests (masks, biases, bad words, penalty counts) as device tensors; None: not used.
 
-    The ops that take it are exact on trees: at node n the distribution is the one that plain decoding would have after
-    the tokens of n's path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. On a GPU
-    all tensors may change between replays of a captured graph.
+    The ops that take it are exact on trees: the distribution at node n is plain decoding's after the tokens of n's
+    path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. On a GPU all tensors may
+    change between replays of a captured graph.
 
     Attributes:
         prompt_mask: int32 [B, ceil(V / 32)]; bit x % 32 of word x // 32: token x is in the prompt.
@@ -43,12 +43,12 @@ class RequestOptions:
         history: int64 [B, L], the text so far, the root included; bad words are matched against it and the path.
             Without it they are matched against the path below the root alone.
         history_lens: int32 [B], its lengths.
-        history_start: int32 [B], where matching begins in it; None is 0. (transformers matches the prompt, too, vLLM
-            begins after it.)
+        history_start: int32 [B], start of matching in the history; None is 0. (transformers includes the prompt, vLLM
+            does not.)
         stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position.
         min_position: int64 [B]. Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
 
-    What happens to a row of logits, for node n of sequence b (a row of `sample` is a root):
+    Changes to a row of logits, for node n of sequence b (a row of `sample` is a root):
 
         path = the draft tokens from below the root to n
         text = history[b, history_start[b] : history_lens[b]] + path
@@ -63,7 +63,7 @@ class RequestOptions:
         logits[x] -= frequency * count[x]
         logits[x] -= presence * (count[x] > 0)
 
-    The arithmetic is float32 whatever the logits' dtype; what is -inf stays so. Source: the order is vLLM's.
+    The arithmetic is float32 whatever the logits' dtype; -inf stays -inf. Source: the order is vLLM's.
     """
 
     prompt_mask: Tensor | None = None
@@ -106,17 +106,17 @@ class RequestOptions:
         min_positions: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> RequestOptions:
-        """Builds the tensors from Python lists with one entry per sequence; None in a list: nothing for the sequence.
+        """Builds the tensors from Python lists with one entry per sequence; None entries: no option for the sequence.
 
         Args:
             vocab: V, in 1..2^20.
-            prompts, outputs: token ids; outputs are those generated so far, the root included. With bad_words their
+            prompts, outputs: token ids; outputs are generated so far, the root included. With bad_words their
                 concatenation becomes the history.
-            allowed: the only tokens that may come.
-            bias: what is added to the logits of tokens.
+            allowed: the only allowed tokens.
+            bias: added to the logits of tokens.
             bad_words: words as lists of token ids, of at least one token.
             match_prompts: whether a bad word may begin in the prompt.
-            stop_ids, min_positions: ids that may not come at positions below min_positions; both or neither.
+            stop_ids, min_positions: ids forbidden at positions below min_positions; both or neither.
             device: of the tensors.
 
         Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
@@ -192,18 +192,18 @@ _BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
 
 
 class OptionRows:
-    """The `RequestOptions` of any of S sequences. Only what some sequence uses is made.
+    """The `RequestOptions` of any of S sequences. Only used options are allocated.
 
     Args:
         vocab: V.
-        lists: the arguments of `RequestOptions.from_lists` that do not change with the texts, of S entries each.
-        prompt_lens: S lengths. The tokens of a text behind its prompt are counted.
+        lists: the text-independent arguments of `RequestOptions.from_lists`, of S entries each.
+        prompt_lens: S lengths. Tokens after the prompt are counted.
         has_counts: whether a sequence has a penalty.
-        device: where the options are made.
+        device: device of the options.
 
     Attributes:
         is_used: whether a sequence has options.
-        idle_row: the number of one that has none, for captured steps.
+        idle_row: the number of a sequence without options, for captured steps.
         tail: how many tokens at the end of a text bad words are compared with, at most.
 
     Raises as `RequestOptions.from_lists` does.
@@ -235,11 +235,10 @@ class OptionRows:
     def of(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions | None:
         """Returns the options of the sequences with these numbers; None where no sequence has any.
 
-        They are made when the selection differs from the one before, the counts from the texts so far; then `commit`
-        advances these. So a step costs nothing more while the same sequences go on, and what an eviction or another
-        kind of step did in between needs no care.
+        Rebuilds the options when the selection changes, with counts from the texts so far; `commit` then advances the
+        counts. So steady-state steps cost nothing more, and evictions or other kinds of steps in between need no care.
 
-        history: int64 [B, capacity], the text of each. lengths: int32 [B], how much of it there is.
+        history: int64 [B, capacity], each sequence's text. lengths: int32 [B], its length.
         """
         if not self.is_used:
             return None
@@ -248,7 +247,7 @@ class OptionRows:
         return self.with_text(self._selected, history, lengths)
 
     def select(self, rows: Sequence[int]) -> RequestOptions:
-        """Returns the options of the sequences with these numbers, without texts: nothing is counted."""
+        """Returns the options of the sequences with these numbers, without texts and counts."""
         index = _integers(rows)
         chosen = self._put(index)
         made = {name: value[chosen] for name, value in self._rows.items()}
@@ -266,7 +265,7 @@ class OptionRows:
         return RequestOptions(**made)
 
     def count(self, options: RequestOptions, history: Tensor, begins: Tensor, lengths: Tensor) -> None:
-        """Adds the tokens of each text from begins[b] to lengths[b] - 1 to the counts, where there are any."""
+        """Adds the tokens of each text from begins[b] to lengths[b] - 1 to the counts, if any."""
         if options.output_counts is None:
             return
         places = torch.arange(history.shape[1], device=self.device, dtype=torch.int64)
@@ -274,11 +273,11 @@ class OptionRows:
         options.output_counts.scatter_add_(1, history.clamp(0, self.vocab - 1), counted.int())
 
     def with_text(self, options: RequestOptions, history: Tensor, lengths: Tensor) -> RequestOptions:
-        """Returns `options` with the text that bad words are looked for in."""
+        """Returns `options` with the text in which bad words are matched."""
         return options if self._bad_words is None else replace(options, history=history, history_lens=lengths)
 
     def buffers(self, batch_size: int) -> RequestOptions | None:
-        """Options of idle rows whose tensors have room for any `batch_size` sequences, for captured steps."""
+        """Returns options of idle rows with room for any `batch_size` sequences, for captured steps."""
         if not self.is_used:
             return None
         room = {
@@ -289,7 +288,7 @@ class OptionRows:
         return replace(self.select([self.idle_row] * batch_size), **room)
 
     def refresh(self, buffers: RequestOptions, rows: list[int], history: Tensor, lengths: list[int]) -> None:
-        """Writes the options of these sequences into `buffers`, unless they are there.
+        """Writes the options of these sequences into `buffers`, unless they are already there.
 
         rows: one for each row of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity].
         """
@@ -316,7 +315,7 @@ class OptionRows:
 
 
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
-    """Penalties and options that are used, as the raw ops take them; raises TypeError for another type of options."""
+    """Returns the used penalties and options as raw-op arguments; raises TypeError for another type of options."""
     given = params.penalties_on(device)
     if options is not None:
         expect_type("options", options, RequestOptions)
@@ -326,7 +325,7 @@ def option_arguments(params: SamplingParams, options: RequestOptions | None, dev
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:
-    """Returns the number of sequences, which all lists have."""
+    """Returns the number of sequences, the common length of all lists."""
     sizes: dict[str, int] = {}
     for name, value in given.items():
         if value is None:
@@ -428,7 +427,7 @@ def _host_tensors(options: RequestOptions, names: tuple[str, ...]) -> tuple[Tens
 
 
 def _parts(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns where the entries of these rows are, one row after the other, and the rows' offsets in them."""
+    """Returns the entries' indices, row after row, and the rows' offsets in them."""
     begins = offsets[rows]
     counts = offsets[rows + 1] - begins
     cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))

@@ -1,4 +1,4 @@
-"""The bookkeeping before and after a step's target pass, on the device and without synchronising."""
+"""Bookkeeping before and after a step's target pass, on the device and without synchronising."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Commit", "commit", "prepare_step"]
 
 
 class Commit(NamedTuple):
-    """What a verified step leaves behind; S = trees.max_depth + 1. Node ids and row ids start with the root.
+    """The result of a verified step; S = trees.max_depth + 1. Node ids and row ids start with the root.
 
     Attributes:
         start: int32 [B], position of the new root (the last token kept): old start + num_tokens.
@@ -25,9 +25,9 @@ class Commit(NamedTuple):
         finished: bool [B], the path ended with an EOS token or with the last token left, or no token was kept.
         num_accepted: int32 [B], draft tokens kept; for `compact_kv`, with the verdict's accept_index.
         num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
-        accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: whose hidden
-            states the drafter needs.
-        draft_accept_index: int32 [B, S], what `compact_kv` takes for the draft model's own cache. This and the
+        accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: the rows
+            whose hidden states the drafter needs.
+        draft_accept_index: int32 [B, S], accept_index for `compact_kv` on the draft model's own cache. This and the
             following are None without node_map.
         draft_num_accepted: int32 [B].
         draft_missing: int64 [B, S], tokens kept, in order, whose K/V the draft cache still lacks before the new root;
@@ -50,23 +50,23 @@ class Commit(NamedTuple):
 def prepare_step(
     trees: TreeBatch, page_table: Tensor, start: Tensor, page_size: int, *, total_q: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Computes what the target pass over a batch of trees needs, every node being one query.
+    """Computes the inputs of the target pass over a batch of trees, with one query per node.
 
     Args:
         trees: B trees of N rows (padding rows included).
         page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
-        start: int32 [B], position of each root = length of the committed prefix; negative = idle: the sequence's
-            rows keep their place in the batch but are padding (position 0, slot -1, seq_lens 0).
+        start: int32 [B], position of each root = length of the committed prefix; negative = idle: the sequence's rows
+            keep their place in the batch but are padding (position 0, slot -1, seq_lens 0).
         page_size: positions per page, >= 1.
         total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
 
     Returns (positions, seq_lens, cu_seqlens_q, slots):
         positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding. The verify
-            ops take the roots' positions alone: `start` as it is.
+            ops take only the roots' positions: `start` as it is.
         seq_lens: int32 [B], start + nodes: the lengths once the tree is appended.
         cu_seqlens_q: int32 [B + 1], the offsets of the rows (cu_nodes, kept inside T).
-        slots: int64 [T], where node i of tree b is appended: the slot of position start[b] + i; -1 for padding and for
-            what `slot_mapping` gives -1.
+        slots: int64 [T], slot of node i of tree b, at position start[b] + i; -1 for padding and where `slot_mapping`
+            returns -1.
 
         for b in range(B):
             seq_lens[b] = start[b] + num_nodes[b]
@@ -96,29 +96,29 @@ def commit(
     tokens_left: Tensor | None = None,
     history_rows: Tensor | None = None,
 ) -> Commit:
-    """Takes a verdict over: ends sequences at EOS or a limit, records their tokens, says where the next step begins.
+    """Commits a verdict: ends sequences at EOS or a limit, records their tokens, and returns the next step's start.
 
     Args:
-        verdict: what a verify op returned for `trees`.
+        verdict: a verify op's result for `trees`.
         trees: the B trees that were verified.
         start: int32 [B], position of each root; negative = idle, like a tree of no nodes.
-        history: int64 [B, H], rows may be strided, written: tokens are appended at history_lens[b]. What does not fit
-            into H is dropped.
+        history: int64 [B, H], rows may be strided, written: tokens are appended at history_lens[b]. Tokens past H are
+            dropped.
         history_lens: int32 [B], written: grows by the tokens appended, at most to H. Goes with history.
         eos_ids: int64 [E] for all or [B, E], rows may be strided; -1 = none. The path ends with its first such token.
         node_map: int32 [N], the K/V index in the draft model's tree of each target row, -1 where the draft cache has
-            none (`rerank_tree` returns it). The root is always taken to be there. Nodes behind the first missing one
-            count as missing too.
-        options: its output_counts [B, V], if given, are written: each token that is kept counts once more. Ids outside
-            0..V-1 count nowhere. Nothing else of it is used.
+            none (`rerank_tree` returns it). The root always counts as present. Nodes after the first missing one count
+            as missing too.
+        options: its output_counts [B, V], if given, are written: each kept token counts once more. Ids outside 0..V-1
+            count nowhere. Its other fields are not used.
         tokens_left: int32 [B], the most tokens that this step may keep of each sequence, whether or not the verify op
-            was given it too: a sequence that keeps so many is finished. For the next step: tokens_left - num_tokens.
+            had it too: a sequence that keeps so many is finished. For the next step: tokens_left - num_tokens.
         history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
-            [P]. Nothing is recorded of a sequence whose row is outside 0..P-1 (-1). Rows in use must differ.
+            [P]. A sequence whose row is outside 0..P-1 (-1) is not recorded. Rows in use must differ.
 
-    Returns a `Commit`. An idle sequence keeps its start; it is finished, its last_token is -1, nothing is appended; a
-    sequence with tokens_left <= 0 likewise. A sequence that ended with EOS or at its limit has a start and a last_token
-    like any other.
+    Returns a `Commit`. An idle sequence, or one with tokens_left <= 0, keeps its start; it is finished, its last_token
+    is -1, nothing is appended. A sequence that ended with EOS or at its limit has a start and a last_token like any
+    other.
 
         for b in range(B):
             nodes, tokens = accept_index[b, : num_accepted[b] + 1], tokens[b, : num_accepted[b] + 1]
@@ -135,7 +135,7 @@ def commit(
     before a negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending
     offsets, history_lens outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
 
-    Source: the accepted nodes' rows are what the drafters of EAGLE (Li et al., ICML 2024) and Medusa go on from.
+    Source: the drafters of EAGLE (Li et al., ICML 2024) and Medusa continue from the accepted nodes' rows.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """

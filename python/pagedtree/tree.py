@@ -22,7 +22,7 @@ MAX_NODES = 1024
 
 
 def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As torch.compiler.assume_constant_result, but without importing the compiler, which takes as long as torch."""
+    """Acts as torch.compiler.assume_constant_result without importing the compiler, which takes as long as torch."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -30,8 +30,8 @@ def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 class DraftTree:
     """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
 
-    Make trees outside of compiled code. Inside, `torch.compile` breaks the graph there, and refuses under
-    fullgraph=True. A compiled function may use a tree made before, and make a `TreeBatch` with `build_trees`.
+    Make trees outside of compiled code. Inside, `torch.compile` breaks the graph there, and raises under
+    fullgraph=True. A compiled function may use an existing tree, and make a `TreeBatch` with `build_trees`.
 
     Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
         parents, depths, first_child, next_sibling; siblings are in index order.
@@ -74,11 +74,11 @@ class DraftTree:
     @classmethod
     @checked()
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """Returns the tree of Medusa's and EAGLE's child-rank paths: path [1, 0] is the first child of the root's
-        second child.
+        """Returns the tree of Medusa's and EAGLE's child-rank paths: [1, 0] is the first child of the root's second
+        child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
-        twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` holds those of the paths.
+        twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` keeps the paths' ranks.
         """
         try:
             listed = sorted((tuple(map(index, path)) for path in paths), key=lambda path: (len(path), path))
@@ -144,7 +144,7 @@ class DraftTree:
     # A method: torch < 2.13 takes no tree as an argument of a function that is marked so.
     @_assume_constant_result
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
-        """parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
+        """Returns parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
         is_faked = makes_fakes()  # nor can it use what was made before
         if copies is None or is_faked:
@@ -184,7 +184,7 @@ class TreeBatch:
     max_depth: int
 
     def _check(self) -> None:
-        """Raises ValueError where the tensors do not belong together; what calls an op leaves that to the op."""
+        """Raises ValueError for inconsistent tensors; callers of an op leave that to the op."""
         offsets, rows, device = self.cu_nodes.shape, self.parents.shape, self.cu_nodes.device
         if len(offsets) != 1 or offsets[0] < 1:
             raise ValueError(f"cu_nodes: expected shape [B + 1], got {list(offsets)}")
@@ -209,8 +209,7 @@ class TreeBatch:
 
     @property
     def active(self) -> Tensor:
-        """bool [B]: False for a tree of no nodes, an idle sequence's. `valid` and the status of a verdict do not tell
-        such a tree from a malformed one."""
+        """bool [B]: False for a tree of no nodes (an idle sequence), malformed by `valid` and a verdict's status."""
         return self.cu_nodes.diff() > 0
 
     @classmethod
@@ -255,14 +254,12 @@ class TreeBatch:
     @classmethod
     @checked()
     def concatenate(cls, batches: Sequence[TreeBatch]) -> TreeBatch:
-        """Returns the trees of all `batches`, at least one, in their order: a batch of B_1 + B_2 + ... trees in new
-        tensors.
+        """Returns the trees of all `batches`, at least one, in order: a batch of B_1 + B_2 + ... trees in new tensors.
 
-        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Rows of padding can only
-        stay behind the last tree: every batch but the last must be without (`narrow` drops them), which is looked at
-        where tensors are on the CPU; elsewhere such rows become unreachable nodes of the tree in front of them.
-        Raises ValueError for no batch, padding where it cannot stay, batches on different devices, or tensors that do
-        not belong together.
+        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Padding rows can only stay
+        behind the last tree: every batch but the last must have none (`narrow` drops them). This is checked where
+        tensors are on the CPU; elsewhere such rows become unreachable nodes of the preceding tree. Raises ValueError
+        for no batch, misplaced padding, batches on different devices, or inconsistent tensors.
         """
         if not batches:
             raise ValueError("batches: expected at least one, got none")
@@ -296,11 +293,11 @@ class TreeBatch:
         )
 
     def narrow(self, start: int, length: int) -> TreeBatch:
-        """Trees `start` to `start + length - 1` alone, B = length, without rows of padding. Synchronises.
+        """Returns trees `start` to `start + length - 1`, B = length, without padding rows. Synchronises.
 
         The tensors are views of this batch's, except cu_nodes where the first tree's rows do not begin at 0; max_nodes
-        and max_depth stay. Raises ValueError for trees that the batch does not have, offsets that descend or pass N,
-        and tensors that do not belong together.
+        and max_depth stay. Raises ValueError for trees outside the batch, offsets that descend or pass N, and
+        inconsistent tensors.
         """
         expect_integers(start=start, length=length)
         self._check()
@@ -335,8 +332,8 @@ class TreeBatch:
     def copy_(self, other: TreeBatch) -> TreeBatch:
         """Writes `other` into this batch's tensors, which keep their addresses and shapes (for replayed graphs).
 
-        `other` must have the same B, max_nodes and max_depth at most this batch's, and no more rows; the rows past its
-        own become padding.
+        `other` must have the same B, max_nodes and max_depth at most this batch's, and no more rows; the remaining rows
+        become padding.
         """
         expect_type("other", other, TreeBatch)
         self._check()
@@ -381,7 +378,7 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
         parents: int32 [N], local indices: -1 at each tree's node 0, else 0 <= parents[i] < i.
         cu_nodes: int32 [B + 1], first 0; rows past cu_nodes[B] are padding.
         max_nodes: bound on the nodes of one tree, 1..1024; it fixes the mask's width.
-        max_depth: bound on the depth; it fixes the width of what verification returns.
+        max_depth: bound on the depth; it fixes the width of a verdict.
 
     A malformed tree sets valid[b] = False: a parent out of range or not smaller than its node, a root whose parent is
     not -1, a second root, more than max_nodes nodes, a node deeper than max_depth, or no node at all. Such a node and
@@ -394,8 +391,8 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
 
     Sources: the masks of SpecInfer (Miao et al., 2023); links by first child and next sibling as in SGLang.
 
-    Raises ValueError for wrong shapes, dtypes or bounds; with PAGEDTREE_CHECK=1 also for offsets that descend or
-    pass N.
+    Raises ValueError for wrong shapes, dtypes or bounds; with PAGEDTREE_CHECK=1 also for offsets that descend or pass
+    N.
     """
     depths, first_child, next_sibling, mask, valid = call(
         ops.build_trees, parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth
