@@ -29,7 +29,7 @@ from pagedtree.verify import *
 
 __version__ = "0.2.0"
 
-# Type checkers understand this form: a family's own list is the only one that a new name goes into.
+# Type checkers understand this form: a new name goes only into its family's own list.
 __all__ = ["RequestOptions"]
 __all__ += attention.__all__
 __all__ += tree_choice.__all__

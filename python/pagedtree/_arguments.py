@@ -1,4 +1,4 @@
-"""Checks of arguments that Python reads before an op does: their types, and where tensors are."""
+"""Checks of arguments that Python reads before an op does: types and devices."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ _NUMBERS: dict[Any, tuple[tuple[type, ...], str]] = {
 
 
 def expect_type(name: str, value: object, expected: type) -> None:
-    """Raises TypeError where an argument that Python reads before an op does is of another type."""
+    """Raises TypeError for a wrong type of an argument that Python reads before an op does."""
     if not isinstance(value, expected):
         raise TypeError(f"{name}: expected a {expected.__name__}, got {type(value).__name__}")
 
 
 def expect_integers(**values: object) -> None:
-    """Raises TypeError where a value is no integer: what `checked` does, in a tenth of the time."""
+    """Raises TypeError where a value is not an integer: as `checked`, in a tenth of the time."""
     for name, value in values.items():
         if type(value) is not int and not isinstance(value, _NUMBERS[int][0]):
             raise TypeError(f"{name}: expected an integer, got {_shown(value)}")
 
 
 def expect_dims(form: str, **tensors: Tensor | None) -> None:
-    """Raises ValueError where a tensor has not as many dimensions as `form`, "[B, max_pages]", names."""
+    """Raises ValueError unless a tensor has the number of dimensions in `form`, e.g. "[B, max_pages]"."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dim() != form.count(",") + 1:
             raise ValueError(f"{name}: expected {form}, got shape {[*tensor.shape]}")
@@ -52,7 +52,7 @@ def expect_shape(shape: Sequence[int], **tensors: Tensor | None) -> None:
 
 
 def expect_one_device(op: str, /, **tensors: Any) -> None:
-    """Raises RuntimeError, as the ops do, where tensors, or lists of them, are not all on the first one's device."""
+    """Raises RuntimeError, as the ops do, unless tensors, or lists of them, are all on the first one's device."""
     first: tuple[str, torch.device] | None = None
     for name, value in tensors.items():
         for tensor in value if isinstance(value, (list, tuple)) else [value]:
@@ -67,13 +67,12 @@ def expect_one_device(op: str, /, **tensors: Any) -> None:
 def checked(
     *, integers: Iterable[str] = (), written: Iterable[str] = (), own: Iterable[str] = (), one_device: bool = True
 ) -> Callable[[Function], Function]:
-    """Lets a function refuse arguments that are not of their annotated types, for functions that are no single op.
+    """Makes a function refuse arguments that are not of their annotated types, for functions that are not a single op.
 
-    integers: names of tensors that must be int32 or int64. written: names of those that are written to, whose elements
-    must not share memory. own: names of arguments whose types the function checks itself. one_device: also refuses
-    tensors on different devices.
-    Tensors without values (on "meta") are refused: such a function reads values. The refusals are TypeError and
-    ValueError that name the argument. Under torch.compile nothing is checked.
+    integers: names of tensors that must be int32 or int64. written: names of written tensors, whose elements must not
+    share memory. own: names of arguments whose types the function checks itself. one_device: also refuses tensors on
+    different devices. Tensors without values (on "meta") are refused: such a function reads values. Raises TypeError
+    and ValueError that name the argument. Under torch.compile nothing is checked.
     """
 
     def decorate(function: Function) -> Function:
@@ -85,7 +84,7 @@ def checked(
         def call(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return function(*args, **kwargs)
-            if not hints:  # not before the first call, when every name of the annotations exists
+            if not hints:  # at the first call, when every name of the annotations exists
                 hints.update({name: hint for name, hint in get_type_hints(function).items() if name not in own})
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             for name, value in given.items():
@@ -118,7 +117,7 @@ def _expect_tensor(name: str, tensor: Tensor, is_integer: bool, is_written: bool
 
 
 def _expect(name: str, value: object, hint: Any) -> None:
-    """Raises TypeError unless `value` is of the type that `hint` stands for, ValueError for an integer too large."""
+    """Raises TypeError unless `value` matches the type `hint`, ValueError for an integer too large."""
     if _fits(value, hint):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError(f"{name}: expected an integer of 64 bits, got {value}")

@@ -1,8 +1,8 @@
-"""What autograd finds at the ops: they have no backward pass, and say so where one is asked for.
+"""Autograd registration of the ops: they have no backward pass, and raise when one is requested.
 
-The forward pass works under grad mode as elsewhere. Outputs of floats that come from tensors that require grad stand in
-the graph behind a node that refuses; so do tensors that an op has written. Their version counters go up as with
-PyTorch's own in-place ops.
+The forward pass works under grad mode as elsewhere. Float outputs from tensors that require grad get a graph node that
+raises in backward, as do tensors that an op has written. Their version counters increase as with PyTorch's own in-place
+ops.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ for _name in _public_ops():
 
 
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers what gives the shapes of an op's outputs, behind the check of devices that the op makes itself.
+    """Registers a shape function for an op's outputs, after the op's own device check.
 
     One tensor without values (on "meta") sends the whole call there, whatever the others are.
     """
@@ -75,7 +75,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 
 class Prepared:
-    """What an op has checked and kept for later calls: their number, and its end."""
+    """Handle of an op's prepared state; releases it on deletion."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -86,24 +86,23 @@ class Prepared:
 
 
 def makes_fakes() -> bool:
-    """Tells whether tensors that are made now are fake or part of a trace, and so of no use to later calls."""
+    """Returns whether new tensors are fake or part of a trace, hence useless to later calls."""
     return any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack())
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Tells whether this tensor, or what is made of it now, is fake or part of a trace: then nothing can be
-    prepared."""
+    """Returns whether this tensor or its results are fake or part of a trace, so that nothing can be prepared."""
     return torch.compiler.is_compiling() or tensor.is_meta or makes_fakes()
 
 
-# PyTorch says this, among much else, where an argument is not of the schema's type.
+# PyTorch's message for an argument that does not match the schema's type.
 _TYPE_MISMATCH = re.compile(
     r"Expected a value of type '(.+?)' for argument '(.+?)' but instead found type '(.+?)'\..*?Value: (.*?)$",
     re.MULTILINE | re.DOTALL,
 )
 
 
-# Ops that are parts of another one, of which their messages speak.
+# Ops that are parts of another one, which their messages name.
 _PARTS = {
     "_attend": "tree_attention", "_prepare_attention": "tree_attention",
     "_compact": "compact_kv", "_prepare_compaction": "compact_kv",
@@ -116,7 +115,7 @@ def _wrong_type(name: str, argument: str, expected: str, found: str, value: str)
 
 
 def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
-    """Returns the refusal of a call without any tensor: PyTorch looks for the device before it looks at types."""
+    """Returns the error for a call without any tensor: PyTorch looks for the device before it looks at types."""
     arguments = getattr(op, "default", op)._schema.arguments
     given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")
@@ -126,7 +125,7 @@ def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: 
     return _wrong_type(name, first, "Tensor", type(value).__name__, str(value))
 
 
-# By the id of an op: the op, and its arguments that are None if they are left out.
+# By the id of an op: the op, and its arguments that default to None.
 _none_by_default: dict[int, tuple[Any, frozenset[str]]] = {}
 
 
@@ -137,10 +136,10 @@ def _with_names_none_by_default(op: Any) -> tuple[Any, frozenset[str]]:
 
 
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a raw op; its refusal (RuntimeError) becomes the ValueError or TypeError that Python callers expect."""
+    """Calls a raw op; its RuntimeError becomes the ValueError or TypeError that Python callers expect."""
     if torch.compiler.is_compiling():
         return op(*args, **kwargs)
-    if kwargs:  # PyTorch takes 0.4 us for each argument by name, be it None
+    if kwargs:  # PyTorch takes 0.4 us for each keyword argument, even None
         _, optional = _none_by_default.get(id(op)) or _with_names_none_by_default(op)
         kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in optional}
     try:
@@ -150,7 +149,7 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
-    """Returns what Python callers expect in the place of an op's error."""
+    """Returns the Python exception for an op's error."""
     message = str(error)
     name = str(op).removeprefix("pagedtree.").split(".")[0]
     name = _PARTS.get(name, name)
@@ -161,7 +160,7 @@ def refusal(error: RuntimeError, op: Any, args: tuple[Any, ...], kwargs: dict[st
         return TypeError(message)
     if "There were no tensor arguments" in message:
         return _first_that_is_no_tensor(name, op, args, kwargs)
-    if '"aten::empty"' in message:  # by the stable interface, which drops what Torch says
+    if '"aten::empty"' in message:  # by the stable interface, which drops Torch's message
         return torch.OutOfMemoryError(f"{name}: not enough memory for its results, whose sizes are arguments")
     start = message.find(f"{name}: ")
     if start < 0:

@@ -1,4 +1,4 @@
-"""What a drafter proposed, checked before anybody relies on it."""
+"""Validation of a drafter's proposal."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def as_draft(proposal: Any, batch_size: int, device: torch.device) -> Draft:
 
 
 def check_values(draft: Draft) -> None:
-    """Raises ValueError for offsets of trees that do not ascend from 0 to at most the number of rows. Reads them."""
+    """Raises ValueError unless the trees' offsets ascend from 0 to at most the number of rows. Reads them."""
     offsets, num_rows = draft.trees.cu_nodes.tolist(), draft.draft_tokens.shape[0]
     if offsets[0] != 0 or offsets[-1] > num_rows or any(end < begin for begin, end in pairwise(offsets)):
         raise ValueError(f"drafter: expected cu_nodes that ascend from 0 to at most {num_rows}, got {offsets}")

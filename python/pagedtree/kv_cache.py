@@ -202,7 +202,7 @@ def compact_kv(
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
-    expect_type("caches", caches, Sequence)  # a tensor would be taken apart into its pages
+    expect_type("caches", caches, Sequence)  # a tensor would be iterated page by page
     return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
 
 

@@ -24,23 +24,23 @@ def token_logprobs(
     options: RequestOptions | None = None,
     top_n: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tells how likely R tokens are: (logprobs, ranks, top_tokens, top_logprobs).
+    """Returns log-probabilities and ranks of R tokens: (logprobs, ranks, top_tokens, top_logprobs).
 
     Args:
         logits: [N, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.
         tokens: int32 or int64 [R].
         rows: int32 or int64 [R], the row of logits of each; default r, N = R. `Commit.accept_rows` are the rows of
             accepted paths, of which -1 is no row.
-        params: scalars, or tensors [R]: the distribution is then the one that is drawn from, penalties and filters
-            included. None: the softmax of the logits as they are (options' logits, if there are any).
-        options: what the R requests forbid, favour and have said so far; stop ids do not apply here. A row knows no
-            path: for the nodes of one, output_counts and history must have its tokens.
-        top_n: how many of the likeliest tokens are wanted, 0..min(V, 1024).
+        params: scalars, or tensors [R]: scores the sampling distribution, penalties and filters included. None: the
+            softmax of the logits as they are (options' logits, if there are any).
+        options: the R requests' options; stop ids do not apply here. A row knows no path: for the nodes of one,
+            output_counts and history must have its tokens.
+        top_n: number of top tokens, 0..min(V, 1024).
 
     Returns:
         logprobs: float32 [R], natural logarithms; -inf for a token that the filters drop.
-        ranks: int64 [R], how many tokens have a logit >= the token's, itself included, whatever the filters drop (the
-            rank that vLLM reports).
+        ranks: int64 [R], how many tokens have a logit >= the token's, itself included, before filters (the rank that
+            vLLM reports).
         top_tokens: int64 [R, top_n], the largest logits first, the lower id first on ties; -1 where fewer are finite,
             and 0, 1, 2, ... in a row with no finite logit.
         top_logprobs: float32 [R, top_n]; -inf where the filters drop a token.
@@ -53,7 +53,7 @@ def token_logprobs(
         ranks[r] = sum(logits[rows[r]] >= logits[rows[r], tokens[r]])
         top_tokens[r] = argsort(-logits[rows[r]], stable)[:top_n]
 
-    Nothing of size [R, V] is made.
+    No tensor of size [R, V] is allocated.
 
     Raises ValueError for wrong shapes, dtypes or devices and a top_n out of range, TypeError for wrong Python types.
     """

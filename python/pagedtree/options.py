@@ -17,7 +17,7 @@ from pagedtree.sampling_params import SamplingParams
 
 __all__ = ["CHANGES_LOGITS", "OptionRows", "RequestOptions", "option_arguments"]
 
-# Without one of these there is nothing to do; the other fields say more about them.
+# The fields that turn an option on; the others refine them.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "stop_ids")
 
@@ -151,7 +151,7 @@ class RequestOptions:
             entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
             ids = [_ids(f"bias[{b}]", list(entry), vocab) for b, entry in enumerate(entries)]
             tensors["bias_tokens"] = _joined(ids)
-            with np.errstate(over="ignore"):  # what fp32 cannot hold is infinite
+            with np.errstate(over="ignore"):  # values outside fp32 are infinite
                 values = np.array([float(value) for entry in entries for value in entry.values()])
                 tensors["bias_values"] = values.astype(np.float32)
             tensors["cu_bias"] = _offsets(ids)
@@ -185,7 +185,7 @@ class RequestOptions:
 _NAMES = tuple(field.name for field in fields(RequestOptions))
 
 
-# One row for each sequence; the others are lists of different lengths, one behind the other.
+# One row for each sequence; the others are concatenated lists of different lengths.
 _ROWS = ("prompt_mask", "allowed_mask", "stop_ids", "min_position")
 _BIAS = ("bias_tokens", "bias_values", "cu_bias")
 _BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
@@ -320,7 +320,7 @@ def option_arguments(params: SamplingParams, options: RequestOptions | None, dev
     if options is not None:
         expect_type("options", options, RequestOptions)
         given |= options.tensors()
-    # Each argument costs a call some time, also one that is None.
+    # Each argument costs time per call, even None.
     return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 

@@ -1,6 +1,6 @@
 """Layers with a recurrent state on draft trees: the gated delta rule, Mamba-2, and the short convolutions before them.
 
-Of the state there is one for each sequence, however many nodes its tree has: a node's own state is never written.
+Each sequence has one state, however many nodes its tree has: per-node states are never written.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def tree_delta_rule(
     l2norm: bool = False,
     l2norm_eps: float = 1e-6,
 ) -> Tensor:
-    """Applies the gated delta rule at each node of draft trees, each node going on from its parent's state.
+    """Applies the gated delta rule at each node of draft trees, starting from the parent's state.
 
     Gated DeltaNet has one decay for each head, Kimi Delta Attention one for each key channel, Mamba-2 no delta (beta
-    None; q = C, k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` stays as it was: once a path is
-    accepted, `advance_state` takes it in.
+    None; q = C, k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` is not changed: once a path is
+    accepted, `advance_state` applies it.
 
     Args:
         q, k: fp16, bf16, on the CPU also fp32 [T, Hk, Dk], last dimension contiguous.
         v: their dtype, [T, H, Dv], last dimension contiguous; H % Hk == 0, and head h reads key head h // (H // Hk). Dk
             and Dv are multiples of 8 up to 256.
         g: fp32 [T, H], any strides, or [T, H, Dk], last dimension contiguous: logarithms of the decays, at most 0; -inf
-            forgets all. What is above 0, or NaN, gives unspecified but bounded decays.
-        beta: fp32 [T, H], any strides, how far v replaces what is predicted for k; None: v is added.
+            forgets all. Values above 0, or NaN, give unspecified but bounded decays.
+        beta: fp32 [T, H], any strides, how far v replaces the prediction for k; None: v is added.
         state: fp32 [slots, H, Dk, Dv], any strides (transformers keeps [H, Dv, Dk]: pass its transpose).
         state_index: int32 [B], the slot of each sequence's state; -1 or outside: zeros.
         trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
@@ -51,7 +51,7 @@ def tree_delta_rule(
         scale: factor of the outputs, default Dk ** -0.5.
         l2norm, l2norm_eps: q and k are first normalised, x / sqrt(sum(x ** 2) + l2norm_eps), in fp32; l2norm_eps > 0.
 
-    Returns [T, H, Dv] of v's dtype; 0 for nodes that cannot be reached and rows past the last sequence.
+    Returns [T, H, Dv] of v's dtype; 0 for unreachable nodes and rows past the last sequence.
 
         for b in range(B):
             for n in range(num_nodes[b]):                             # parents come first
@@ -62,9 +62,9 @@ def tree_delta_rule(
                     S[n][h] = decayed + outer(k[n, h // (H // Hk)], u)
                     out[n, h] = scale * S[n][h].T @ q[n, h // (H // Hk)]
 
-    It is computed without a state for each node (docs/notes/recurrent.md), in fp32; the relative root mean square error
-    against float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes and
-    the number of threads. NaN in nodes that cannot be reached changes nothing.
+    Computed in fp32 without materialising a state per node (docs/notes/recurrent.md); the relative root mean square
+    error against float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes
+    and the number of threads. NaN in unreachable nodes changes nothing.
 
     Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
 
@@ -91,14 +91,14 @@ def advance_state(
     l2norm: bool = False,
     l2norm_eps: float = 1e-6,
 ) -> None:
-    """Takes the root and the accepted path of each tree into the states.
+    """Advances the states by the root and the accepted path of each tree.
 
     Args:
         state: as in `tree_delta_rule`, written.
-        state_index: int32 [B]; no slot may be there twice.
-        k, v, g, beta, trees, cu_seqlens, l2norm, l2norm_eps: what `tree_delta_rule` was given.
+        state_index: int32 [B]; no slot may appear twice.
+        k, v, g, beta, trees, cu_seqlens, l2norm, l2norm_eps: the arguments of `tree_delta_rule`.
         accept_index: int32 [B, S], rows may be strided, the nodes of the path: [b, 0] = 0, each next one a child of the
-            one before; None without trees, where the whole sequence is taken in.
+            one before; None without trees, where the whole sequence is applied.
         num_accepted: int32 [B], 0..S - 1; None without trees.
 
         for b in range(B):
@@ -141,13 +141,13 @@ def tree_conv1d(
         trees, cu_seqlens: as in `tree_delta_rule`.
         activation: None or "silu".
 
-    Returns [T, C] of x's dtype; 0 for nodes that cannot be reached and rows past the last sequence.
+    Returns [T, C] of x's dtype; 0 for unreachable nodes and rows past the last sequence.
 
         for n in range(num_nodes[b]):
             inputs = [*conv_state[state_index[b]].T, *(x[m] for m in path(n))][-W:]
             out[n] = activation(bias + sum(weight[:, w] * inputs[w] for w in range(W)))
 
-    Sums are fp32. `conv_state` stays as it was: `advance_conv` takes the accepted path in.
+    Sums are fp32. `conv_state` is not changed: `advance_conv` applies the accepted path.
 
     Source: Mamba (Gu and Dao, 2023).
 
@@ -171,8 +171,8 @@ def advance_conv(
 
     Args:
         conv_state: as in `tree_conv1d`, written.
-        state_index: int32 [B]; no slot may be there twice.
-        x, trees, cu_seqlens: what `tree_conv1d` was given.
+        state_index: int32 [B]; no slot may appear twice.
+        x, trees, cu_seqlens: the arguments of `tree_conv1d`.
         accept_index, num_accepted: as in `advance_state`.
 
         for b in range(B):
@@ -191,7 +191,7 @@ def advance_conv(
 
 
 def _rows(trees: TreeBatch | None, cu_seqlens: Tensor | None) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
-    """Returns the tensors that say which row follows which, as the raw ops take them."""
+    """Returns the tensors that order the rows, as the raw ops take them."""
     if trees is None:
         return (None, None, None), {"cu_seqlens": cu_seqlens}
     expect_type("trees", trees, TreeBatch)

@@ -32,15 +32,15 @@ def sample(
             position).
         grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
             of -inf.
-        options: what the R requests forbid, favour and have said so far.
+        options: the R requests' options; see `RequestOptions`.
 
-    The noise of token x depends on (seed, position, x) alone, so the result does not depend on batch, slot, threads or
-    instruction set, and equals what `verify_sampled` emits at that position:
+    The noise of token x depends only on (seed, position, x). So the result does not depend on batch, slot, threads or
+    instruction set, and equals the token of `verify_sampled` at that position:
 
         v[x] = (philox(key=seed, counter=(position, x // 4, gumbel))[x % 4] + 1/2) * 2**-32
         token = argmax over kept x of (logits[x] - max) / temperature - log(-log1p(-v[x]))     # lowest id on ties
 
-    which is a draw from the filtered softmax. Nothing of size [R, V] is made.
+    This is a draw from the filtered softmax. No tensor of size [R, V] is allocated.
 
     Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 

@@ -1,4 +1,4 @@
-"""How a row of logits becomes a distribution: temperature, filters and penalties."""
+"""Sampling parameters: temperature, filters and penalties."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, eq=False)
 class SamplingParams:
-    """How a row of logits becomes the distribution that a token is drawn from.
+    """Temperature, filters and penalties that turn a row of logits into the sampling distribution.
 
     Each number is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32 (top_k:
     int32, or int64, which is converted), with one value per sequence; tensors may change between replays of a captured
@@ -41,25 +41,25 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
         top_k: keeps the k largest logits and every tie of the k-th; 0, -1 and >= V turn it off.
-        top_p: keeps the fewest tokens, largest first and lower ids first on ties, whose mass is at least top_p;
-            1 turns it off.
+        top_p: keeps the fewest tokens, largest first and lower ids first on ties, whose mass is at least top_p; 1 turns
+            it off.
         min_p: keeps tokens with p >= min_p * max(p); 0 turns it off.
-        filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of what is left, renormalised;
-            "joint": each filter looks at the unfiltered distribution, and what all of them keep stays.
-        repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt or the output;
-            1 turns it off (CTRL, Keskar et al., 2019).
-        frequency_penalty: subtracted from a token's logit once for each time that it is in the output; 0 turns it off.
+        filter_order: "top_k_first": temperature, then min_p, then top_k, then top_p of the renormalised rest; "joint":
+            each filter looks at the unfiltered distribution, and a token stays if all of them keep it.
+        repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt or the output; 1
+            turns it off (CTRL, Keskar et al., 2019).
+        frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; 0 turns it off.
         presence_penalty: subtracted once if a token is in the output at all; 0 turns it off.
 
-    The penalties come before the temperature, in this order; `RequestOptions` tells prompt and output. Only `sample`,
-    `token_logprobs` and the lossless verify ops take them; other ops raise ValueError for a penalty that is on.
+    The penalties come before the temperature, in this order; `RequestOptions` holds prompt and output. Only `sample`,
+    `token_logprobs` and the lossless verify ops support them; other ops raise ValueError for a penalty that is on.
 
     Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1, repetition_penalty > 0, and
     -2..2 for the other penalties raise ValueError, other types TypeError. Tensor values are clamped to these ranges
     (top_p 0 keeps one token, a repetition_penalty <= 0 is off) and NaN turns the parameter off (temperature NaN is 1).
 
     NaN logits read as -inf, +inf as the largest finite of the dtype; a row with no finite logit is uniform over V
-    whatever the filters say (temperature 0: id 0). A top_p boundary nearer than 1e-4 of the mass may fall either way.
+    whatever the filters (temperature 0: id 0). A top_p boundary within 1e-4 of the mass may fall either way.
     """
 
     temperature: float | Tensor = 1.0
@@ -85,11 +85,9 @@ class SamplingParams:
             raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
-        """Returns (temperature, top_k, top_p, min_p, filter_order) as the raw ops take them: tensors of shape [1] or
-        [B].
+        """Returns (temperature, top_k, top_p, min_p, filter_order) as raw ops take them: tensors of shape [1] or [B].
 
-        Tensors come back as they are, except an int64 top_k; a host scalar becomes one small tensor per device, which
-        is made once and kept.
+        Tensors are returned unchanged, except an int64 top_k; a host scalar becomes one small cached tensor per device.
         """
         keep = _may_keep(device)
         return (
@@ -114,7 +112,7 @@ class SamplingParams:
         return found
 
     def expect_no_penalty(self, op: str, argument: str = "params") -> None:
-        """Raises ValueError where a penalty is on, for ops that do not take any."""
+        """Raises ValueError if a penalty is on, for ops without penalties."""
         for name, neutral in _NO_PENALTY.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) or value != neutral:
@@ -126,8 +124,8 @@ _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def _may_keep(device: torch.device) -> bool:
-    """Tells whether a tensor that is made now serves later calls, too: one made while a CUDA graph is captured, or a
-    program traced (with fake tensors), lives no longer than that.
+    """Returns whether a new tensor may be cached: tensors of a CUDA graph capture or a trace (fake tensors) do not
+    outlive it.
     """
     is_traced = torch.compiler.is_compiling() or makes_fakes()
     return not is_traced and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
@@ -144,7 +142,7 @@ def _on_device(value: float | Tensor, name: str, device: torch.device, keep: boo
 
 
 def _float32(value: float) -> float:
-    """Returns a number that fp32 can hold; larger ones are infinite."""
+    """Returns the number within fp32's range; larger ones are infinite."""
     return float(value) if value <= _LARGEST_FLOAT32 else math.inf
 
 

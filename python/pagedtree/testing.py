@@ -1,4 +1,4 @@
-"""For tests: the choice of backend, and drafts that expose the mistakes of an engine."""
+"""Test helpers: the choice of backend, and drafts that expose the mistakes of an engine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["backends", "decoy_propose", "use_backend"]
 
 @cache
 def _known() -> tuple[str, ...]:
-    """Returns the backends of this build; the op calls them by their places here."""
+    """Returns this build's backends, in the order of their numbers in the op."""
     return tuple(ops._backends().split(","))
 
 
 def backends() -> list[str]:
-    """Returns the backends that this build can run here: "cpu", "simt" if it was built with it, "cuda" with a GPU."""
+    """Returns the backends that run here: "cpu", "simt" if built, "cuda" with a GPU."""
     return [name for name in _known() if name != "cuda" or torch.cuda.is_available()]
 
 
@@ -59,10 +59,10 @@ def decoy_propose(
 ) -> Draft:
     """Drafts the known continuation of each text, every right token behind siblings that are wrong.
 
-    For the test of an engine. First let it generate without drafts; then propose these texts by this drafter. A right
-    engine gives the same texts and accepts max_depth drafts in every step that the text is long enough for. An engine
-    that forgets `compact_kv`, or takes a node's row for its depth, passes with drafts that are mostly chains; here no
-    accepted node is at the row of its depth, so that its texts part or its drafts are refused.
+    Tests an engine: generate without drafts, then propose these texts with this drafter. A correct engine gives the
+    same texts and accepts max_depth drafts in every step with enough text left. Mostly chain-like drafts hide an engine
+    that forgets `compact_kv`, or takes a node's row for its depth. Here no accepted node's row equals its depth, so
+    that its texts diverge or its drafts are refused.
 
     Args:
         texts: int32 or int64 [B, L], prompt and continuation; negative where a text has ended.
@@ -70,7 +70,7 @@ def decoy_propose(
             of them.
         max_nodes: most nodes of a tree, root included, from 2 * max_depth + 1 to 1024.
         max_depth: right drafts of a tree, >= 1.
-        root_tokens: int32 or int64 [B], the engine's own last tokens, entered at the roots. Default: those of `texts`.
+        root_tokens: int32 or int64 [B], the engine's own last tokens, entered at the roots. Default: from `texts`.
         active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
 
         width = (max_nodes - 1) // max_depth

@@ -141,12 +141,12 @@ class DraftTree:
                 child, rank = next_sibling[child], rank + 1
         return np.array(ranks, dtype=np.int32)
 
-    # A method: torch < 2.13 takes no tree as an argument of a function that is marked so.
+    # A method: torch < 2.13 accepts no tree as an argument of a function marked constant.
     @_assume_constant_result
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """Returns parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
-        is_faked = makes_fakes()  # nor can it use what was made before
+        is_faked = makes_fakes()  # nor can it use cached tensors
         if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))

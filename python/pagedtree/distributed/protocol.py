@@ -15,7 +15,7 @@ from pagedtree._ops import ops
 
 __all__ = ["END_WORDS", "LEFT_WORDS", "ROW_WORDS", "Round", "Weigh", "num_digits"]
 
-# int64 words that a rank keeps: for a row, for what rejections leave at a node, for where a walk ends.
+# int64 words that a rank keeps: per row, per node for rejection residuals, per walk end.
 ROW_WORDS, LEFT_WORDS, END_WORDS = (int(words) for words in ops._shard_words().split(","))
 
 # A threshold is found digit by digit; a round has a word for each value of a digit.
@@ -33,7 +33,7 @@ def num_digits(dtype: torch.dtype) -> int:
 class Round(IntEnum):
     """Exchange rounds about each row; see ShardRound in csrc/core."""
 
-    LEARN = 0  # sends nothing: the words of the last round are taken in
+    LEARN = 0  # sends nothing: applies the words of the last round
     PEAK = 1
     COUNT = 2
     MASS = 3

@@ -121,7 +121,7 @@ def verify_sampled(
 
     Host scalars top_k and top_p that filter nothing cost nothing; tensors always count as given.
 
-    Raises what `verify_greedy` raises.
+    Raises as `verify_greedy`.
     """
     masked = grammar_mask is not None
     _agree(
@@ -171,7 +171,7 @@ def verify_rejection(
     and the drafts' own probabilities, 16 bytes per row for each child after the first (not under "onehot"), and 24
     bytes per tree for the bonus.
 
-    Raises what `verify_greedy` raises, and ValueError for draft_probs under "onehot" and their absence elsewhere.
+    Raises as `verify_greedy`, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
     if draft_probs is not None:
         expect_type("draft_probs", draft_probs, Tensor)

@@ -295,7 +295,7 @@ def _fill_one(
 ) -> float:
     """Fills the rows of one sequence. Returns when that was done."""
     words = mask.shape[1] if matcher is None else -(-matcher.vocab_size // 32)
-    # An engine writes rows of its own vocabulary's width, which the logits' may exceed, or fall short of.
+    # An engine writes rows of its vocabulary's width, which may differ from the logits'.
     own = mask if words == mask.shape[1] else np.empty((mask.shape[0], words), np.int32)
     own.fill(-1)
     if matcher is not None and len(tokens):
@@ -344,18 +344,18 @@ def _mapped(tokens: Tensor, ids: Tensor) -> Tensor:
 
 
 def _can_pin(device: torch.device) -> bool:
-    # Torch without CUDA has no pinned memory, also where a test makes it a device of that name.
+    # Torch without CUDA has no pinned memory, even if a test registers a device of that name.
     return device.type == "cuda" and torch.backends.cuda.is_built()
 
 
 def _on_host(*tensors: Tensor) -> tuple[list[Tensor], list[torch.cuda.Event]]:
-    """Copies that nobody else writes to, and what to wait for before they are read."""
+    """Returns private host copies, and the events to wait for before reading them."""
     copies, events = [], []
     for tensor in tensors:
         if _can_pin(tensor.device):
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             copies.append(copy.copy_(tensor, non_blocking=True))
-            event = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core to others
+            event = torch.cuda.Event(blocking=True)  # waits without spinning
             event.record(torch.cuda.current_stream(tensor.device))
             events.append(event)
         else:

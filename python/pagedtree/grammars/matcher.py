@@ -90,7 +90,7 @@ class DepthFirstMatcher(ABC):
     def fill_tree(self, tree: TokenTree, mask: Array) -> None:
         """Fills as `GrammarMatcher.fill_tree`. Rolls back every accepted token, also after an error."""
         tokens, parents, first_child, next_sibling = (array.tolist() for array in tree)
-        # ~node stands for leaving a node, behind all that is below it.
+        # ~node stands for leaving a node, after its descendants.
         stack, taken = [0], 0
         try:
             while stack:

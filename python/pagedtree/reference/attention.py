@@ -1,4 +1,4 @@
-"""Attention over a paged cache, and how its parts are joined."""
+"""Attention over a paged cache, and merging of its parts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pagedtree.bits import unpacked
 
 
 def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
-    """Returns bool [n, seq_len]: which keys each of a sequence's n queries sees; words int32 [n, W], causal if tree_len
-    < 0."""
+    """Returns bool [n, seq_len], the keys visible to n queries; words int32 [n, W], causal if tree_len < 0."""
     seen = np.zeros((n, seq_len), dtype=bool)
     tree_start = seq_len - tree_len
     for i in range(n):
@@ -31,7 +30,7 @@ def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, wind
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
-    """Tells whether V is the first columns of K: then it is scaled as K is."""
+    """Returns whether V is the first columns of K: then it is scaled as K is."""
     same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
     return same and k_cache.shape[2] == 1
 

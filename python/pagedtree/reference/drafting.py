@@ -1,4 +1,4 @@
-"""Trees of guesses: grown, proposed and selected."""
+"""Draft trees: grown, proposed and selected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def ngram_tree(
     max_branches: int = 8,
     extra: Sequence[int] = (),
 ) -> tuple[list[int], list[int]]:
-    """Tokens and parents of the tree that ngram_propose makes of one history."""
+    """Returns tokens and parents of ngram_propose's tree for one history."""
     if not history:
         return [], []
     tokens, parents = [history[-1]], [-1]
@@ -59,14 +59,14 @@ def ngram_tree(
 
 
 def best_tokens(logits: Sequence[float], count: int) -> list[int]:
-    """Returns the tokens above -inf by falling logit, then id."""
+    """Returns the tokens above -inf by descending logit, then id."""
     values = np.array(logits, dtype=np.float64)
     order = np.argsort(-values, kind="stable")  # NaN last
     return [int(x) for x in order if values[x] > -np.inf][:count]
 
 
 def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_nodes: int) -> tuple[list, list, list]:
-    """Tokens, parents and joint log-probabilities of one sequence's tree, from fp32 [H, K] and int64 [H, K].
+    """Returns tokens, parents and joint log-probabilities of one sequence's tree, from fp32 [H, K] and int64 [H, K].
 
     Every child enters the heap.
     """
@@ -87,7 +87,7 @@ def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_no
 
 
 class Selected(NamedTuple):
-    """The rows that are kept, and the parents of each sequence's nodes."""
+    """The kept rows, and the parents of each sequence's nodes."""
 
     rows: list[int]
     parents: list[list[int]]
@@ -97,7 +97,7 @@ def select_nodes(
     cu_nodes: Sequence[int], parents: Sequence[int], depths: Sequence[int], survival: Sequence[float], limit: int,
     max_nodes: int, max_depth: int,
 ) -> Selected:  # fmt: skip
-    """select_nodes over trees whose parents and depths may be anything."""
+    """Selects as select_nodes, over trees whose parents and depths may be anything."""
     survives: dict[int, float] = {}
     roots = []
     for begin, end in pairwise(cu_nodes):

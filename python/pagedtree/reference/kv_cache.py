@@ -1,4 +1,4 @@
-"""Slots, and what is written to them."""
+"""Slots, and writes to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def slot_mapping(
 
 
 def append_rows(rows: Tensor, cache: Tensor, slots: Sequence[int], scale: Tensor | None) -> None:
-    """One side of append_kv; writes `cache`."""
+    """Writes one side of append_kv into `cache`."""
     pages, page_size, heads, _ = cache.shape
     factor = torch.ones(heads, dtype=torch.float32) if scale is None else scale.expand(heads)
     for row, slot in zip(rows, slots, strict=True):
@@ -43,7 +43,7 @@ def append_rows(rows: Tensor, cache: Tensor, slots: Sequence[int], scale: Tensor
 
 
 def rotated(rows: Tensor, positions: Sequence[int], cos_sin: Tensor, interleaved: bool, rotary_start: int) -> Tensor:
-    """Returns the rows [T, H, D] rotated, as rope_append does it: every product and every sum is rounded to fp32."""
+    """Returns the rows [T, H, D] rotated as by rope_append: every product and every sum is rounded to fp32."""
     half = cos_sin.shape[1] // 2
     result = rows.clone()
     for t, position in enumerate(positions):
@@ -64,7 +64,7 @@ def compact(
     accept_index: Sequence[Sequence[int]],
     num_accepted: Sequence[int],
 ) -> list[int]:
-    """compact_kv; writes the caches and returns the new lengths."""
+    """Writes the caches as compact_kv and returns the new lengths."""
     num_pages, page_size = caches[0].shape[:2]
     lengths = []
     for b, nodes in enumerate(accept_index):

@@ -1,4 +1,4 @@
-"""Logits as penalties and request options change them."""
+"""Logits after penalties and request options."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def apply_options(
     grammar_mask: Tensor | None = None,
     draft_to_target: Tensor | None = None,
 ) -> Tensor:
-    """Logits after penalties, options and grammar mask: float32 [N, V]. Without trees each row is a sequence's root.
+    """Returns logits after penalties, options and grammar mask, float32 [N, V]. Without trees each row is a root.
 
-    An op with options gives what the op without gives for this. NaN stays NaN, forbidden or not, so that a row that has
-    one is still told; +inf is the largest finite number of the dtype, or after bias of float32.
+    An op with options on the original logits equals the op without options on these. NaN stays NaN, forbidden or not,
+    so that its row is still reported; +inf is the largest finite number of the dtype, or after bias of float32.
     """
     num_rows, vocab = logits.shape
     given = {name: t.cpu() for name, t in (options or RequestOptions()).tensors().items() if t is not None}
@@ -94,7 +94,7 @@ def ends_of_bad_words(given: dict[str, Tensor], b: int, path: list[int]) -> list
 def with_bias_and_penalties(
     row: np.ndarray, forbidden: np.ndarray, given: dict[str, Tensor], params: SamplingParams, b: int, path: list[int]
 ) -> np.ndarray:
-    """Returns one row, in float32: what is forbidden is -inf and stays so."""
+    """Returns one row, in float32; forbidden entries are -inf and stay so."""
     vocab = row.size
     repetition, presence, frequency = penalties_of(params, b)
     counts = np.zeros(vocab, np.int64)
@@ -121,7 +121,7 @@ def with_bias_and_penalties(
 
 
 def penalties_of(params: SamplingParams, b: int) -> tuple[np.float32, np.float32, np.float32]:
-    """Repetition, presence and frequency penalty of a sequence, clamped; NaN is off."""
+    """Returns repetition, presence and frequency penalty of a sequence, clamped; NaN is off."""
 
     def value_of(name: str) -> float:
         value = torch.as_tensor(getattr(params, name)).flatten().tolist()

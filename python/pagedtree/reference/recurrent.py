@@ -1,4 +1,4 @@
-"""What the ops with a recurrent state must give, node by node in float64, each node with a state of its own."""
+"""Reference of the ops with a recurrent state, in float64 and with one state per node."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def delta_rule_states(
     k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None, state: Tensor, slot: int,
     rows: Sequence[tuple[int, int]], eps: float | None,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """Returns the state [H, Dk, Dv] behind each row of one sequence. eps: of the keys' norms, None: without them."""
+    """Returns the state [H, Dk, Dv] after each row of one sequence. eps: for the keys' norms, None: no norms."""
     slots, heads, key_dim, value_dim = state.shape
     empty = torch.zeros(heads, key_dim, value_dim, dtype=torch.float64)
     states = {-1: state[slot].double() if 0 <= slot < slots else empty}
@@ -72,7 +72,7 @@ def tree_delta_rule(
 def _paths(
     trees: TreeBatch | None, cu_seqlens: Tensor | None, accept_index: Tensor | None, num_accepted: Tensor | None
 ) -> Iterator[list[tuple[int, int]]]:
-    """Lists the rows that each sequence's state takes in, and their parents'; none where the path is none."""
+    """Lists the rows that advance each sequence's state, and their parents; empty for an invalid path."""
     for b, rows in enumerate(_sequences(trees, cu_seqlens)):
         if trees is None or accept_index is None or num_accepted is None:
             yield rows
@@ -90,7 +90,7 @@ def advance_state(
     accept_index: Tensor | None = None, num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
     l2norm: bool = False, l2norm_eps: float = 1e-6,
 ) -> Tensor:  # fmt: skip
-    """Returns the states afterwards, float64."""
+    """Returns the new states, float64."""
     eps = l2norm_eps if l2norm else None
     out = state.double()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
@@ -121,7 +121,7 @@ def advance_conv(
     conv_state: Tensor, state_index: Tensor, x: Tensor, trees: TreeBatch | None, accept_index: Tensor | None = None,
     num_accepted: Tensor | None = None, *, cu_seqlens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns the states afterwards, of their dtype."""
+    """Returns the new states, of their dtype."""
     out = conv_state.clone()
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
     for slot, rows in zip(state_index.tolist(), paths, strict=True):

@@ -1,4 +1,4 @@
-"""The random numbers, the filters and the distributions of sampled tokens."""
+"""Random numbers, filters and distributions of sampled tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What a draw is for: the last word of the Philox counter.
+# Use ids of draws: the last word of the Philox counter.
 GUMBEL = 0
 
 DRAFT = 3
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Philox4x32-10 on uint32 counters [..., 4] and keys [..., 2]; returns uint32 [..., 4]."""
+    """Returns Philox4x32-10 of uint32 counters [..., 4] and keys [..., 2]: uint32 [..., 4]."""
     c = [counter[..., i].astype(np.uint64) for i in range(4)]
     k = [key[..., i].astype(np.uint64) for i in range(2)]
     low = np.uint64(0xFFFFFFFF)
@@ -37,7 +37,7 @@ def random_words(seed: int, position: int, blocks: int, use: int) -> np.ndarray:
 
 
 def draft_use(place: int) -> int:
-    """Returns the use of the draws of a draft model at the frontier node of that index."""
+    """Returns the use id of a draft model's draws at the frontier node of that index."""
     return DRAFT | place << 8
 
 
@@ -48,7 +48,7 @@ def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.
 
 
 def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:
-    """NaN and what the grammar forbids as -inf, +inf as the dtype's largest finite: float64 [V]."""
+    """Returns the logits with NaN and forbidden tokens as -inf, +inf as the dtype's largest finite: float64 [V]."""
     logits = row.float().cpu().numpy().astype(np.float64)
     logits = np.where(np.isnan(logits), -np.inf, np.minimum(logits, torch.finfo(row.dtype).max))
     return logits if allowed is None else np.where(allowed, logits, -np.inf)
@@ -57,7 +57,8 @@ def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:
 def kept_tokens(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, filter_order: str
 ) -> np.ndarray:
-    """Returns bool [V]: what the filters keep, by sorting. `logits` are clean, with a finite one; temperature > 0."""
+    """Returns bool [V], the tokens kept by the filters, by sorting. Clean `logits`, one of them finite; temperature >
+    0."""
     with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-logits, kind="stable")
@@ -97,7 +98,7 @@ def distribution(
 
 
 def sample_row(p: np.ndarray, seed: int, position: int) -> tuple[int, float]:
-    """Returns the token that distribution `p` gives at (seed, position), and by how much it won."""
+    """Returns the token that distribution `p` gives at (seed, position), and its margin."""
     with np.errstate(divide="ignore"):
         scores = np.log(p) + gumbel_noise(seed, position, p.size)
     token = int(np.argmax(scores))

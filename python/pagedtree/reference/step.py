@@ -1,4 +1,4 @@
-"""What a step reads before its pass, and what it leaves behind."""
+"""Inputs of a step's target pass, and the commit after it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagedtree.reference.kv_cache import INT32_MAX, Table, slot_of
 def prepare(
     offsets: Sequence[int], depths: Sequence[int], table: Table, start: Sequence[int], page_size: int, total_q: int
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """prepare_step: positions, seq_lens, cu_seqlens_q, slots."""
+    """Returns positions, seq_lens, cu_seqlens_q and slots, as prepare_step."""
     positions, slots, seq_lens = [0] * total_q, [-1] * total_q, [0] * len(start)
     cut = [min(offset, total_q) for offset in offsets]
     for b, first in enumerate(start):
@@ -50,7 +50,7 @@ def commit(
     tokens_left: Sequence[int] | None = None,
     history_rows: Sequence[int] | None = None,
 ) -> Committed:
-    """commit; writes history and lengths. eos: the EOS tokens of each sequence."""
+    """Commits as `commit`; writes history and lengths. eos: the EOS tokens of each sequence."""
     columns: list[list[Any]] = [[] for _ in Committed._fields]
     for b, nodes in enumerate(accept_index):
         width, size = len(nodes), offsets[b + 1] - offsets[b]

@@ -27,7 +27,7 @@ PADDING = Row(-1, -1, -1, frozenset())
 
 
 def link(parents: Sequence[int], max_nodes: int, max_depth: int) -> Linked:
-    """build_trees, one tree whose parents may be anything."""
+    """Links one tree as build_trees; its parents may be anything."""
     depths: list[int] = []
     visible: list[frozenset[int]] = []
     valid = 1 <= len(parents) <= max_nodes
@@ -67,7 +67,7 @@ def words_of(sets: Sequence[frozenset[int]], words: int) -> Tensor:
 
 
 def pack(trees: Sequence[tuple[list[int], ...]], rows: int) -> tuple[list[int], list[list[int]]]:
-    """Offsets, and the columns of all trees one after the other, padded with -1 to `rows`."""
+    """Returns offsets, and the columns of all trees one after the other, padded with -1 to `rows`."""
     offsets = [0]
     for tree in trees:
         offsets.append(offsets[-1] + len(tree[0]))

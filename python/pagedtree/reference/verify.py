@@ -1,4 +1,4 @@
-"""The walk down a tree, and the rules that decide it."""
+"""The walk down a tree, and its acceptance rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[int, int], int]) -> tuple[list, list]:
-    """Returns the path and tokens of sampled or greedy verification; next_token(node, depth) is what follows `node`."""
+    """Returns path and tokens of sampled or greedy verification; next_token(node, depth) is the token after `node`."""
     path, tokens = [0], [next_token(0, 0)]
     while True:
         children = [i for i, parent in enumerate(parents) if parent == path[-1] and drafts[i] == tokens[-1]]
@@ -20,9 +20,9 @@ def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[in
         tokens.append(next_token(path[-1], len(path) - 1))
 
 
-# The rules that weigh the target's distribution p against the drafts' q, in whatever numbers the distributions are made
-# of: exact in fractions. p and q hold one list for each node; below(entry, bound) says whether the coin of an entry is
-# below `bound`. Each returns the path and the distribution of the bonus.
+# Acceptance rules for target p against draft q, in any number type: exact in fractions. p and q hold one list for each
+# node; below(entry, bound) returns whether the coin of an entry is below `bound`. Each returns the path and the
+# distribution of the bonus.
 
 Row = Sequence[Any]
 
@@ -49,7 +49,7 @@ def children_of(parents: Sequence[int], drafts: Sequence[int], node: int) -> lis
 def judge_in_turn(
     node: int, children: list[int], drafts: Sequence[int], p: Row, q: Row, draft_law: str, below: Below
 ) -> tuple[int | None, Row]:
-    """Returns the accepted child or None, and what is left of p."""
+    """Returns the accepted child or None, and the residual of p."""
     for child in children:
         x = drafts[child]
         if q[x] > 0 and p[x] > 0 and below(child, p[x] / q[x]):
@@ -139,7 +139,7 @@ def traversal(
 
 
 def branches(walk: Callable[[Below], Any]) -> Iterator[tuple[Any, dict[int, tuple], Any]]:
-    """Returns every way that walk(below) can go: its probability, the interval of each coin in it, the result."""
+    """Returns every possible outcome of walk(below): its probability, the interval of each coin in it, the result."""
     pending: list[list[bool]] = [[]]
     while pending:
         script = pending.pop()
