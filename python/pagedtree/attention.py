@@ -38,8 +38,8 @@ def tree_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of a ragged batch of queries over a paged KV cache, with a mask row per query.
 
-    Trees, chains, prefill chunks and plain decode may be mixed in one batch. The queries' own keys must already be in
-    the cache (`append_kv`).
+    A batch may mix trees, chains, prefill chunks and plain decode. The queries' own keys must already be in the cache
+    (`append_kv`).
 
     Args:
         q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); the last dimension contiguous. Rows past cu_seqlens_q[-1] are
@@ -48,8 +48,8 @@ def tree_attention(
             float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
         v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. Either D = Dv in 64, 96, 128, 192, 256, 512,
             or (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
-            *latent* (multi-head latent attention): each cached row is read once, as key and as value (on CUDA where Dv
-            is 512; narrower values are read a second time, from the L2 cache).
+            *latent* (multi-head latent attention): each cached row is read once, as key and value (on CUDA where Dv is
+            512; narrower values are read again, from L2).
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, its queries' included; clamped to max_pages * page_size.
@@ -71,8 +71,8 @@ def tree_attention(
             below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So siblings
             share a position.
         sinks: fp32 [Hq], one more logit in each row's denominator.
-        k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (non-finite ones leave their heads'
-            results unspecified); v_scale's default in a latent call is k_scale.
+        k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
+            heads); v_scale's default in a latent call is k_scale.
         plan: the tensor of `attention_plan` for these lengths, shared by the layers of a step. A plan for other lengths
             costs speed only.
         out: [T, Hq, Dv] of q's dtype, written and returned; the last dimension contiguous.
@@ -128,13 +128,12 @@ class PreparedAttention:
         for q, k_cache, v_cache in layers:
             out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
 
-    Halves the host time of a call, with bitwise equal results. Each call reads the current contents of the tensors
+    Halves the host time of a call; results are bitwise equal. Each call reads the current contents of the tensors
     passed here, even after writes, resizes or `.data` replacement. So one object serves all replays of a captured
-    graph, and further steps that write their lengths, table and mask into the same tensors. A step with new tensors
-    needs a new object.
+    graph, and all steps that reuse the tensors. New tensors need a new object.
 
-    With gradients enabled or under compilation nothing is saved: each call is a plain `tree_attention`. Call it under
-    `torch.no_grad` or `torch.inference_mode`.
+    With gradients enabled or under compilation each call is a plain `tree_attention`: use `torch.no_grad` or
+    `torch.inference_mode`.
 
     Args:
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan: as for
@@ -235,13 +234,13 @@ def attention_plan(
             tree_lens queries count as causal, which makes no difference to trees of up to 64 nodes.
         num_q_heads, num_kv_heads, head_dim, page_size: as in the planned calls; head_dim is K's.
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
-        max_seqlen_q: the hint of the calls. On CUDA a call with another hint cuts the rows into other tiles, which the
-            plan then does not balance.
-        window: the calls' window, 0: none. A model with two kinds of layers makes two plans a step.
+        max_seqlen_q: the hint of the calls. On CUDA another hint means other tiles, which the plan then does not
+            balance.
+        window: the calls' window, 0: none. Models with two kinds of layers make two plans a step.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
-    or the dtype. A plan for another window, other lengths or heads is never wrong, only slower. Nothing is read on the
-    host. Raises ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
+    or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host. Raises
+    ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
 
     The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
     and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several with few rows each. The order

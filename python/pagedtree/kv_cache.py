@@ -29,8 +29,8 @@ def slot_mapping(
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
         page_size: positions per page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
-            synchronises and can be neither captured in a graph nor compiled with fullgraph=True; it may then not exceed
-            the positions that page_table has room for.
+            synchronises, cannot be captured in a graph or compiled with fullgraph=True, and must fit page_table's
+            positions.
 
     Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and for
     negative page ids. Page ids have no upper bound here: `append_kv` skips slots outside its cache.
@@ -79,15 +79,15 @@ def append_kv(
     """Writes one row of K and one of V for each token into the cache, or one row of a cache that is a single tensor.
 
     Args:
-        k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any T, Hkv and D; token and head strides are free, the last
-            dimension is contiguous.
-        v: [T, Hkv, Dv] of k's dtype, any Dv and strides. None: the cache holds only k, as in the latent cache of
-            multi-head latent attention (MLA), whose rows are k [T, 1, 576].
-        k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; strided views whose last
-            dimension is contiguous. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
+        k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any T, Hkv and D; any token and head strides, last
+            dimension contiguous.
+        v: [T, Hkv, Dv] of k's dtype, any Dv and strides. None: the cache holds only k, as in MLA's latent cache, whose
+            rows are k [T, 1, 576].
+        k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; any strides but a
+            contiguous last dimension. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
             converted). v_cache is None where v is.
-        slots: int64 [T], slot = page * page_size + offset; -1 skips the token. A slot outside the cache is skipped too
-            (PAGEDTREE_CHECK=1 raises). If several tokens have the same slot, any one of them may stay.
+        slots: int64 [T], slot = page * page_size + offset; -1 skips the token. So does a slot outside the cache
+            (PAGEDTREE_CHECK=1 raises). Of several tokens with one slot any may stay.
         k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; the factors by which attention multiplies the cache. Only
             for converted rows, else ValueError; None = 1. v_scale only with v.
 
@@ -127,21 +127,20 @@ def rope_append(
     """Rotates queries and keys by their positions (rotary embedding) and appends keys and values, in one launch.
 
     Args:
-        q: [T, Hq, D] of fp32, fp16 or bf16, any T, Hq and D; token and head strides are free, the last dimension is
-            contiguous.
+        q: [T, Hq, D] of fp32, fp16 or bf16, any T, Hq and D; any token and head strides, last dimension contiguous.
         k: [T, Hkv, D] of q's dtype, strides as for q; not written.
         v: [T, Hkv, Dv] of q's dtype, or None with v_cache None; see `append_kv`.
         positions: int64 [T], rows of cos_sin. One outside reads the nearest row (PAGEDTREE_CHECK=1 raises).
         cos_sin: [P, rotary_dim] of fp32 or q's dtype, any row stride: for each position the cosines of the rotary_dim /
-            2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. It includes factors that
-            scale the rotation (YaRN's attention factor, say).
+            2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. Includes scaling factors
+            of the rotation (e.g. YaRN's).
         k_cache, v_cache, slots, k_scale, v_scale: as for `append_kv`. The query of a skipped token is still rotated.
-        interleaved: whether the numbers of a pair are neighbours, as in GPT-J and DeepSeek; else they are in the two
-            halves of the rotary columns, as in GPT-NeoX and Llama.
+        interleaved: whether pairs are neighbours, as in GPT-J and DeepSeek; else they span the two halves of the rotary
+            columns, as in GPT-NeoX and Llama.
         rotary_start: the first rotary column; columns before and after them pass unchanged. rotary_start + rotary_dim
             <= D.
-        q_out: of q's shape and dtype, written; the last dimension is contiguous. It may be q itself, otherwise it
-            shares no memory with q. Default: a new tensor.
+        q_out: of q's shape and dtype, written; the last dimension is contiguous. May be q itself, else shares no memory
+            with it. Default: a new tensor.
 
     Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype; the
     appended rows equal `append_kv` of the rotated keys bit for bit, except for the bits of a NaN.
@@ -195,10 +194,10 @@ def compact_kv(
                     cache[slot(b, start[b] + j)] = row
 
     All rows of a sequence are read before one is written, so overlaps are safe in any order. A row with an end outside
-    the table or the pool, or with a negative node id, stays where it is; PAGEDTREE_CHECK=1 raises instead, also for a
-    path that does not ascend. Two sequences must not share the pages of their trees.
+    the table or pool, or a negative node id, is not moved; PAGEDTREE_CHECK=1 raises instead, also for a path that does
+    not ascend. Two sequences must not share the pages of their trees.
 
-    Sources: TensorRT-LLM and SGLang, which also move the accepted rows after verification.
+    Sources: TensorRT-LLM and SGLang.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
@@ -213,11 +212,11 @@ class PreparedCompaction:
         for each step:
             seq_lens = compact(page_table, start, accept_index, num_accepted)   # compact_kv(caches, page_table, ...)
 
-    Takes a tenth of the host time with many caches, with bitwise equal results. Caches are validated once, and again if
-    one was resized or its memory replaced. Construct a new object if the tensors themselves are replaced.
+    Takes a tenth of the host time with many caches; results are bitwise equal. Caches are validated once, and again
+    after a resize or new memory. New tensors need a new object.
 
-    With gradients enabled or under compilation nothing is saved: each call is a plain `compact_kv`. Call it under
-    `torch.no_grad` or `torch.inference_mode`.
+    With gradients enabled or under compilation each call is a plain `compact_kv`: use `torch.no_grad` or
+    `torch.inference_mode`.
 
     Args:
         caches: as for `compact_kv`.

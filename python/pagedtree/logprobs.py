@@ -55,7 +55,7 @@ def token_logprobs(
 
     No tensor of size [R, V] is allocated.
 
-    Raises ValueError for wrong shapes, dtypes or devices and a top_n out of range, TypeError for wrong Python types.
+    Raises ValueError for wrong shapes, dtypes or devices and a top_n out of range, TypeError for wrong types.
     """
     expect_type("logits", logits, Tensor)
     expect_type("top_n", top_n, int)

@@ -27,8 +27,8 @@ class RequestOptions:
     """The options of B requests (masks, biases, bad words, penalty counts) as device tensors; None: not used.
 
     The ops that take it are exact on trees: the distribution at node n is plain decoding's after the tokens of n's
-    path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. On a GPU all tensors may
-    change between replays of a captured graph.
+    path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. All GPU tensors may change
+    between graph replays.
 
     Attributes:
         prompt_mask: int32 [B, ceil(V / 32)]; bit x % 32 of word x // 32: token x is in the prompt.
@@ -40,8 +40,8 @@ class RequestOptions:
         bad_tokens: int32 [M], the tokens of all bad words, one word after the other.
         cu_bad_words: int32 [K + 1], the words' offsets in bad_tokens.
         cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
-        history: int64 [B, L], the text so far, the root included; bad words are matched against it and the path.
-            Without it they are matched against the path below the root alone.
+        history: int64 [B, L], the text so far, the root included; bad words match against it and the path. Without it
+            only against the path below the root.
         history_lens: int32 [B], its lengths.
         history_start: int32 [B], start of matching in the history; None is 0. (transformers includes the prompt, vLLM
             does not.)

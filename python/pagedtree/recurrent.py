@@ -105,8 +105,8 @@ def advance_state(
             for n in accept_index[b, : num_accepted[b] + 1]:
                 state[state_index[b]] = S[n]                          # as in tree_delta_rule
 
-    Nothing is written for a sequence whose slot is outside 0..slots - 1, that has no node or token, or whose path does
-    not lead from the root from child to child: an idle sequence has accept_index[b, 0] = -1.
+    Nothing is written for a sequence with a slot outside 0..slots - 1, without a node or token, or with a path that
+    does not lead from the root from child to child (idle: accept_index[b, 0] = -1).
 
     Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
 

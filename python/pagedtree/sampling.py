@@ -30,8 +30,7 @@ def sample(
         seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
         positions: int32 or int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's
             position).
-        grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
-            of -inf.
+        grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)], as for `verify_greedy`.
         options: the R requests' options; see `RequestOptions`.
 
     The noise of token x depends only on (seed, position, x). So the result does not depend on batch, slot, threads or
@@ -44,7 +43,7 @@ def sample(
 
     Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 
-    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
+    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
     expect_type("logits", logits, Tensor)
     expect_type("params", params, SamplingParams)

@@ -55,8 +55,8 @@ def prepare_step(
     Args:
         trees: B trees of N rows (padding rows included).
         page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
-        start: int32 [B], position of each root = length of the committed prefix; negative = idle: the sequence's rows
-            keep their place in the batch but are padding (position 0, slot -1, seq_lens 0).
+        start: int32 [B], position of each root = length of the committed prefix; negative = idle: its rows stay in the
+            batch as padding (position 0, slot -1, seq_lens 0).
         page_size: positions per page, >= 1.
         total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
 
@@ -112,13 +112,12 @@ def commit(
         options: its output_counts [B, V], if given, are written: each kept token counts once more. Ids outside 0..V-1
             count nowhere. Its other fields are not used.
         tokens_left: int32 [B], the most tokens that this step may keep of each sequence, whether or not the verify op
-            had it too: a sequence that keeps so many is finished. For the next step: tokens_left - num_tokens.
+            had it too; a sequence that keeps so many is finished. Next step: tokens_left - num_tokens.
         history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
             [P]. A sequence whose row is outside 0..P-1 (-1) is not recorded. Rows in use must differ.
 
     Returns a `Commit`. An idle sequence, or one with tokens_left <= 0, keeps its start; it is finished, its last_token
-    is -1, nothing is appended. A sequence that ended with EOS or at its limit has a start and a last_token like any
-    other.
+    is -1, nothing is appended. After EOS or at a limit, start and last_token are as usual.
 
         for b in range(B):
             nodes, tokens = accept_index[b, : num_accepted[b] + 1], tokens[b, : num_accepted[b] + 1]
@@ -131,9 +130,9 @@ def commit(
             draft_accept_index[b] = present
             draft_missing[b] = tokens[len(present) - 1 : len(nodes) - 1]
 
-    Values that no verdict has are safe: a path stops before a node that does not ascend or is outside the tree and
-    before a negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending
-    offsets, history_lens outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
+    Invalid verdicts are safe: a path stops before a node that does not ascend or is outside the tree and before a
+    negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending offsets,
+    history_lens outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
 
     Source: the drafters of EAGLE (Li et al., ICML 2024) and Medusa continue from the accepted nodes' rows.
 

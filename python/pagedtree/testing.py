@@ -60,9 +60,9 @@ def decoy_propose(
     """Drafts the known continuation of each text, every right token behind siblings that are wrong.
 
     Tests an engine: generate without drafts, then propose these texts with this drafter. A correct engine gives the
-    same texts and accepts max_depth drafts in every step with enough text left. Mostly chain-like drafts hide an engine
-    that forgets `compact_kv`, or takes a node's row for its depth. Here no accepted node's row equals its depth, so
-    that its texts diverge or its drafts are refused.
+    same texts and accepts max_depth drafts in every step with enough text left. An engine that forgets `compact_kv`, or
+    takes a node's row for its depth, passes with mostly chain-like drafts. Here no accepted node's row equals its
+    depth, so its texts diverge or its drafts are refused.
 
     Args:
         texts: int32 or int64 [B, L], prompt and continuation; negative where a text has ended.
@@ -71,7 +71,7 @@ def decoy_propose(
         max_nodes: most nodes of a tree, root included, from 2 * max_depth + 1 to 1024.
         max_depth: right drafts of a tree, >= 1.
         root_tokens: int32 or int64 [B], the engine's own last tokens, entered at the roots. Default: from `texts`.
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+        active: bool [B]; False = finished: a tree of no nodes.
 
         width = (max_nodes - 1) // max_depth
         node = 0                                                    # the root

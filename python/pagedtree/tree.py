@@ -146,7 +146,7 @@ class DraftTree:
     def _on_device(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, int]:
         """Returns parents, depths, child ranks as tensors on `device`, copied once, and the number of ranks."""
         copies = self._copies.get(device)
-        is_faked = makes_fakes()  # nor can it use cached tensors
+        is_faked = makes_fakes()  # a trace can neither use nor fill the cache
         if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))

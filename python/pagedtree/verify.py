@@ -58,8 +58,8 @@ def verify_greedy(
     """Follows the child that drafted the argmax, as long as there is one. Equals greedy decoding token for token.
 
     Args:
-        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, N the
-            rows of `trees`. Only rows on the accepted path are read.
+        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n. Only
+            rows on the accepted path are read.
         draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored, ids outside 0..V-1 (-1) are no
             drafts.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
@@ -68,11 +68,10 @@ def verify_greedy(
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
         tokens_left: int32 [B], the most output tokens of each sequence: its path is cut so that num_accepted + 1 <=
-            tokens_left, and the last token is the path's own. The output is a prefix of the unlimited output. At 0 or
-            less it is empty, as for a tree of no nodes.
+            tokens_left. The output is a prefix of the unlimited output. At 0 or less it is empty.
 
     Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
-    0; either sets status bit 2. Where siblings repeat a token, the first is followed.
+    0; either sets status bit 2. Of siblings with the same token the first is followed.
 
         node = 0
         while True:
@@ -81,7 +80,7 @@ def verify_greedy(
 
     Sources: blockwise parallel decoding (Stern et al., NeurIPS 2018), for trees SpecInfer (Miao et al., 2023).
 
-    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
+    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
     return Verdict(
         *call(
@@ -131,7 +130,7 @@ def verify_sampled(
 
     Sources: target-only sampling, as SpecInfer's naive sampling (Miao et al., 2023); Philox (Salmon et al., SC 2011).
 
-    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong Python types.
+    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
     """
     expect_type("params", params, SamplingParams)
     return Verdict(
@@ -171,17 +170,14 @@ def verify_rejection(
 ) -> Verdict:
     """Verifies trees by rejection sampling, with draft probabilities for a higher acceptance rate.
 
-    Lossless where the drafts were chosen as `draft_law` states: the tokens then follow the target's distribution
-    exactly. They do not under another `draft_law`, or if drafts were dropped or reordered after drawing. "onehot" is
-    lossless however the drafts were chosen, as long as the choice does not look at this op's random numbers.
+    Lossless (the tokens follow the target's distribution exactly) where the drafts were chosen as `draft_law` states,
+    and not dropped or reordered after drawing. "onehot" is lossless for any choice that does not look at this op's
+    random numbers.
 
     Args:
-        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, with
-            distribution p_n under `params`. Only rows on the accepted path are read.
-        draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored. An id outside 0..V-1 (-1) is
-            no draft: it uses no coin and changes nothing.
-        trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
-        params: scalars, or tensors [B].
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`. p_n is the
+            distribution of row n under `params`. An id outside 0..V-1 (-1) uses no coin and changes nothing.
+        params, seeds, positions, options: see `verify_sampled`.
         draft_law: how the children of a node were chosen, in index order.
             "iid": drawn independently from q_n; tokens may repeat.
             "swor": drawn from q_n without replacement (a repeated token is rejected).
@@ -190,15 +186,11 @@ def verify_rejection(
             for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
         draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
             has no mass: its children are rejected.
-        seeds: int64 [B].
-        positions: int32 or int64 [B], the roots' own positions, the `start` of `prepare_step`.
         coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
             ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
-        grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
-            parameters, which have no penalties.
-        options: the B requests' options; see `RequestOptions`.
+            parameters (no penalties).
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
@@ -216,13 +208,13 @@ def verify_rejection(
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
     Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and then these sums in double precision.
-    The order is fixed, so that results do not change with batch, slot, threads or instruction set. A residual below
-    1e-6 of p_n may be rounding error, and counts as nothing. No tensor of size [N, V] is allocated.
+    The order is fixed: results do not depend on batch, slot, threads or instruction set. A residual below 1e-6 of p_n
+    may be rounding error, and counts as nothing. No tensor of size [N, V] is allocated.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 
     Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot" and for their
-    absence elsewhere; TypeError for wrong Python types.
+    absence elsewhere; TypeError for wrong types.
     """
     return _by_ratio(
         ops.verify_rejection, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
@@ -357,8 +349,8 @@ def verify_typical(
         epsilon: in 0..1, the probability that always suffices.
         delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
 
-    Returns a `Verdict`. Of equally long paths it takes the one whose last node comes first. Status bit 2 is set where a
-    visited row had NaN or no finite logit. With the entropy H in nats of p_n, the distribution of row n:
+    Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit. With the entropy H in nats of p_n,
+    the distribution of row n:
 
         accepted = {root} and each node of draft x under an accepted parent n with
                    p_n[x] > min(epsilon, delta * exp(-H(p_n)))
@@ -367,8 +359,7 @@ def verify_typical(
 
     Source: Cai et al., "Medusa", ICML 2024.
 
-    Raises ValueError for wrong shapes, dtypes or devices, epsilon or delta out of range; TypeError for wrong Python
-    types.
+    Raises ValueError for wrong shapes, dtypes or devices, epsilon or delta out of range; TypeError for wrong types.
     """
     expect_type("params", params, SamplingParams)
     params.expect_no_penalty("verify_typical")

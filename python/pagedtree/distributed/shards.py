@@ -16,7 +16,7 @@ __all__ = ["VocabShards"]
 class VocabShards:
     """A vocabulary in contiguous shards: rank r's columns follow rank r - 1's. Shards may differ in size.
 
-    All ranks of the group construct it together, once; it exchanges only the numbers of columns.
+    A collective call, once; exchanges only the numbers of columns.
 
     Args:
         num_tokens: columns that this rank holds; any number, also 0. Narrow the logits of a padded output layer first:

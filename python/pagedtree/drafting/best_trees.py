@@ -89,9 +89,9 @@ def select_nodes(
         limit: int32 [1], number of nodes to keep, roots included; it may change between replays of one captured graph.
             Clamped to 0..budget, which is also the default.
 
-    Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row. Since a
-    parent comes first, no node is kept without its parent. Kept nodes keep their order. Unreachable nodes (depth -1)
-    are never kept, nor is a node whose depth is not its parent's plus 1.
+    Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row. So no node
+    is kept without its parent. The order stays. Unreachable nodes (depth -1) are never kept, nor is a node whose depth
+    is not its parent's plus 1.
 
         def survives(row): return min(clean(survival[row]), survives(parent(row)) if parent(row) >= 0 else inf)
         roots, others = split(reachable rows)

@@ -21,9 +21,8 @@ class DraftState:
     """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
 
     Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, in frontier order.
-    So index order is also depth order, and a parent has the smaller index. Some of the new candidates become the next
-    frontier, the nodes that the draft model reads next. They take the next F places in its KV tree, in frontier order,
-    whether present or not.
+    So indices ascend with depth, and from parent to child. Some new candidates become the next frontier, the draft
+    model's next inputs. They take the next F places in its KV tree, in frontier order, whether present or not.
 
     Attributes:
         tokens: int64 [B, C], -1 where absent.
@@ -121,7 +120,7 @@ def start_draft(root_tokens: Tensor, *, max_kv_nodes: int, active: Tensor | None
         root_tokens: int64 [B], the last committed tokens.
         max_kv_nodes: bound on the nodes that the draft model reads (the root and all frontiers), 1..1024; it fixes the
             mask's width.
-        active: bool [B]; False = the sequence is finished: all its nodes are absent.
+        active: bool [B]; False = finished: all its nodes are absent.
 
     Raises ValueError for wrong shapes, dtypes or bounds.
     """
@@ -187,9 +186,8 @@ def expand_tree(
                 positions: the closer the two distributions, the likelier it samples a drafted token.
         params, seeds, positions: for all laws but "topk": q is the distribution of `params` (scalars or [B]) on the
             row; seeds int64 [B]; positions int32 or int64 [B], the roots' own. The noise depends on the seed and the
-            node's position, positions + depth. The noise of "swor" and "iid" differs from all verification noise and
-            also depends on the node's place in the frontier. Draws at different nodes are thus independent, as
-            `verify_traversal` requires.
+            node's position, positions + depth. For "swor" and "iid" it differs from all verification noise and also
+            depends on the frontier place: draws at different nodes are independent, as `verify_traversal` requires.
 
     NaN logits read as -inf, +inf as the largest finite. A child is absent (token -1, score -inf) if its node is absent,
     its logit is -inf ("topk"), or q has fewer than K tokens ("swor", "coupled").
@@ -200,9 +198,9 @@ def expand_tree(
                 append(token, parent=f, score=score[f] + logp[token])
         frontier = sorted(new, key=lambda c: (-score[c], c))[:num_frontier]
 
-    Under "swor" and "iid" a choice by score would bias verification: there, and under "coupled", the frontier has a
-    fixed shape, first draws first (the first child of every old frontier node, then the second of each, ...). The state
-    keeps the distributions q of "swor" and "iid", fp32 [B, F, V] (zeros for an absent node).
+    Under "swor" and "iid" a choice by score would bias verification: for these and "coupled" the frontier takes first
+    draws first (the first child of every old frontier node, then the second of each, ...). The state keeps the
+    distributions q of "swor" and "iid", fp32 [B, F, V] (zeros for an absent node).
 
     Raises ValueError for wrong shapes, dtypes or bounds, missing or unexpected sampling arguments, and a law that
     differs from the state's.
@@ -267,11 +265,10 @@ def rerank_tree(state: DraftState, num_nodes: int, *, active: Tensor | None = No
     Args:
         state: the grown trees.
         num_nodes: most nodes of a tree, root included, 1..1024.
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+        active: bool [B]; False = finished: a tree of no nodes.
 
-    Law "topk": the best have the highest cumulative log-probability, ties by depth, then index. Since it never rises
-    along a path, no node is chosen without its parent. Nodes keep the candidates' order. A sequence with fewer
-    candidates has fewer nodes.
+    Law "topk": the best have the highest cumulative log-probability, ties by depth, then index. It never rises along a
+    path, so each node's parent is chosen too. Nodes keep the candidates' order. Fewer candidates give fewer nodes.
 
         best = sorted(present, key=lambda c: (-score[c], c))[:num_nodes]
         nodes = sorted(best)

@@ -40,13 +40,13 @@ def ngram_propose(
         max_branches: most leaves of a tree.
         extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
             `rejected_predictions`.
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+        active: bool [B]; False = finished: a tree of no nodes.
         history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
             [P]. A row outside 0..P-1 (-1) is an empty history; PAGEDTREE_CHECK=1 raises for any but -1. Sequences may
             share a row.
 
-    An empty history also gives a tree of no nodes; a history without a match gives the root alone. Nodes are in
-    insertion order: siblings of a better match come first.
+    An empty history also gives a tree of no nodes; without a match, the root alone. Nodes are in insertion order:
+    better matches first.
 
         tree = Trie(root=history[-1])
         for n in range(max_ngram, min_ngram - 1, -1):
@@ -58,10 +58,10 @@ def ngram_propose(
     `insert` shares existing nodes and adds the others one by one; it stops at max_nodes, and where a new branch would
     make more than max_branches leaves.
 
-    One pass over the H + E tokens finds the n-grams of all lengths, also in a text that repeats one token; on a GPU
-    each position then compares at most max_ngram tokens. Each match takes at most max_depth steps in the tree, one
-    period in a text that repeats itself. Launches: one for a batch of one, else two, plus `build_trees`. Scratch: 5
-    bytes for each of the B * (H + E) tokens and 24 for each of the B * max_nodes nodes.
+    One pass over the H + E tokens finds the n-grams of all lengths; on a GPU each position compares at most max_ngram
+    tokens. Each match takes at most max_depth steps in the tree, one period in a repeating text. Launches: one for a
+    batch of one, else two, plus `build_trees`. Scratch: 5 bytes for each of the B * (H + E) tokens and 24 for each of
+    the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """
@@ -155,7 +155,7 @@ def medusa_propose(
         head_logits: fp32, fp16 or bf16 [B, H, V], last dimension contiguous; head h predicts the node at depth h + 1.
         tree: the same for every sequence, not deeper than H; child ranks below V, at most 1023.
         root_tokens: int64 [B], entered at the roots (else -1, which verification ignores).
-        active: bool [B]; False = the sequence is finished and gets a tree of no nodes.
+        active: bool [B]; False = finished: a tree of no nodes.
 
     Ties go to the lower id. NaN reads as -inf. If too few tokens are above -inf for a rank, its node is -1.
 

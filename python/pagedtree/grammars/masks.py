@@ -145,9 +145,8 @@ class GrammarMasks:
             draft_to_target: int32 or int64 [V_draft], if draft_tokens are ids of a draft vocabulary.
             device: device of the masks; default the object's, else draft_tokens'.
 
-        Grammar engines run on the host. GPU inputs are copied there after the kernels queued so far; the worker threads
-        wait for that copy, the caller does not. Call `fill` before queueing the target's pass. To avoid the copy, pass
-        CPU tensors and `device`.
+        Grammar engines run on the host. GPU inputs are copied there behind the queued kernels, and only the worker
+        threads wait. Call `fill` before queueing the target's pass. To avoid the copy, pass CPU tensors and `device`.
 
         Returns a `GrammarFill`. Bit x % 32 of word x // 32 in row n is set if token x may follow node n, i.e. if the
         path tokens below the root and x continue the text that the matcher has consumed. Where the grammar has ended or
@@ -234,9 +233,8 @@ class GrammarMasks:
             strict: whether a token that the grammar forbids raises.
 
         Returns for each sequence whether the grammar allowed its tokens; if not, its matcher keeps its state. Tokens
-        after the end of a grammar are ignored, as are the tokens of sequences without a grammar. If strict, raises
-        ValueError for a forbidden token and no matcher moves. Raises TypeError and ValueError for wrong types and
-        shapes.
+        after a grammar's end or without a grammar are ignored. If strict, raises ValueError for a forbidden token and
+        no matcher moves. Raises TypeError and ValueError for wrong types and shapes.
         """
         matchers = self._matchers
         _check_matchers(matchers)
