@@ -35,7 +35,6 @@ ops, _library_calls = _load()
 
 
 def _overload(name: str) -> Any:
-    """Returns the overload named "op" or "op.overload"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(ops, packet), overload or "default")
 

@@ -97,8 +97,8 @@ def tree_attention(
     Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap; with PAGEDTREE_CHECK=1
     also for offsets, lengths and page ids out of range and a mask narrower than its trees.
 
-    Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding's split of the keys, PagedAttention (Kwon et al.,
-    2023), tree attention (SpecInfer, Miao et al., 2023), latent attention over its own cache (DeepSeek-V2, 2024).
+    Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding (key split), PagedAttention (Kwon et al., 2023),
+    tree attention (SpecInfer, Miao et al., 2023), latent attention (DeepSeek-V2, 2024).
     """
     expect_type("q", q, Tensor)
     arguments = (q, k_cache, v_cache, page_table, seq_lens, cu_seqlens_q, tree_mask)
@@ -242,11 +242,10 @@ def attention_plan(
     or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host. Raises
     ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
 
-    The linear order of the work is (sequence, tile of query rows, tile of keys), as in Stream-K (Osama et al., 2023)
-    and FlashMLA's scheduler. A tile of query rows belongs to one KV head, or to several with few rows each. The order
-    is cut into ranges of equal cost: one for each key tile that some row of the tile sees, plus a constant for each
-    piece of a tile of query rows. The plan holds the start of each range; a range ends where the next one starts. On
-    CUDA two to eight CTAs share each range if heads have several tiles of query rows and more keys than the L2 cache
+    Linear order: (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler. A row
+    tile holds query rows of one KV head, or of several with few rows each. The order is cut into ranges of equal cost:
+    one per visible key tile, plus a constant per piece of a row tile. The plan holds the start of each range, which
+    ends the one before. On CUDA two to eight CTAs share a range if heads have several row tiles and more keys than L2
     holds: each has its own rows, and memory is read once for all.
     """
     return call(

@@ -1,7 +1,6 @@
 """The paged KV cache: slots of positions, writing new rows, compacting accepted rows.
 
-A *slot* is page * page_size + offset. PagedAttention is Kwon et al., SOSP 2023; TensorRT-LLM and SGLang also move the
-accepted rows of a draft tree after verification.
+A *slot* is page * page_size + offset.
 """
 
 from __future__ import annotations

@@ -235,8 +235,8 @@ class OptionRows:
     def of(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions | None:
         """Returns the options of the sequences with these numbers; None where no sequence has any.
 
-        Rebuilds the options when the selection changes, with counts from the texts so far; `commit` then advances the
-        counts. So steady-state steps cost nothing more, and evictions or other kinds of steps in between need no care.
+        Rebuilt when the selection changes, with counts from the texts so far, which `commit` advances. So steps with
+        the same sequences cost nothing more, and evictions or other kinds of steps in between are safe.
 
         history: int64 [B, capacity], each sequence's text. lengths: int32 [B], its length.
         """
@@ -366,7 +366,6 @@ def _expect_integer(name: str, value: object) -> None:
 
 
 def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
-    """Returns a sequence's list, empty for None."""
     if entry is None:
         return []
     if isinstance(entry, (str, bytes)) or not isinstance(entry, Sequence):
@@ -375,7 +374,6 @@ def _entries(name: str, entry: Sequence[Any] | None) -> Sequence[Any]:
 
 
 def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]:
-    """Returns a sequence's biases, none for None."""
     if entry is None:
         return {}
     if not isinstance(entry, Mapping):

@@ -108,7 +108,7 @@ def advance_state(
     Nothing is written for a sequence with a slot outside 0..slots - 1, without a node or token, or with a path that
     does not lead from the root from child to child (idle: accept_index[b, 0] = -1).
 
-    Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
+    Sources: see `tree_delta_rule`.
 
     Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1
     also for slots outside -1..slots - 1, paths that do not ascend and offsets that descend or pass T.

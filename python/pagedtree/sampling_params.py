@@ -51,7 +51,7 @@ class SamplingParams:
         frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; 0 turns it off.
         presence_penalty: subtracted once if a token is in the output at all; 0 turns it off.
 
-    The penalties come before the temperature, in this order; `RequestOptions` holds prompt and output. Only `sample`,
+    Penalties precede the temperature, in this order; `RequestOptions` holds prompt and output. Only `sample`,
     `token_logprobs` and the lossless verify ops support them; other ops raise ValueError for a penalty that is on.
 
     Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1, repetition_penalty > 0, and

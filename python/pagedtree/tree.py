@@ -30,8 +30,8 @@ def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 class DraftTree:
     """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
 
-    Make trees outside of compiled code. Inside, `torch.compile` breaks the graph there, and raises under
-    fullgraph=True. A compiled function may use an existing tree, and make a `TreeBatch` with `build_trees`.
+    Make trees outside of compiled code: inside, they break the graph, and raise under fullgraph=True. Compiled
+    functions may use an existing tree, and make a `TreeBatch` with `build_trees`.
 
     Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
         parents, depths, first_child, next_sibling; siblings are in index order.
@@ -256,10 +256,10 @@ class TreeBatch:
     def concatenate(cls, batches: Sequence[TreeBatch]) -> TreeBatch:
         """Returns the trees of all `batches`, at least one, in order: a batch of B_1 + B_2 + ... trees in new tensors.
 
-        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Padding rows can only stay
-        behind the last tree: every batch but the last must have none (`narrow` drops them). This is checked where
-        tensors are on the CPU; elsewhere such rows become unreachable nodes of the preceding tree. Raises ValueError
-        for no batch, misplaced padding, batches on different devices, or inconsistent tensors.
+        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Only the last batch may
+        have padding rows (`narrow` drops them). This is checked on the CPU; elsewhere such rows become unreachable
+        nodes of the preceding tree. Raises ValueError for no batch, misplaced padding, batches on different devices, or
+        inconsistent tensors.
         """
         if not batches:
             raise ValueError("batches: expected at least one, got none")

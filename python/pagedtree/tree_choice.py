@@ -24,21 +24,20 @@ def choose_tree(
 ) -> DraftTree:
     """Returns the tree with the most expected tokens per second; the root alone where drafting does not pay.
 
-    Source: Sequoia (Chen et al., NeurIPS 2024): its dynamic programme finds the best tree of each size, and the
-    measured step cost decides the size. Here acceptance may also depend on the depth, and each tree level may cost
-    extra time, for a pass of the draft model.
+    Source: Sequoia (Chen et al., NeurIPS 2024): dynamic programming finds the best tree of each size; the step cost
+    decides the size. Here acceptance may also depend on the depth, and each level may cost a pass of the draft model.
 
     Args:
         acceptance: probability that the child of each rank is accepted if its parent was, [R]: rank 0 is the drafter's
-            first choice. Or [D, R], one row per depth, the root's children first; then no tree is deeper than D. A row
-            sums to at most 1, as at most one child is accepted.
+            first choice. Or [D, R], one row per depth, the root's children first; then D bounds the depth. A row sums
+            to at most 1: at most one child is accepted.
         step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; one node
             is plain decoding. Measured costs are noisy, so a size costs at least as much as any smaller size.
         max_nodes: most nodes, the root included, 1..1024.
         max_depth: most levels below the root.
         level_cost: additional seconds per level.
 
-    Nodes are in order of depth; the children of a node are the drafter's first choices, best first.
+    Nodes are in depth order; children are the drafter's first choices, best first.
 
         for tree in trees_of_at_most(max_nodes, max_depth, R):
             rate = expected_tokens(tree, acceptance) / (step_cost(tree.num_nodes) + level_cost * tree.max_depth)

@@ -58,8 +58,8 @@ def verify_greedy(
     """Follows the child that drafted the argmax, as long as there is one. Equals greedy decoding token for token.
 
     Args:
-        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n. Only
-            rows on the accepted path are read.
+        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, N the
+            rows of `trees`. Only rows on the accepted path are read.
         draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored, ids outside 0..V-1 (-1) are no
             drafts.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
@@ -207,9 +207,9 @@ def verify_rejection(
             if x was accepted: emit(node, x); node = child with x
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
-    Sums over the vocabulary add the masses of 1024 tokens at a time in fp32, and then these sums in double precision.
-    The order is fixed: results do not depend on batch, slot, threads or instruction set. A residual below 1e-6 of p_n
-    may be rounding error, and counts as nothing. No tensor of size [N, V] is allocated.
+    Sums over the vocabulary are fp32 within blocks of 1024 tokens and double across blocks, in a fixed order: results
+    do not depend on batch, slot, threads or instruction set. A residual below 1e-6 of p_n (rounding) counts as nothing.
+    No tensor of size [N, V] is allocated.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 
@@ -243,9 +243,9 @@ def verify_block(
 ) -> Verdict:
     """Verifies chains as blocks: judges prefixes by their joint probability. Lossless for the named `draft_law`.
 
-    Accepts at least as many drafts on average as `verify_rejection`, exactly as many under "onehot". Reads all rows of
-    a chain whose prefix may still be accepted. Acceptance also depends on later drafts, so every step must draw its
-    drafts with fresh random numbers (`expand_tree`: other seeds each step).
+    Accepts at least as many drafts on average as `verify_rejection`, equally many under "onehot". Reads all rows of a
+    chain whose prefix may still be accepted. Acceptance depends on later drafts, too, so every step needs fresh random
+    numbers for drafting (`expand_tree`: other seeds each step).
 
     Args:
         trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
@@ -381,7 +381,6 @@ def verify_typical(
 
 
 def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> tuple[Any, ...]:
-    """Returns the leading arguments that the raw verify ops share."""
     expect_type("logits", logits, Tensor)
     expect_type("trees", trees, TreeBatch)
     return (

@@ -52,10 +52,9 @@ class DraftStats:
 class DraftGroup:
     """A drafter on the first `size` ranks of the target's group, whose proposals all ranks receive.
 
-    It is itself a drafter: it has `propose(tokens, lengths)` and the other methods of
-    `pagedtree.integrations.transformers.Drafter`. All ranks of the group construct and call it together. Drafting runs
-    in a separate thread between `start` and `propose`, so that the target can overlap other work, such as compacting
-    its cache. Ranks that do not draft do only this other work.
+    It implements `pagedtree.integrations.transformers.Drafter`, and all ranks of the group construct and call it
+    together. Drafting runs in a separate thread between `start` and `propose`, overlapping other work of the target
+    such as compacting its cache. Other ranks do only that work.
 
     Args:
         make: called on the draft ranks with their torch.distributed group, over which the drafter's model is sharded,
@@ -72,9 +71,9 @@ class DraftGroup:
         stats: a `DraftStats`.
 
     A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other rank after a check.
-    If drafting fails on any draft rank, or its proposal is malformed, that rank raises its own error, and all others
-    raise GroupError with its text. The same happens where `make` raises or returns no drafter: then there is no
-    DraftGroup on any rank. (Draft ranks that wait for each other within `make` do so until their group's timeout.)
+    If drafting fails on a draft rank, or its proposal is malformed, that rank raises its error, and all others
+    GroupError with its text. So does construction, on all ranks, if `make` raises or returns no drafter. (Draft ranks
+    that wait for each other within `make` do so until their group's timeout.)
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -220,7 +219,6 @@ class DraftGroup:
         return draft
 
     def _share(self, draft: Draft | None, seconds: float, failure: Exception | None) -> Draft:
-        """Sends the first rank's draft to all ranks."""
         header = self._header(draft, seconds, failure)
         with self._group._answered("DraftGroup: a proposal"):
             dist.all_reduce(header, dist.ReduceOp.MAX, group=self._group.group)
@@ -302,7 +300,6 @@ class DraftGroup:
 
 
 def _members(group: Group) -> list[int]:
-    """Returns global ranks, in the group's order."""
     if group.group is None:
         return list(range(group.size))
     return dist.get_process_group_ranks(group.group)

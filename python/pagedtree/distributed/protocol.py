@@ -2,7 +2,7 @@
 
 The numbers match csrc/core/shards.h and shard_distributions.h, which document the words. A rank passes zeros for the
 words that a round writes, and for a row's own words before the first round. Other words, or words from a round with
-other arguments, cause no access outside the tensors, but the result is unspecified.
+other arguments, give unspecified results but no access outside the tensors.
 """
 
 from __future__ import annotations

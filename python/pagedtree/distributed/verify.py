@@ -166,10 +166,9 @@ def verify_rejection(
         options: over the whole vocabulary, the same on all ranks.
         max_children: the most children of any node, 0..1023. None: read from the trees, which synchronises on a GPU.
 
-    The residual after rejecting a node's first children depends on no coin, so the ranks compute it for all nodes at
-    once and then walk alone. Traffic: as `verify_sampled` without the race, plus 16 bytes per row for the target's mass
-    and the drafts' own probabilities, 16 bytes per row for each child after the first (not under "onehot"), and 24
-    bytes per tree for the bonus.
+    Residuals depend on no coin, so the ranks compute them for all nodes at once and then walk alone. Traffic: as
+    `verify_sampled` without the race, plus 16 bytes per row for the target's mass and the drafts' own probabilities, 16
+    bytes per row for each child after the first (not under "onehot"), and 24 bytes per tree for the bonus.
 
     Raises as `verify_greedy`, and ValueError for draft_probs under "onehot" and their absence elsewhere.
     """
@@ -305,7 +304,6 @@ class _Rows:
         return self.received
 
     def learn(self) -> None:
-        """Takes in the last words received."""
         self._exchange(Round.LEARN)
 
     def follow(

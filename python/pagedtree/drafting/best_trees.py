@@ -32,9 +32,9 @@ def best_first_tree(
 ) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
     """Returns the tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
 
-    For drafters with independent levels: Medusa heads, block drafters. A child of a node at depth d is one of the K
-    candidates of level d, whatever the node. A node's joint log-probability is the sum along its path. If the
-    candidates of different levels are independent, this tree has the most expected accepted tokens.
+    For drafters with independent levels: Medusa heads, block drafters. Every node at depth d has the same K candidate
+    children, level d. A node's joint log-probability is the sum along its path. With independent levels this tree has
+    the most expected accepted tokens.
 
     Source: DDTree (Ringel and Romano, 2026), which builds it with a heap on the host.
 
@@ -47,9 +47,9 @@ def best_first_tree(
         return_log_probs: also return the nodes' joint log-probabilities. Their exponentials are survival estimates for
             `select_nodes`.
 
-    Nodes are in descending order of joint log-probability, ties by depth, then by the candidate ranks from the root on,
-    where a candidate's rank is its index among the K. Sums are fp32, accumulated from the root down, one candidate at a
-    time. The order uses the rounded sums; a path whose sum is -inf is not taken.
+    Nodes are in descending order of joint log-probability, ties by depth, then by candidate ranks (indices among the K)
+    from the root on. Sums are fp32, accumulated from the root down, and compared as rounded; paths of sum -inf are not
+    taken.
 
         tree, open = [], [(-0.0, 0, ())]                                    # cost, depth, ranks from the root on
         while open and len(tree) < num_nodes:
@@ -64,9 +64,8 @@ def best_first_tree(
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b]
     = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows. Raises
-    ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Levels in descending order, as
-    `torch.topk` returns them, are faster: unsorted levels are searched for each node, in time proportional to num_nodes
-    * K.
+    ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Sorted levels (`torch.topk`) are
+    faster: unsorted ones are searched for each node, in time proportional to num_nodes * K.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
@@ -99,9 +98,8 @@ def select_nodes(
         kept = sorted(roots + others[: max(min(limit, budget) - len(roots), 0)])
 
     Returns the trees of kept nodes, N = max(budget, B) rows, and node_map int32 [max(budget, B)]: the row of `trees`
-    that row i was, -1 for padding, which comes last. cu_nodes holds the new offsets. max_nodes, max_depth and `valid`
-    stay, although malformed nodes are gone. Gather per-node values, such as tokens, with
-    `values[node_map.clamp(min=0).long()]`.
+    that row i was, -1 for padding, which comes last. max_nodes, max_depth and `valid` stay, although malformed nodes
+    are gone. Gather per-node values, such as tokens, with `values[node_map.clamp(min=0).long()]`.
 
     Raises ValueError for wrong shapes, dtypes or bounds. One launch, but three for more than 16 trees on a GPU before
     Hopper; no synchronisation.

@@ -35,7 +35,6 @@ class GrammarFill:
         self._result: Tensor | None = None
 
     def _settle(self) -> None:
-        """Waits for the worker threads, whether they succeed or fail."""
         if not self._tasks.cancelled() and self._tasks.exception() is None:
             wait(self._tasks.result())
 

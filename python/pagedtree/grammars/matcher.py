@@ -33,8 +33,8 @@ class GrammarMatcher(Protocol):
     """The interface of a grammar engine to `GrammarMasks`: one sequence's grammar state after its output so far.
 
     `pagedtree.integrations.xgrammar` and `.llguidance` implement it. For another engine derive from
-    `DepthFirstMatcher`, or implement these six if the engine walks trees itself. One thread calls a matcher at a time.
-    Matchers that release the GIL run in parallel, and alongside Python code.
+    `DepthFirstMatcher`, or implement these six if it walks trees itself. One thread at a time calls a matcher. Matchers
+    that release the GIL run in parallel.
     """
 
     @property
