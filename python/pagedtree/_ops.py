@@ -50,7 +50,7 @@ for _name in _public_ops():
 
 
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers a shape function for an op's outputs, after the op's own device check.
+    """Registers a shape function for an op's outputs, preceded by the op's device check.
 
     One tensor without values (on "meta") sends the whole call there, whatever the others are.
     """

@@ -113,8 +113,8 @@ def explain(
 ) -> AttentionCost:
     """Returns launches, tiles, cuts, balance, bytes, flops and floor time of a `tree_attention` call on CUDA.
 
-    Needs no GPU: simulates the CTAs over the plan in lockstep, one KV tile of 64 keys each at a time. L2 holds the data
-    read last. A tile counts if a row sees one of its keys under a causal mask; the kernel skips the others.
+    Needs no GPU: simulates the CTAs in lockstep, one KV tile of 64 keys each at a time. L2 holds the data read last. A
+    tile counts if a row sees one of its keys under a causal mask; the kernel skips the others.
 
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, new tokens included.
@@ -130,7 +130,7 @@ def explain(
         engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice, from
             PAGEDTREE_ENGINE or the resolution of "auto" on the current GPU (mma.sync without a GPU).
 
-    Raises ValueError for sizes that `tree_attention` refuses, and for devices of more than 65536 multiprocessors.
+    Raises ValueError for sizes that `tree_attention` refuses, and for more than 65536 multiprocessors.
     """
     from pagedtree import _C  # the ops do without it
 

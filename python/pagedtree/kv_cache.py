@@ -90,8 +90,8 @@ def append_kv(
         k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; the factors by which attention multiplies the cache. Only
             for converted rows, else ValueError; None = 1. v_scale only with v.
 
-    Conversion stores saturate(k / k_scale) in fp32: the nearest e4m3 value, ties to even, at most 448 in magnitude
-    (infinities too); NaN becomes e4m3's NaN.
+    Conversion stores saturate(k / k_scale), divided in fp32: the nearest e4m3 value, ties to even, infinities saturated
+    to 448; NaN stays NaN.
 
         for t in range(T):
             if 0 <= slots[t] < pages * page_size:
@@ -141,8 +141,8 @@ def rope_append(
         q_out: of q's shape and dtype, written; the last dimension is contiguous. May be q itself, else shares no memory
             with it. Default: a new tensor.
 
-    Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype; the
-    appended rows equal `append_kv` of the rotated keys bit for bit, except for the bits of a NaN.
+    Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype.
+    Appended rows equal `append_kv` of the rotated keys bitwise, NaN payloads aside.
 
         half = rotary_dim // 2
         for t in range(T):
@@ -175,16 +175,16 @@ def compact_kv(
 
     Args:
         caches: tensors [pages, page_size, ...], written: all layers, K and V, latent caches, scales; any dtypes, any
-            strides (a row has at most three strided dimensions besides its contiguous runs), the same pages and
-            page_size. Tensors may be views of one storage, but their elements must not overlap. One launch takes up to
-            128 tensors.
+            strides (at most three strided dimensions per row besides contiguous runs), the same pages and page_size.
+            Tensors may be views of one storage, but their elements must not overlap. One launch takes up to 128
+            tensors.
         page_table: int32 [B, max_pages], rows may be strided.
         start: int32 [B], position of node 0; negative = idle.
         accept_index: int32 [B, S], S <= 1024, rows may be strided: node ids of the path, [b, 0] = 0, or -1 = idle.
         num_accepted: int32 [B]; clamped to 0..S - 1.
 
     Returns the new seq_lens, int32 [B]: start + num_accepted + 1. An idle sequence keeps its start, and nothing moves.
-    Pages past ceil(new seq_lens / page_size) hold nothing live. All other slots keep their bits.
+    Pages past ceil(new seq_lens / page_size) hold no live rows. All other slots keep their bits.
 
         for cache in caches:
             for b in range(B):
@@ -192,9 +192,9 @@ def compact_kv(
                 for j, row in enumerate(rows, start=1):
                     cache[slot(b, start[b] + j)] = row
 
-    All rows of a sequence are read before one is written, so overlaps are safe in any order. A row with an end outside
-    the table or pool, or a negative node id, is not moved; PAGEDTREE_CHECK=1 raises instead, also for a path that does
-    not ascend. Two sequences must not share the pages of their trees.
+    All rows of a sequence are read before any write, so overlaps are safe. A row with an end outside the table or pool,
+    or a negative node id, is not moved; PAGEDTREE_CHECK=1 raises instead, also for a path that does not ascend. Two
+    sequences must not share the pages of their trees.
 
     Sources: TensorRT-LLM and SGLang.
 

@@ -63,7 +63,7 @@ class RequestOptions:
         logits[x] -= frequency * count[x]
         logits[x] -= presence * (count[x] > 0)
 
-    The arithmetic is float32 whatever the logits' dtype; -inf stays -inf. Source: the order is vLLM's.
+    Arithmetic is float32 for any dtype; -inf stays -inf. Source: the order is vLLM's.
     """
 
     prompt_mask: Tensor | None = None

@@ -58,8 +58,8 @@ class SamplingParams:
     -2..2 for the other penalties raise ValueError, other types TypeError. Tensor values are clamped to these ranges
     (top_p 0 keeps one token, a repetition_penalty <= 0 is off) and NaN turns the parameter off (temperature NaN is 1).
 
-    NaN logits read as -inf, +inf as the largest finite of the dtype; a row with no finite logit is uniform over V
-    whatever the filters (temperature 0: id 0). A top_p boundary within 1e-4 of the mass may fall either way.
+    NaN logits read as -inf, +inf as the dtype's largest finite; a row with no finite logit is uniform over V, without
+    filters (temperature 0: id 0). A top_p boundary within 1e-4 of the mass may fall either way.
     """
 
     temperature: float | Tensor = 1.0

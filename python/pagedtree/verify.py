@@ -67,7 +67,7 @@ def verify_greedy(
             of -inf.
         draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
             draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
-        tokens_left: int32 [B], the most output tokens of each sequence: its path is cut so that num_accepted + 1 <=
+        tokens_left: int32 [B], the most output tokens per sequence: paths are cut so that num_accepted + 1 <=
             tokens_left. The output is a prefix of the unlimited output. At 0 or less it is empty.
 
     Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id

@@ -78,7 +78,7 @@ class Group:
     def agree(self, call: str, arguments: dict[str, Any]) -> None:
         """Raises ValueError on every rank if one of them has other arguments, or another call.
 
-        Compares values on the CPU; values on a GPU only under PAGEDTREE_CHECK=1, as it would synchronise.
+        Does nothing for tensors on a GPU unless PAGEDTREE_CHECK=1, as it would synchronise.
         """
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         on_gpu = any(tensor.device.type != "cpu" for tensor in tensors)

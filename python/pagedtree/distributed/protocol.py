@@ -1,4 +1,4 @@
-"""Rounds of the exchange about rows of logits, and the words that each round takes.
+"""Exchange rounds over rows of logits, and the words of each round.
 
 The numbers match csrc/core/shards.h and shard_distributions.h, which document the words. A rank passes zeros for the
 words that a round writes, and for a row's own words before the first round. Other words, or words from a round with
@@ -31,7 +31,7 @@ def num_digits(dtype: torch.dtype) -> int:
 
 
 class Round(IntEnum):
-    """Exchange rounds about each row; see ShardRound in csrc/core."""
+    """Exchange rounds for each row of logits; see ShardRound in csrc/core."""
 
     LEARN = 0  # sends nothing: applies the words of the last round
     PEAK = 1
@@ -48,7 +48,7 @@ class Round(IntEnum):
 
 
 class Weigh(IntEnum):
-    """Exchange rounds about the drafts; see WeighRound in csrc/core/shard_distributions.h."""
+    """Exchange rounds that weigh the drafts; see WeighRound in csrc/core/shard_distributions.h."""
 
     MASSES = 0
     RESIDUAL = 1

@@ -16,11 +16,11 @@ __all__ = ["VocabShards"]
 class VocabShards:
     """A vocabulary in contiguous shards: rank r's columns follow rank r - 1's. Shards may differ in size.
 
-    A collective call, once; exchanges only the numbers of columns.
+    A collective call; exchanges only the numbers of columns.
 
     Args:
-        num_tokens: columns that this rank holds; any number, also 0. Narrow the logits of a padded output layer first:
-            `logits[:, :num_tokens]`.
+        num_tokens: columns that this rank holds; any number, also 0. Narrow padded logits first: `logits[:,
+            :num_tokens]`.
         group: a torch.distributed group; default all ranks.
         device: device of the group's collectives, "cpu" for gloo, the rank's GPU for NCCL.
 

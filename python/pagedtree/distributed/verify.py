@@ -70,7 +70,7 @@ def verify_greedy(
         shards: each rank's columns.
         grammar_mask: bool [N, num_tokens] or packed int32 [N, ceil(num_tokens / 32)], for this rank's columns.
 
-    The ranks exchange 16 bytes per row.
+    Traffic: 16 bytes per row.
 
         for each row: words = max over ranks of (largest logit, then lowest id), and whether there is a NaN
         walk the trees as pagedtree.verify_greedy does, on each rank alone
@@ -110,7 +110,7 @@ def verify_sampled(
         params, seeds, positions: the same on all ranks.
         options: over the whole vocabulary, the same on all ranks.
 
-    All rows of all trees are read at once, so the number of exchanges is fixed. Traffic per row:
+    All rows are read at once, so the number of exchanges is fixed. Traffic per row:
 
         16 bytes for the largest logit
         128 bytes for each digit of the threshold, if there is a top_k, and as many if there is a top_p
@@ -119,7 +119,7 @@ def verify_sampled(
         8 bytes for the winner of the race
         8 bytes to learn whether a non-stop token is left, if options have stop ids
 
-    Host scalars top_k and top_p that filter nothing cost nothing; tensors always count as given.
+    Host scalars top_k and top_p that filter nothing cost nothing; tensors always count.
 
     Raises as `verify_greedy`.
     """
@@ -154,9 +154,9 @@ def verify_rejection(
 ) -> Verdict:
     """Verifies as `pagedtree.verify_rejection` from vocabulary shards: the same `Verdict` on every rank.
 
-    The rule and its coins equal `pagedtree.verify_rejection`. Sums over the vocabulary are integers here (units of
-    2^-42 of the likeliest token's mass), so the result does not depend on the number of ranks or the split. The
-    unsharded op adds floats, so a coin within about 1e-6 of a boundary may decide otherwise there.
+    Rule and coins equal `pagedtree.verify_rejection`. Sums over the vocabulary are integers (units of 2^-42 of the
+    likeliest token's mass), so the result does not depend on the split. The unsharded op adds floats: a coin within
+    about 1e-6 of a boundary may decide otherwise there.
 
     Args:
         logits, draft_tokens, trees, shards, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.

@@ -59,8 +59,8 @@ def best_first_tree(
                 child = fp32(cost - min(log_probs[depth, rank], 0))
                 if child < inf: heapq.heappush(open, (child, depth + 1, (*path, rank)))
 
-    Where fewer paths are possible, the tree is shorter but still valid: the last of its num_nodes rows are unreachable,
-    with parent and depth -1 and draft token -1.
+    With fewer possible paths the tree is shorter but valid: its last rows are unreachable (parent, depth and draft
+    token -1).
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b]
     = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows. Raises

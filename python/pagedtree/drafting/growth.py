@@ -18,7 +18,7 @@ __all__ = ["DraftState", "expand_tree", "rerank_tree", "start_draft"]
 
 @dataclass(frozen=True)
 class DraftState:
-    """A batch of growing draft trees. Each step returns a new one; shapes depend on Python ints only.
+    """A batch of growing draft trees. Each step returns a new one; shapes depend only on Python ints.
 
     Every expansion adds F * K candidates per sequence: K children of each of the F frontier nodes, in frontier order.
     So indices ascend with depth, and from parent to child. Some new candidates become the next frontier, the draft

@@ -55,8 +55,7 @@ def ngram_propose(
                     if common_suffix(text[:end], history, at_most=max_ngram) == n:
                         tree.insert(text[end : end + max_depth])            # up to the first negative token
 
-    `insert` shares existing nodes and adds the others one by one; it stops at max_nodes, and where a new branch would
-    make more than max_branches leaves.
+    `insert` shares existing nodes; it stops at max_nodes, and before a branch that would exceed max_branches leaves.
 
     One pass over the H + E tokens finds the n-grams of all lengths; on a GPU each position compares at most max_ngram
     tokens. Each match takes at most max_depth steps in the tree, one period in a repeating text. Launches: one for a
@@ -87,8 +86,7 @@ def rejected_predictions(
 ) -> Tensor:
     """Returns the target's predictions at rejected nodes, as text for `ngram_propose(extra=)`.
 
-    A rejected branch is often right a few tokens later (lookahead decoding, Fu et al., ICML 2024), and the target has
-    already predicted its continuation.
+    Rejected branches are often right a few tokens later (lookahead decoding, Fu et al., ICML 2024).
 
     Args:
         trees: the verified batch.
@@ -97,8 +95,8 @@ def rejected_predictions(
         accept_index: int32 [B, S], the accepted nodes, -1 past them.
         context: path tokens per run, 1 to 1023; bounds the n-grams that can match in it.
 
-    Returns int64 [B, max_nodes * (context + 2)]: one run per node, the first nodes last. Keep the text of several steps
-    by concatenating, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
+    Returns int64 [B, max_nodes * (context + 2)]: one run per node, the first nodes last. To keep several steps,
+    concatenate, the newest last: torch.cat([extra, new], 1)[:, -capacity:].
 
         for node in reversed(nodes):
             if reachable(node) and node != root and node not in accepted:

@@ -228,12 +228,12 @@ class GrammarMasks:
         Args:
             tokens: [B, S] integers, or a list of B lists: each sequence's tokens, up to the first negative one, e.g. a
                 verdict's `tokens`. GPU tensors are copied to the host, which synchronises.
-            counts: int [B], tokens to take of each sequence, e.g. `num_tokens` of `commit`, which stops at EOS.
-            strict: whether a token that the grammar forbids raises.
+            counts: int [B], tokens to take per sequence, e.g. `num_tokens` of `commit`, which stops at EOS.
+            strict: whether a forbidden token raises.
 
         Returns for each sequence whether the grammar allowed its tokens; if not, its matcher keeps its state. Tokens
-        after a grammar's end or without a grammar are ignored. If strict, raises ValueError for a forbidden token and
-        no matcher moves. Raises TypeError and ValueError for wrong types and shapes.
+        after a grammar's end or without one are ignored. If strict, raises ValueError for a forbidden token and no
+        matcher moves. Raises TypeError and ValueError for wrong types and shapes.
         """
         matchers = self._matchers
         _check_matchers(matchers)
