@@ -17,7 +17,7 @@ from pagedtree.sampling_params import SamplingParams
 
 __all__ = ["CHANGES_LOGITS", "OptionRows", "RequestOptions", "option_arguments"]
 
-# The fields that turn an option on; the others refine them.
+# Fields that change logits; the others refine them.
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "stop_ids")
 

@@ -72,8 +72,8 @@ class DraftGroup:
 
     A proposal is 9 words, 3 per node and one per sequence, sent from the first rank to each other rank after a check.
     If drafting fails on a draft rank, or its proposal is malformed, that rank raises its error, and all others
-    GroupError with its text. So does construction, on all ranks, if `make` raises or returns no drafter. (Draft ranks
-    that wait for each other within `make` do so until their group's timeout.)
+    GroupError with its text. Construction fails likewise, on all ranks, if `make` raises or returns no drafter. (Draft
+    ranks that wait for each other within `make` do so until their group's timeout.)
 
     Source: vLLM's draft_tensor_parallel_size, whose measurements this makes repeatable.
     """
@@ -150,7 +150,7 @@ class DraftGroup:
         return shared
 
     def prepare(self, sequences: list[Any]) -> None:
-        """Reaches the draft ranks' drafter with the first proposal, so that its errors reach all ranks."""
+        """Forwards the call with the first proposal, so that the drafter's errors reach all ranks."""
         self._unprepared = sequences
 
     def begin(self, *args: Any, **kwargs: Any) -> None:

@@ -19,8 +19,7 @@ class VocabShards:
     A collective call; exchanges only the numbers of columns.
 
     Args:
-        num_tokens: columns that this rank holds; any number, also 0. Narrow padded logits first: `logits[:,
-            :num_tokens]`.
+        num_tokens: columns that this rank holds; any number, also 0. Pass padded logits as `logits[:, :num_tokens]`.
         group: a torch.distributed group; default all ranks.
         device: device of the group's collectives, "cpu" for gloo, the rank's GPU for NCCL.
 

@@ -57,8 +57,7 @@ def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:
 def kept_tokens(
     logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, filter_order: str
 ) -> np.ndarray:
-    """Returns bool [V], the tokens kept by the filters, by sorting. Clean `logits`, one of them finite; temperature >
-    0."""
+    """Returns bool [V], the tokens that the filters keep, by sorting. Clean `logits`, one finite; temperature > 0."""
     with np.errstate(over="ignore"):
         weights = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-logits, kind="stable")
