@@ -74,7 +74,7 @@ class DraftTree:
     @classmethod
     @checked()
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> DraftTree:
-        """Returns the tree of Medusa's and EAGLE's child-rank paths: [1, 0] is child 0 of the root's child 1, from 0.
+        """Returns the tree of child-rank paths (Medusa, EAGLE): [1, 0] is the first child of the root's second child.
 
         The root is added; nodes are ordered by (depth, path). Every proper prefix of a path must be listed, no path
         twice, ranks >= 0, else ValueError. Ranks may leave gaps: `child_ranks` keeps the paths' ranks.
@@ -208,8 +208,7 @@ class TreeBatch:
 
     @property
     def active(self) -> Tensor:
-        """bool [B]: False for a tree of no nodes (idle sequence). `valid` and a verdict's status count it as malformed.
-        """
+        """bool [B]: False for a tree of no nodes (idle). `valid` and a verdict's status count it as malformed."""
         return self.cu_nodes.diff() > 0
 
     @classmethod

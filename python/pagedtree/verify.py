@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
     A tree of no nodes (an idle sequence) gives only -1 in accept_index and tokens, num_accepted 0 and status 1; see
-    `TreeBatch.active` for telling it from a malformed tree. So does a sequence without tokens left, with its tree's
+    `TreeBatch.active` to distinguish it from a malformed tree. So does a sequence without tokens left, with its tree's
     status.
     """
 
