@@ -49,8 +49,6 @@ class PagedTreeCpuPlatform(CpuPlatform):
             attention.backend = AttentionBackendEnum.CUSTOM
             if parallel.worker_cls == "auto":
                 parallel.worker_cls = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
-            if scheduler.scheduler_cls is None:
-                scheduler.scheduler_cls = scheduler_of(vllm_config)
         is_async = scheduler.async_scheduling
         if attention.backend == AttentionBackendEnum.CUSTOM and vllm_config.model_config is not None:
             avoid_rotary_op(vllm_config)
@@ -59,6 +57,8 @@ class PagedTreeCpuPlatform(CpuPlatform):
             if vllm_config.use_v2_model_runner:
                 # vLLM's platform switches it off, which a CPU has no need of. With trees all devices run the same way.
                 scheduler.async_scheduling = is_async
+            if scheduler.scheduler_cls is None:
+                scheduler.scheduler_cls = scheduler_of(vllm_config)
             check_config(vllm_config)
         if vllm_config.model_config is not None:
             cls._has_trees = has_trees
