@@ -7,17 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_case import (
-    RANKS,
-    TARGET,
-    accepted,
-    engine,
-    generate,
-    of_runner,
-    runner_of,
-    token_prompts,
-    tree_options,
-)
+from vllm_case import RANKS, TARGET, accepted, engine, generate, of_runner, runner_of, token_prompts, tree_options
 
 PROMPTS = token_prompts()
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 24}

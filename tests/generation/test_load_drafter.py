@@ -177,6 +177,14 @@ def test_other_folders_are_refused(model, tmp_path, name, changed, message):
     assert str(tmp_path) in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("bias", [None, torch.zeros(())])
+def test_first_heads_without_sizes_are_refused(model, tmp_path, bias):
+    tensors = {**medusa_of(model, tmp_path), "0.0.linear.bias": bias}
+    save_file({name: t for name, t in tensors.items() if t is not None}, tmp_path / "medusa_lm_head.safetensors")
+    with pytest.raises(ValueError, match=r"expected tensors 0.0.linear.bias and 0.1.weight of Medusa's first head"):
+        MedusaHeads.from_pretrained(tmp_path, model)
+
+
 def test_the_verifier_is_named(model, tmp_path):
     head_of_speculators(model).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
