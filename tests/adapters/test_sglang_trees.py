@@ -115,6 +115,18 @@ def reference(parent_list, selected, topk, depth):
     return levels, first.tolist(), sibling.tolist(), sees
 
 
+def check(parents, selected, seq_lens, topk, depth, mode, **options) -> tuple[Tensor, np.ndarray, np.ndarray]:
+    """Builds trees as the reference does; returns the mask, and the reference's levels and what each node sees."""
+    mask, positions, index, *links = build(parents, selected, seq_lens, topk, depth, mode, **options)
+    levels, first, sibling, sees = reference(parents, selected, topk, depth)
+    bs, n = levels.shape
+    assert index.tolist() == np.arange(bs * n).reshape(bs, n).tolist()
+    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
+    assert [link.tolist() for link in links] == [first, sibling]
+    assert np.array_equal(tree_cells(mask, seq_lens, n, mode).cpu(), sees)
+    return mask, levels, sees
+
+
 @pytest.mark.parametrize("spelling", ["retrive", "retrieve"])
 def test_links_of_published_masks(on_torch_device, spelling) -> None:
     """Of SGLang's own tree; its n-gram drafter's lists of siblings ascend, as EAGLE's do."""
@@ -148,15 +160,9 @@ def test_published_eagle_tree(on_torch_device, mode, spelling) -> None:
 @pytest.mark.parametrize("mode", TreeMaskMode)
 @pytest.mark.parametrize("name", MALFORMED)
 def test_published_malformed_trees(on_torch_device, name, mode) -> None:
-    seq_lens, n = [7, 11], 4
-    mask, positions, index, *links = build(MALFORMED[name], MALFORMED_SELECTED, seq_lens, 2, 3, mode)
-    levels, first, sibling, sees = reference(MALFORMED[name], MALFORMED_SELECTED, 2, 3)
-    assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert [link.tolist() for link in links] == [first, sibling]
-    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
-    assert np.array_equal(tree_cells(mask, seq_lens, n, mode).cpu(), sees)
+    _, levels, _ = check(MALFORMED[name], MALFORMED_SELECTED, [7, 11], 2, 3, mode)
     if name == "own ancestor":
-        assert [levels.tolist(), first, sibling] == OWN_ANCESTOR
+        assert [levels.tolist(), *reference(MALFORMED[name], MALFORMED_SELECTED, 2, 3)[1:3]] == OWN_ANCESTOR
 
 
 def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: int):
@@ -188,11 +194,7 @@ def test_random_trees(bs, topk, depth, n, mode, dtype) -> None:
     rng = np.random.default_rng(n)
     parents, selected = random_drafts(rng, bs, topk, depth, n)
     seq_lens = rng.integers(0, 20, bs).tolist()
-    mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, mode, dtype=dtype, spare=5)
-    levels, first, sibling, sees = reference(parents, selected, topk, depth)
-    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
-    assert [link.tolist() for link in links] == [first, sibling]
-    assert np.array_equal(tree_cells(mask, seq_lens, n, mode).cpu(), sees)
+    mask, _, sees = check(parents, selected, seq_lens, topk, depth, mode, dtype=dtype, spare=5)
     if mode == FULL:  # the prefix is the caller's: still all visible
         assert int(mask.sum()) == 5 + n * sum(seq_lens) + sees.sum()
     words = tree_mask_words(mask, torch.tensor(seq_lens), n, mode)
@@ -207,12 +209,8 @@ def test_random_nonsense(on_torch_device) -> None:
     selected = rng.integers(0, topk * (topk * (depth - 1) + 1), (bs, n - 1)).tolist()
     parents = rng.integers(-2, topk * (topk * (depth - 1) + 1), (bs, topk * (depth - 1) + 1)).tolist()
     seq_lens = rng.integers(0, 9, bs).tolist()
-    levels, first, sibling, sees = reference(parents, selected, topk, depth)
-    assert (levels == depth).any() and (np.array(first)[:, 0] < 0).any()
-    mask, positions, _, *links = build(parents, selected, seq_lens, topk, depth, QLEN)
-    assert [link.tolist() for link in links] == [first, sibling]
-    assert positions.tolist() == (levels + np.array(seq_lens)[:, None]).flatten().tolist()
-    assert np.array_equal(tree_cells(mask, seq_lens, n, QLEN).cpu(), sees)
+    _, levels, _ = check(parents, selected, seq_lens, topk, depth, QLEN)
+    assert (levels == depth).any() and (np.array(reference(parents, selected, topk, depth)[1])[:, 0] < 0).any()
 
 
 def test_one_node_and_no_sequence(on_torch_device) -> None:

@@ -10,12 +10,14 @@ from attention_case import random_tree
 from device_case import placed
 from torch import Tensor
 
+from pagedtree import DraftTree
 from pagedtree.integrations.sglang import (
     tree_speculative_sampling_target_only,
     verify_tree_greedy,
     verify_tree_greedy_cpu,
     verify_tree_greedy_func,
 )
+from pagedtree.reference.verify import rejection, walk
 
 # From SGLang's test_eagle_utils and test_speculative_sampling. The second tree's sibling list runs backwards.
 CANDIDATES = [[0, 1, 2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
@@ -158,43 +160,32 @@ def test_coins_on_boundaries(on_device) -> None:
 # Random trees: nodes in any order, sibling lists in any order, flat rows in any order ---------------------------------
 
 
-def random_links(rng: np.random.Generator, bs: int, n: int) -> tuple[list, list]:
-    first, sibling = np.full((bs, n), -1), np.full((bs, n), -1)
+def random_case(
+    rng: np.random.Generator, bs: int, n: int, vocab: int, dtype=torch.int64
+) -> tuple[dict[str, Tensor], list[list[int]], np.ndarray]:
+    """SGLang's arguments for random trees, their parents with elder siblings first, and names [bs, n] of the nodes."""
+    parents = [random_tree(rng, n).parents.tolist() for _ in range(bs)]
+    names = np.zeros((bs, n), dtype=np.int64)
+    links = np.full((2, bs, n), -1)
     for b in range(bs):
-        parents = random_tree(rng, n).parents
-        names = np.concatenate([[0], 1 + rng.permutation(n - 1)])
-        for node in 1 + rng.permutation(n - 1):
-            child, parent = names[node], names[parents[node]]
-            sibling[b, child], first[b, parent] = first[b, parent], child
-    return first.tolist(), sibling.tolist()
+        names[b, 1:] = 1 + rng.permutation(n - 1)
+        for i in reversed(range(1, n)):
+            node, parent = names[b, i], names[b, parents[b][i]]
+            links[1, b, node], links[0, b, parent] = links[0, b, parent], node
+    ids = {"candidates": rng.integers(0, vocab, (bs, n)), "retrive_index": rng.permutation(bs * n).reshape(bs, n)}
+    arguments = {**ids, "retrive_next_token": links[0], "retrive_next_sibling": links[1]}
+    return {name: placed(torch.from_numpy(value)).to(dtype) for name, value in arguments.items()}, parents, names
 
 
-def children(first: list, sibling: list, node: int) -> list[int]:
-    out, child = [], first[node]
-    while child >= 0:
-        out.append(child)
-        child = sibling[child]
-    return out
-
-
-def random_case(rng: np.random.Generator, bs: int, n: int, vocab: int, dtype=torch.int64) -> dict[str, Tensor]:
-    first, sibling = random_links(rng, bs, n)
-    return {
-        "candidates": placed(torch.from_numpy(rng.integers(0, vocab, (bs, n)))).to(dtype),
-        "retrive_index": placed(torch.from_numpy(rng.permutation(bs * n).reshape(bs, n))).to(dtype),
-        "retrive_next_token": torch.tensor(first, dtype=dtype).view(bs, n),
-        "retrive_next_sibling": torch.tensor(sibling, dtype=dtype).view(bs, n),
-    }
-
-
-def check_paths(outs: dict[str, Tensor], rows: list, paths: list, tokens: list, width: int) -> None:
-    """Outputs against the expected paths (nodes) and what follows each of their nodes."""
+def check_paths(outs: dict[str, Tensor], index: Tensor, paths: list[tuple[np.ndarray, list[int]]]) -> None:
+    """Outputs against the expected paths, by names of nodes, and the token behind each of their nodes."""
     predicts = [-1] * outs["predicts"].numel()
-    for b, (path, follows) in enumerate(zip(paths, tokens, strict=True)):
-        flat = [rows[b][node] for node in path]
-        assert outs["accept_index"][b].tolist() == flat + [-1] * (width - len(path))
-        assert outs["accept_token_num"][b] == len(path) - 1
-        for row, token in zip(flat, follows, strict=True):
+    width = outs["accept_index"].shape[1]
+    for b, (path, tokens) in enumerate(paths):
+        rows = index[b].cpu().numpy()[path].tolist()
+        assert outs["accept_index"][b].tolist() == rows + [-1] * (width - len(rows))
+        assert outs["accept_token_num"][b] == len(rows) - 1
+        for row, token in zip(rows, tokens, strict=True):
             predicts[row] = token
     assert outs["predicts"].tolist() == predicts
 
@@ -205,27 +196,21 @@ SHAPES = [(1, 1, 1), (4, 2, 2), (7, 13, 5), (3, 33, 4), (2, 70, 40), (600, 9, 4)
 @pytest.mark.parametrize(("bs", "n", "width"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_greedy_on_random_trees(on_device, bs, n, width, dtype) -> None:
-    rng = np.random.default_rng(n)
-    case = random_case(rng, bs, n, 2, dtype)
+    rng = np.random.default_rng(n + 3)
+    case, parents, names = random_case(rng, bs, n, 2, dtype)
     target = placed(torch.from_numpy(rng.integers(0, 2, (bs, n)))).to(dtype)
     for ids in (target, case["candidates"]):
         ids *= 1_000_003  # past any small vocabulary
     outs = outputs(bs * n + 3, bs, width, dtype)
     verify_tree_greedy(**outs, **case, target_predict=target)
-    rows, flat_target, paths, tokens = case["retrive_index"].tolist(), target.flatten().tolist(), [], []
+    paths = []
     for b in range(bs):
-        first, sibling = (case[f"retrive_next_{x}"][b].tolist() for x in ("token", "sibling"))
-        path = [0]
-        while len(path) < width:
-            wanted = flat_target[rows[b][path[-1]]]
-            found = [c for c in children(first, sibling, path[-1]) if case["candidates"][b, c] == wanted]
-            if not found:
-                break
-            path.append(found[0])
-        paths.append(path)
-        tokens.append([flat_target[rows[b][node]] for node in path])
-    assert bs == 0 or n == 1 or max(map(len, paths)) > 1
-    check_paths(outs, rows, paths, tokens, width)
+        drafts = case["candidates"][b].cpu().numpy()[names[b]].tolist()
+        predicted = target.flatten()[case["retrive_index"][b]].cpu().numpy()[names[b]].tolist()
+        path, tokens = walk(parents[b], drafts, lambda node, _, predicted=predicted: predicted[node])
+        paths.append((names[b][path[:width]], tokens[:width]))
+    assert bs == 0 or n == 1 or max(len(path) for path, _ in paths) > 1
+    check_paths(outs, case["retrive_index"], paths)
 
 
 @pytest.mark.each_value
@@ -235,7 +220,7 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
     rng = np.random.default_rng(n + 2)
     single, acc = thresholds
     vocab = 6
-    case = random_case(rng, bs, n, vocab + 1)  # a draft outside the vocabulary is never accepted
+    case, parents, names = random_case(rng, bs, n, vocab + 1)  # a draft outside the vocabulary is never accepted
     probs = rng.dirichlet(np.full(vocab, 0.4), (bs, n))
     probs[rng.random((bs, n, vocab)) < 0.2] = 0
     probs += 1e-300
@@ -253,34 +238,24 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
         threshold_single=single,
         threshold_acc=acc,
     )
-    paths, tokens = [], []
+    paths = []
     for b in range(bs):
-        first, sibling = (case[f"retrive_next_{x}"][b].tolist() for x in ("token", "sibling"))
-        path, follows = [0], []
-        while True:
-            node, p = path[-1], probs[b, path[-1]].astype(np.float64)
-            p /= p.sum()
-            tried: list[int] = []
-            found = None
-            for child in children(first, sibling, node) if len(path) < width else []:
-                x = int(case["candidates"][b, child])
-                if x >= vocab or x in tried:
-                    continue
-                tried.append(x)
-                if p[x] > 0 and (coins[b, node] < p[tried].sum() / acc or p[x] >= single):
-                    found = child
-                    break
-            if found is None:
-                break
-            path.append(found)
-            follows.append(int(case["candidates"][b, found]))
-        p[tried] = 0
-        left = p if p.sum() > 0 else probs[b, node].astype(np.float64)
-        follows.append(int(np.searchsorted(left.cumsum(), final[b] * left.sum(), side="right")))
-        paths.append(path)
-        tokens.append(follows)
-    assert n < 3 or bs == 0 or max(map(len, paths)) > 1
-    check_paths(outs, case["retrive_index"].tolist(), paths, tokens, width)
+        drafts = case["candidates"][b].cpu().numpy()[names[b]]
+        outside = (drafts == vocab) | (DraftTree(parents[b]).depths >= width)
+        p = probs[b, names[b]].astype(np.float64)
+        p /= p.sum(-1, keepdims=True)
+        tried: dict[int, float] = {}
+
+        def below(node: int, bound: float, coins=coins[b, names[b]], tried=tried) -> bool:
+            mass = bound - tried.get(node, 0)
+            tried[node] = bound
+            return coins[node] < bound / acc or mass >= single
+
+        path, left = rejection(parents[b], np.where(outside, -1, drafts).tolist(), p, p, "onehot", below)
+        bonus = int(np.searchsorted(np.cumsum(left), final[b] * sum(left), side="right"))
+        paths.append((names[b][path], [*drafts[path[1:]].tolist(), bonus]))
+    assert n < 3 or bs == 0 or max(len(path) for path, _ in paths) > 1
+    check_paths(outs, case["retrive_index"], paths)
 
 
 def test_distribution_of_the_first_token(on_device) -> None:
@@ -297,7 +272,7 @@ def test_broken_links_end(on_device) -> None:
     """Circles, links to nowhere, two parents: nothing hangs, nothing is read outside, the root is still verified."""
     rng = np.random.default_rng(5)
     bs, n = 40, 9
-    case = random_case(rng, bs, n, 2)
+    case, _, _ = random_case(rng, bs, n, 2)
     for name in ("retrive_next_token", "retrive_next_sibling"):
         case[name] = placed(torch.from_numpy(rng.integers(-(2**40), 2**40, (bs, n))))
         case[name][: bs // 2] = placed(torch.from_numpy(rng.integers(-1, n, (bs // 2, n))))
