@@ -18,38 +18,24 @@ from vllm_case import (
     prompt_logprobs,
     runner_of,
     token_prompts,
+    tree_options,
     write_eagle_head,
 )
 
-from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeImpl, kv_views
+from pagedtree.integrations.vllm.attention import PagedTreeImpl, kv_views
 
 PROMPTS = token_prompts()
 
 
-@pytest.mark.parametrize("block_size", of_runner([8, 16, 48, 128], [8, 48]))
-def test_block_sizes(stock, block_size):
-    with engine(attention_backend="CUSTOM", block_size=block_size) as llm:
-        runner = runner_of(llm)
-        assert runner.attn_groups[0][0].backend is PagedTreeBackend
-        assert runner.kv_caches[0].shape[2] == block_size
-        assert generate(llm, PROMPTS) == stock
-
-
 @pytest.mark.parametrize("layout", of_runner(LAYOUTS, LAYOUTS[::5]))
 def test_layouts_are_used_in_place(stock, layout):
-    with engine(attention_backend="CUSTOM", block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
+    """Trees are compacted in them."""
+    with engine(**tree_options("model"), block_size=16, env={"VLLM_KV_CACHE_LAYOUT": layout}) as llm:
         cache = runner_of(llm).kv_caches[0]
         k_cache, v_cache = kv_views(cache, "auto")
         assert k_cache.data_ptr() == cache.data_ptr()
         assert v_cache.data_ptr() == cache.data_ptr() + k_cache.shape[-1] * k_cache.element_size()
         assert generate(llm, PROMPTS) == stock
-
-
-def test_prefix_cache_hits(stock):
-    with engine(attention_backend="CUSTOM", block_size=16, enable_prefix_caching=True) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert generate(llm, PROMPTS) == stock
-        assert metrics_of(llm)["vllm:prefix_cache_hits"] > 0
 
 
 @pytest.mark.parametrize("chains", [NGRAM, {"method": "draft_model", "model": DRAFT, "num_speculative_tokens": 3}])
@@ -75,12 +61,6 @@ def test_eagle_chains(stock, tmp_path):
 )
 def test_output_is_stock(stock, options):
     with engine(attention_backend="CUSTOM", **options) as llm:
-        assert generate(llm, PROMPTS) == stock
-
-
-@pytest.mark.slow
-def test_compiled_model(stock, tmp_path):
-    with engine(attention_backend="CUSTOM", enforce_eager=False, env={"VLLM_CACHE_ROOT": str(tmp_path)}) as llm:
         assert generate(llm, PROMPTS) == stock
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +13,8 @@ from vllm_case import (
     MEDUSA,
     PREEMPTED,
     RANKS,
-    RUNNER,
     TARGET,
     V1_ONLY,
-    SamplingParams,
-    TreeRunner,
     accepted,
     engine,
     expect_preemptions,
@@ -35,8 +30,6 @@ from pagedtree.generation.drafters import MedusaHeads
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
 from pagedtree.integrations.vllm.tuned import BatchTuner
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path.append(str(EXAMPLES))
 PROMPTS = token_prompts()
 NO_PREFIXES = {"enable_prefix_caching": False}
 SCHEDULES = {"plain": {}, "chunked": dict(max_num_batched_tokens=40), "preempted": PREEMPTED}
@@ -92,9 +85,9 @@ def test_two_ranks_get_the_same_states(stock):
 HEADS = pytest.mark.parametrize("drafter", ["medusa", "eagle"])
 
 
-@HEADS
+@pytest.mark.parametrize("drafter", ["medusa", "eagle", "model"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_heads_draft(stock, drafter, schedule):
+def test_schedules_of_drafters(stock, drafter, schedule):
     with engine(**tree_options(drafter), **SCHEDULES[schedule], **NO_PREFIXES) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
@@ -122,13 +115,6 @@ def test_a_memory_over_requests(stock, tree):
         assert accepted(llm) - first > (15 * len(PROMPTS) if tree == "whole" else 0)
 
 
-@HEADS
-def test_heads_on_two_ranks(stock, drafter):
-    with engine(**tree_options(drafter), **RANKS, **NO_PREFIXES) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert accepted(llm) > len(PROMPTS)
-
-
 @V1_ONLY
 @HEADS
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -148,70 +134,6 @@ def test_heads_that_are_not_asked_in_every_step(stock, drafter, schedule, monkey
         assert accepted(llm) > 0
         assert (metrics_of(llm)["vllm:num_preemptions"] > 0) == (schedule == "preempted")
     assert len(plans) > 10
-
-
-@V1_ONLY
-@HEADS
-def test_ranks_agree_on_chosen_trees(stock, drafter):
-    with engine(**tree_options(drafter, tree="auto"), **RANKS, **NO_PREFIXES) as llm:
-        assert generate(llm, PROMPTS) == stock
-
-
-@V1_ONLY
-@HEADS
-@pytest.mark.slow
-def test_heads_of_a_compiled_model(stock, drafter, tmp_path):
-    env = {"VLLM_CACHE_ROOT": str(tmp_path)}
-    with engine(**tree_options(drafter), enforce_eager=False, env=env, **NO_PREFIXES) as llm:
-        assert generate(llm, PROMPTS) == stock
-        assert accepted(llm) > len(PROMPTS)
-
-
-def test_medusa_heads_draft_behind_cached_prefixes():
-    with engine(**tree_options("medusa"), block_size=8, enable_prefix_caching=True) as llm:
-        first = generate(llm, PROMPTS)
-        longer = [prompt + output for prompt, output in zip(PROMPTS, first, strict=True)]
-        hits = metrics_of(llm)["vllm:prefix_cache_hits"]
-        continued = generate(llm, longer)
-        assert metrics_of(llm)["vllm:prefix_cache_hits"] > hits
-    with engine() as llm:
-        assert continued == generate(llm, longer)
-
-
-def test_medusa_heads_guess_more_of_real_text_than_ngrams():
-    from stdlib_text import prompts as stdlib_prompts
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET)
-    prompts = [tokenizer.encode(text) for text in stdlib_prompts(6)]
-    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    guessed, outputs = {}, []
-    for drafter in ("ngram", "medusa"):
-        with engine(**tree_options(drafter)) as llm:
-            outputs.append(generate(llm, prompts, params))
-            guessed[drafter] = accepted(llm)  # of the same text
-    assert outputs[0] == outputs[1]
-    assert guessed["medusa"] > guessed["ngram"], guessed
-
-
-def test_a_wrong_hidden_state_is_noticed(stock, monkeypatch):
-    """Negative control: with the state of the tree's first row the drafter finds another token."""
-    owner, name = TreeRunner, "propose_draft_token_ids"
-    if RUNNER == "V2":
-        from pagedtree.integrations.vllm.speculator import TreeSpeculator
-
-        owner, name = TreeSpeculator, "propose"
-    propose = getattr(owner, name)
-
-    def wrong(self, *args, **kwargs):
-        accepted = self.accepted if RUNNER == "V2" else self._accepted
-        if accepted is not None:
-            accepted.last_rows = torch.zeros_like(accepted.last_rows)
-        return propose(self, *args, **kwargs)
-
-    monkeypatch.setattr(owner, name, wrong)
-    with pytest.raises(Exception, match="hidden"), engine(**reading(stock), **NO_PREFIXES) as llm:
-        generate(llm, PROMPTS)
 
 
 def test_rows_that_stay():

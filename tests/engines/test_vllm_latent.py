@@ -106,20 +106,17 @@ def test_greedy_output_is_stock(model, stock, heads):
         assert accepted(llm) > 12 * len(PROMPTS)
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_drafters(deepseek, drafter):
+CHAINS = {**CUSTOM, "speculative_config": NGRAM}  # vLLM's own
+
+
+@pytest.mark.parametrize(
+    "drafting", [tree_options("ngram"), tree_options("model"), pytest.param(CHAINS, marks=V1_ONLY, id="chains")]
+)
+def test_drafters(deepseek, drafting):
     path, expected = deepseek
-    with engine(model=path, **tree_options(drafter)) as llm:
+    with engine(model=path, **drafting) as llm:
         assert generate(llm, PROMPTS) == expected
         assert metrics_of(llm)["vllm:spec_decode_num_draft_tokens"] > 0
-
-
-@V1_ONLY
-def test_vllms_chains(deepseek):
-    path, expected = deepseek
-    with engine(model=path, **CUSTOM, speculative_config=NGRAM) as llm:
-        assert generate(llm, PROMPTS) == expected
-        assert metrics_of(llm)["vllm:spec_decode_num_drafts"] > 0
 
 
 @V1_ONLY

@@ -58,15 +58,21 @@ def test_two_groups_of_caches_and_softcap(gemma):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "draft_ranks"),
-    [("ngram", None), ("model", 2), *of_runner([("model", None), ("model", 1)], [])],
+    ("drafter", "draft_ranks", "tree"),
+    [
+        *((drafter, None, "whole") for drafter in ("ngram", "medusa", "eagle")),
+        ("model", 2, "whole"),
+        *of_runner(
+            [("model", None, "whole"), ("model", 1, "whole"), *((x, None, "auto") for x in ("medusa", "eagle"))], []
+        ),
+    ],
 )
-def test_two_tensor_parallel_ranks(drafter, draft_ranks):
+def test_two_tensor_parallel_ranks(drafter, draft_ranks, tree):
     """Each rank has its heads and its cache; the first one drafts for both, or both share the draft model, too."""
     with engine() as llm:
         expected = generate(llm, PROMPTS)
-    options = tree_options(drafter)
+    options = tree_options(drafter, tree=tree)
     options["speculative_config"]["draft_tensor_parallel_size"] = draft_ranks
-    with engine(**options, **RANKS) as llm:
+    with engine(**options, **RANKS, enable_prefix_caching=False) as llm:
         assert generate(llm, PROMPTS) == expected
-        assert accepted(llm) > len(PROMPTS)
+        assert tree == "auto" or accepted(llm) > len(PROMPTS)

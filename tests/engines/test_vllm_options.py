@@ -8,14 +8,13 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 from vllm_case import (
     LLM,
     NGRAM,
     NO_TREES,
     PREEMPTED,
-    RUNNER,
+    RANKS,
     V1_ONLY,
     BeamSearchParams,
     SamplingParams,
@@ -95,8 +94,13 @@ def answers(llm: LLM) -> dict[str, Any]:
     for name in GRAMMARS:
         found[f"structured_outputs {name}"] = outputs_of(llm, PROMPTS, request(name))
     mixed = subsets()
-    found["subsets"] = outputs_of(llm, [PROMPTS[n % len(PROMPTS)] for n in range(len(mixed))], mixed)
+    found["subsets"] = outputs_of(llm, cycled(len(mixed)), mixed)
     return found
+
+
+def cycled(count: int) -> list[list[int]]:
+    """So many prompts, the same ones again and again."""
+    return [PROMPTS[n % len(PROMPTS)] for n in range(count)]
 
 
 def outputs_of(llm: LLM, prompts: list[list[int]], params: Any) -> list[Any]:
@@ -129,6 +133,12 @@ def test_greedy_text_is_stock(stock, trees, name):
         assert [tokens for tokens, _ in tokens_of(stock[name])] != stock["plain"]
 
 
+def check_logprobs(outputs: list[Any], expected: list[Any]) -> None:
+    for ours, theirs in zip(outputs, expected, strict=True):
+        same_logprobs(ours.outputs[0].logprobs, theirs.outputs[0].logprobs)
+        same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+
+
 def same_logprobs(got: Any, expected: Any) -> None:
     """Token by token: the same candidates with the same ranks, and values that differ by rounding alone."""
     assert (got is None) == (expected is None)
@@ -151,9 +161,7 @@ def same_logprobs(got: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs", "subsets"])
 def test_logprobs_are_stock(stock, trees, name):
-    for ours, theirs in zip(trees[name], stock[name], strict=True):
-        same_logprobs(ours.outputs[0].logprobs, theirs.outputs[0].logprobs)
-        same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+    check_logprobs(trees[name], stock[name])
     if name != "prompt_logprobs":
         assert any(output.outputs[0].logprobs for output in stock[name])
     if name != "logprobs":
@@ -163,31 +171,23 @@ def test_logprobs_are_stock(stock, trees, name):
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logprobs"])
 def test_modes_of_logprobs(mode):
     params = [request(logprobs=2, prompt_logprobs=1), *(p for p in subsets(of_runner(60, 20)) if p.logprobs)]
-    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
+    prompts = cycled(len(params))
     with engine(logprobs_mode=mode) as llm:
         expected = outputs_of(llm, prompts, params)
     with engine(**tree_options("model"), logprobs_mode=mode) as llm:
         found = outputs_of(llm, prompts, params)
         assert accepted(llm) > of_runner(100, 30)
     assert tokens_of(found) == tokens_of(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        same_logprobs(ours.outputs[0].logprobs, theirs.outputs[0].logprobs)
-        same_logprobs(ours.prompt_logprobs, theirs.prompt_logprobs)
+    check_logprobs(found, expected)
 
 
 def test_all_logprobs_of_a_token():
     params = request(logprobs=-1, max_tokens=4)
     with engine(max_logprobs=-1) as llm:
         expected = outputs_of(llm, PROMPTS[:2], params)
+    assert len(expected[0].outputs[0].logprobs[0]) > 1000
     with engine(**tree_options("ngram"), max_logprobs=-1) as llm:
-        found = outputs_of(llm, PROMPTS[:2], params)
-    vocab = len(expected[0].outputs[0].logprobs[0])
-    assert vocab > 1000
-    for ours, theirs in zip(found, expected, strict=True):
-        for got, right in zip(ours.outputs[0].logprobs, theirs.outputs[0].logprobs, strict=True):
-            assert {token: entry.logprob for token, entry in got.items()} == pytest.approx(
-                {token: entry.logprob for token, entry in right.items()}, abs=2e-4
-            )
+        check_logprobs(outputs_of(llm, PROMPTS[:2], params), expected)
 
 
 def test_beam_search_is_stock():
@@ -199,21 +199,35 @@ def test_beam_search_is_stock():
         assert [[beam.tokens for beam in output.sequences] for output in llm.beam_search(prompts, params)] == expected
 
 
+SAMPLINGS = [
+    dict(temperature=1.0),
+    dict(temperature=0.7, top_p=0.9),
+    dict(temperature=0.0),
+    dict(temperature=1.3, top_k=20),
+    dict(temperature=0.9, top_k=50, top_p=0.8, extra_args={"min_p": 0.02}),
+    dict(temperature=1.0, extra_args={"min_p": 0.1}),
+]
+
+
 def seeded() -> list[SamplingParams]:
+    """Subsets of the options with a seed, and samplings without options."""
     params = subsets()
     for n, of_request in enumerate(params):
         of_request.temperature, of_request.top_p, of_request.top_k, of_request.seed = 1.2, 0.95, 50 * (n % 2), 100 + n
         if n % 4 == 1:
             of_request.min_p = 0.1
-    return params
+    return [*params, *(request(**sampling, seed=n) for n, sampling in enumerate(SAMPLINGS))]
 
 
-def test_seeded_text_does_not_depend_on_trees():
+def test_seeded_text_does_not_depend_on_trees(stock):
     params = seeded()
-    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
+    prompts = cycled(len(params))
     with engine(**NO_TREES) as llm:
         expected = tokens_of(outputs_of(llm, prompts, params))
         assert tokens_of(outputs_of(llm, prompts[:5], params[:5])) == expected[:5]
+        assert generate(llm, PROMPTS, request()) == stock["plain"]
+    for sampling, prompt, (tokens, _) in zip(SAMPLINGS, prompts[-6:], expected[-6:], strict=True):
+        assert (tokens == stock["plain"][PROMPTS.index(prompt)]) == (sampling["temperature"] == 0)
     for drafter in ("ngram", "model"):
         with engine(**tree_options(drafter), max_num_batched_tokens=96) as llm:
             assert tokens_of(outputs_of(llm, prompts, params)) == expected
@@ -223,7 +237,7 @@ def test_seeded_text_does_not_depend_on_trees():
 def test_documents_at_high_temperature_are_valid():
     params = request("json", temperature=1.5)
     params.max_tokens = 120
-    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(of_runner(200, 8))]
+    prompts = cycled(of_runner(200, 8))
     with engine(**tree_options("model"), max_num_seqs=32) as llm:
         outputs = outputs_of(llm, prompts, params)
         tokenizer = llm.get_tokenizer()
@@ -260,8 +274,7 @@ class Reasoner:
         return self.end in delta
 
 
-def test_grammars_begin_behind_the_reasoning(monkeypatch):
-
+def test_grammars_begin_behind_the_reasoning():
     expected: list[Any] = []
     for options in ({}, tree_options("ngram"), tree_options("model")):
         with engine(**options) as llm:
@@ -286,26 +299,13 @@ def test_text_behind_the_end_of_a_grammar_is_free():
             assert tokens_of(outputs_of(llm, PROMPTS, params)) == expected
 
 
-def test_greedy_output_with_all_options():
-    """The whole in two engines: what CI runs of this file."""
+def test_separate_processes():
+    """Both tensor-parallel ranks sample, and the first answers; the grammars are in another process."""
     params = subsets(12)
-    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
+    prompts = cycled(len(params))
     with engine(max_num_seqs=16) as llm:
         expected = tokens_of(outputs_of(llm, prompts, params))
-    with engine(**tree_options("ngram"), max_num_seqs=16) as llm:
-        assert tokens_of(outputs_of(llm, prompts, params)) == expected
-        assert accepted(llm) > 20
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_separate_processes(ranks):
-    """With two tensor-parallel ranks all sample, and the first answers; the grammars are in another process."""
-    params = subsets(12)
-    prompts = [PROMPTS[n % len(PROMPTS)] for n in range(len(params))]
-    with engine(max_num_seqs=16) as llm:
-        expected = tokens_of(outputs_of(llm, prompts, params))
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    with engine(**tree_options("model"), tensor_parallel_size=ranks, env=env) as llm:
+    with engine(**tree_options("model"), **RANKS) as llm:
         assert tokens_of(outputs_of(llm, prompts, params)) == expected
 
 
@@ -315,39 +315,6 @@ def test_preempted_requests_keep_their_options():
         expected = tokens_of(outputs_of(llm, PROMPTS, params))
     with engine(**tree_options("model"), **PREEMPTED, enable_prefix_caching=False) as llm:
         assert tokens_of(outputs_of(llm, PROMPTS, params)) == expected
-
-
-def chain(num_drafts: int, parents: Any) -> np.ndarray:
-    return np.arange(-1, num_drafts, dtype=np.int32)
-
-
-def nothing_before(sampling: Any, slots: Any, length: int) -> Any:
-    return slots.new_zeros((len(slots), length)), slots.new_zeros(len(slots)).int()
-
-
-PARTS = {
-    "V1": [
-        ("frequency_penalty", "options.OptionRows.count", lambda *args: None),
-        ("repetition_penalty", "options.known_ids", lambda *args: []),
-        ("bad_words", "options.OptionRows.with_text", lambda self, options, *text: options),
-        ("structured_outputs grammar", "scheduler.tree_of", chain),
-    ],
-    "V2": [
-        ("frequency_penalty", "device_sampling.replace", lambda options, **counts: options),
-        ("bad_words", "device_sampling.DeviceSampling._tails", nothing_before),
-        ("structured_outputs grammar", "scheduler.tree_of", chain),
-    ],
-}
-
-
-@pytest.mark.parametrize(("name", "place", "planted"), PARTS[RUNNER])
-def test_each_part_is_needed(stock, monkeypatch, name, place, planted):
-    """Negative controls: counts that stand still, a prompt or history left out, masks of chains give other texts."""
-    monkeypatch.setattr(f"pagedtree.integrations.vllm.{place}", planted, raising=False)
-    options = OPTIONS.get(name) or {"grammar": name.split()[1]}
-    with engine(**tree_options("model")) as llm:
-        outputs = outputs_of(llm, PROMPTS, request(**options))
-    assert tokens_of(outputs) != tokens_of(stock[name])
 
 
 @pytest.mark.parametrize("name", ["min_p", "logit_bias"])

@@ -190,12 +190,14 @@ def block_options(folder: Path) -> dict[str, Any]:
     return {"speculative_config": {"method": "dflash", "model": str(folder), "num_speculative_tokens": 7}}
 
 
-def tree_options(drafter: str = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
+def tree_options(drafter: str | None = "ngram", /, num_nodes: int = 16, **options: Any) -> dict[str, Any]:
     """Options of an engine that drafts trees: "ngram", or "model", "medusa", "eagle" and "folder" (a block drafter)
-    with the toy's checkpoints, or "suffix".
+    with the toy's checkpoints, or "suffix"; None: options of our attention backend alone.
 
     Every node of every tree is verified, unless `tree` is "auto".
     """
+    if drafter is None:
+        return {"attention_backend": "CUSTOM"}
     names = {"ngram": "Ngram", "model": "Model", "medusa": "Medusa", "eagle": "Eagle", "folder": "Folder"}
     module = "suffix" if drafter == "suffix" else "drafters"
     names["suffix"] = "Suffix"
