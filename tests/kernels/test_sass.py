@@ -13,7 +13,15 @@ import pytest
 
 from pagedtree import _C
 from pagedtree.tools import info
-from pagedtree.tools.cubin import Kernel, cuda_library, find_cuobjdump, list_instructions, read_kernels
+from pagedtree.tools.cubin import (
+    Kernel,
+    cuda_library,
+    extract_cubins,
+    find_cuobjdump,
+    list_instructions,
+    read_code_bytes,
+    read_kernels,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = cuda_library()
@@ -22,15 +30,16 @@ pytestmark = [
     pytest.mark.skipif(find_cuobjdump() is None, reason="no cuobjdump here"),
 ]
 MAX_REGISTERS = 255
-MAX_INSTANCES = 80  # kernels of tree attention by mma.sync
-WIDE_INSTANCES = 8  # of them for values of 512 columns
-WGMMA_INSTANCES = 26  # the same by wgmma, on sm_90a
 MAX_BYTES = 40_000_000
+INSTRUCTION_BYTES = 16
+# Instances of tree attention: by mma.sync, of them for values of 512 columns, and by wgmma on sm_90a.
+INSTANCES = {"attention_kernel<": 80, "attention_kernel<Instance<.*, 576, ": 8, "attention_sm90_kernel<": 26}
 ALL_ARCHITECTURES = [
     "sm_" + architecture.replace("+PTX", "").replace(".", "") for architecture in _C.build_info()["cuda_architectures"]
 ]
 # In a build for 9.0, too, 9.0a has what needs it alone.
 ARCHITECTURES = [sm for sm in ALL_ARCHITECTURES if sm != "sm_90a" or "sm_90" not in ALL_ARCHITECTURES]
+for_hopper = pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
 
 
 @lru_cache
@@ -39,27 +48,25 @@ def kernels() -> list[Kernel]:
     return read_kernels(LIBRARY)
 
 
-@lru_cache
-def listings(architecture: str, pattern: str) -> dict[str, list[str]]:
-    """The instructions of the kernels whose names match; disassembling all of them takes long."""
-    assert LIBRARY is not None
-    chosen = [k for k in kernels() if k.architecture == architecture and re.search(pattern, k.name)]
-    return {kernel.name: opcodes for kernel, opcodes in list_instructions(LIBRARY, chosen).items()}
+LISTINGS: dict[Kernel, list[str]] = {}
 
 
-def instructions(architecture: str, pattern: str) -> dict[str, Counter[str]]:
-    return {name: Counter(opcodes) for name, opcodes in listings(architecture, pattern).items()}
+def listings(architecture: str, pattern: str, number: int) -> dict[str, list[str]]:
+    """The instructions of the kernels whose names match, so many; to disassemble one takes half a second."""
+    chosen = [k for k in kernels() if k.architecture == architecture and re.match(pattern, k.name)]
+    assert LIBRARY is not None and len(chosen) == number
+    LISTINGS.update(list_instructions(LIBRARY, [kernel for kernel in chosen if kernel not in LISTINGS]))
+    return {kernel.name: LISTINGS[kernel] for kernel in chosen}
 
 
-# What the core suite disassembles, and what `make test-all` does.
-ATTENTION = {
-    "128": r"^attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, ",
-    "wide": r"^attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 576, ",
-    "all wide": "^attention_kernel<Instance<.*, 576, ",
-    "all": "^attention_kernel<",
-}
-READS_ROWS = {"sample": "^sample_kernel<", "all": r"(sample|draw_rows|step)_kernel<|^(walk|traversal)_kernel"}
-LONG_FORM = pytest.param("all", marks=pytest.mark.slow)
+def instructions(architecture: str, pattern: str, number: int) -> dict[str, Counter[str]]:
+    return {name: Counter(opcodes) for name, opcodes in listings(architecture, pattern, number).items()}
+
+
+def of_kernels(quick: str, number: int, every: str, total: int) -> pytest.MarkDecorator:
+    """Parameters of a test: the names of few kernels, and their number; in `make test-all` those of all."""
+    long = pytest.param(every, total, marks=pytest.mark.slow)
+    return pytest.mark.parametrize(("pattern", "number"), [(quick, number), long], ids=["quick", "all"])
 
 
 def count(opcodes: Counter[str], prefix: str) -> int:
@@ -79,59 +86,51 @@ def missing_registers(name: str, opcodes: Counter[str]) -> int:
     return (of_roles - (consumers + 1) * kernel.registers) * 128
 
 
-def is_for_hopper(kernel: Kernel) -> bool:
-    return "_sm90_kernel<" in kernel.name
-
-
 def test_each_architecture_has_every_kernel() -> None:
-    for_all = [k for k in kernels() if not is_for_hopper(k)]
-    names = [{kernel.name for kernel in for_all if kernel.architecture == sm} for sm in ARCHITECTURES]
-    assert names and names[0] and all(other == names[0] for other in names)
-    assert {kernel.architecture for kernel in kernels()} == set(ALL_ARCHITECTURES)
-    for_hopper = [k for k in kernels() if re.match("attention_sm90_kernel<", k.name)]
-    assert len(for_hopper) == (WGMMA_INSTANCES if "sm_90a" in ALL_ARCHITECTURES else 0)
-    assert {kernel.architecture for kernel in kernels() if is_for_hopper(kernel)} <= {"sm_90a"}
+    names = {sm: {k.name for k in kernels() if k.architecture == sm} for sm in ALL_ARCHITECTURES}
+    all_names = set().union(*names.values())
+    of_hopper = {name for name in all_names if "_sm90_kernel<" in name}
+    assert of_hopper <= names.get("sm_90a", set())
+    assert all(names[sm] | of_hopper == all_names for sm in ARCHITECTURES)
+    for pattern, number in INSTANCES.items():
+        is_built = "sm90" not in pattern or "sm_90a" in ALL_ARCHITECTURES
+        assert len([name for name in all_names if re.match(pattern, name)]) == number * is_built
 
 
 def test_no_kernel_spills() -> None:
-    print(
-        *(f"{k.architecture} {k.registers:3d} registers, {k.stack_bytes} B stack  {k.name}" for k in kernels()),
-        sep="\n",
-    )
     assert [kernel for kernel in kernels() if kernel.stack_bytes > 0 or kernel.registers > MAX_REGISTERS] == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ALL_ARCHITECTURES)
 def test_no_kernel_uses_local_memory(architecture: str) -> None:
-    found = instructions(architecture, "")
-    assert found and all(found.values()), "code of every kernel"
+    number = sum(kernel.architecture == architecture for kernel in kernels())
+    found = instructions(architecture, "", number)
+    assert all(found.values()), "code of every kernel"
     assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL")] == []
 
 
-@pytest.mark.parametrize("which", ["128", LONG_FORM])
+ATTENTION = "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, "
+
+
+@of_kernels(ATTENTION + "128, (16|64), ", 2, "attention_kernel<", INSTANCES["attention_kernel<"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_attention_uses_the_tensor_cores(architecture: str, which: str) -> None:
-    found = instructions(architecture, ATTENTION[which])
-    assert (4 if which == "128" else 60) <= len(found) <= MAX_INSTANCES
-    for name, opcodes in found.items():
+def test_attention_uses_the_tensor_cores(architecture: str, pattern: str, number: int) -> None:
+    for name, opcodes in instructions(architecture, pattern, number).items():
         assert count(opcodes, "HMMA") >= 16, name
         assert count(opcodes, "LDSM") >= 8, name
         assert count(opcodes, "LDGSTS") >= 4, name
         assert count(opcodes, "LDL|STL") == 0, name
-        print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "HMMA"), "HMMA", name)
 
 
-@pytest.mark.parametrize("which", ["wide", pytest.param("all wide", marks=pytest.mark.slow)])
+@of_kernels(ATTENTION + "576, ", 2, "attention_kernel<Instance<.*, 576, ", 8)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
+def test_wide_tiles_read_the_stages_once(architecture: str, pattern: str, number: int) -> None:
     """A warp multiplies halves of nine panels of K and a quarter of V, and copies 8 keys: first ones, of K, of V.
 
     Stages with masks run the same code: there is one copy of the products.
     """
-    found = instructions(architecture, ATTENTION[which])
-    assert len(found) == (2 if which == "wide" else WIDE_INSTANCES)
-    for name, opcodes in found.items():
+    for name, opcodes in instructions(architecture, pattern, number).items():
         rows, is_float8 = int(re.findall(r", (\d+), \d+>", name)[0]), "Float8" in name
         blocks, halves = rows // 16, 1 if is_float8 else 2
         of_k, of_v = 9 * (2 * blocks + halves), 2 * (blocks + 4 * halves)
@@ -139,30 +138,25 @@ def test_wide_tiles_read_the_stages_once(architecture: str, which: str) -> None:
         assert count(opcodes, "LDSM") == of_k + of_v, name
         assert count(opcodes, "LDGSTS") == 3 * (9 if is_float8 else 18), name
         assert count(opcodes, "LDL|STL") == 0, name
-        print(architecture, sum(opcodes.values()), "instructions,", count(opcodes, "LDGSTS"), "LDGSTS", name)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_delta_rule_uses_the_tensor_cores(architecture: str) -> None:
     """128 channels of 16 rows: with 8 columns of the state in two parts, with 8 keys of two dtypes; the update of the
     state. With decays of channels rows and keys have two parts, too."""
-    found = instructions(architecture, "^delta_rule_kernel")
-    assert len(found) == 2
-    for name, opcodes in found.items():
+    for name, opcodes in instructions(architecture, "delta_rule_kernel", 2).items():
         by_channel = "true" in name
         assert count(opcodes, r"HMMA\.1688\.F32\.TF32") == (2 * 8 * 2 * 3 if by_channel else 8 * 2 * 2 + 4 * 2), name
         assert count(opcodes, r"HMMA\.16816") == (0 if by_channel else 2 * 8), name
         assert count(opcodes, "LDL|STL") == 0, name
 
 
-@pytest.mark.parametrize("which", ["__nv_bfloat16", pytest.param("", marks=pytest.mark.slow)], ids=["bfloat16", "all"])
+@of_kernels(r"tree_delta_rule_kernel<__nv_bfloat16, \(StateWords\)1, 4", 2, "tree_delta_rule_kernel<", 16)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str, which: str) -> None:
+def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str, pattern: str, number: int) -> None:
     """16 channels of 16 or 32 tokens, and of half as many, with 32 columns of the state in two parts. With decays of
     channels rows have two parts, too, and so have the keys that 8 or 16 tokens are multiplied with."""
-    found = instructions(architecture, f"^tree_delta_rule_kernel<{which}")
-    assert len(found) == (8 if which else 16)
-    for name, opcodes in found.items():
+    for name, opcodes in instructions(architecture, pattern, number).items():
         ((tiles, by_channel),) = re.findall(r", (\d+), (\w+)>", name)
         tokens, parts = int(tiles) * 3 // 2, 3 if by_channel == "true" else 2
         of_keys = int(tiles) ** 2 // 4 * 2 * 3 if by_channel == "true" else 0
@@ -196,27 +190,37 @@ BUDGETS = {
 COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 
 
-def measured(opcodes: list[str]) -> tuple[int, ...]:
-    """Of a kernel without products the total alone."""
+def parts_of(opcodes: list[str]) -> tuple[int, ...]:
+    """The length of all, before the first copy and the first product, and behind the last one."""
     copies, products = ([i for i, opcode in enumerate(opcodes) if kind.match(opcode)] for kind in (COPIES, PRODUCTS))
-    if not products:
-        return (len(opcodes),)
     return len(opcodes), copies[0], products[0], len(opcodes) - 1 - products[-1]
 
 
-def above_budget(name: str, opcodes: list[str]) -> bool:
-    return any(found > most for found, most in zip(measured(opcodes), BUDGETS[name], strict=True))
+def above_budget(lengths: dict[str, tuple[int, ...]]) -> list[str]:
+    """The kernels of which a part is longer than in BUDGETS."""
+    return [
+        name
+        for name, budget in BUDGETS.items()
+        if any(length > most for length, most in zip(lengths[name], budget, strict=True))
+    ]
 
 
-@pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
-def test_code_that_runs_once_stays_within_its_budget() -> None:
-    found = listings("sm_90a", "^(" + "|".join(map(re.escape, BUDGETS)) + ")")
-    of_budget = {name: [code for kernel, code in found.items() if kernel.startswith(name)] for name in BUDGETS}
-    assert [len(codes) for codes in of_budget.values()] == [1] * len(BUDGETS)
-    print({name: measured(code) for name, (code,) in of_budget.items()})
-    assert [name for name, (code,) in of_budget.items() if above_budget(name, code)] == []
-    for name, (code,) in of_budget.items():
-        assert above_budget(name, ["NOP"] * (BUDGETS[name][0] - len(code) + 1) + code), "a longer kernel is seen"
+@for_hopper
+def test_code_that_runs_once_stays_within_its_budget(tmp_path: Path) -> None:
+    assert LIBRARY is not None
+    cubins = extract_cubins(LIBRARY, "sm_90", tmp_path)
+    sizes = {symbol: size for cubin in cubins for symbol, size in read_code_bytes(cubin).items()}
+    lengths: dict[str, tuple[int, ...]] = {}
+    for name, budget in BUDGETS.items():
+        (kernel,) = (k for k in kernels() if k.architecture == "sm_90a" and k.name.startswith(name))
+        lengths[name] = (sizes[kernel.symbol] // INSTRUCTION_BYTES,)
+        if len(budget) > 1:
+            (opcodes,) = listings("sm_90a", re.escape(name), 1).values()
+            assert len(opcodes) == lengths[name][0]
+            lengths[name] = parts_of(opcodes)
+    assert above_budget(lengths) == []
+    for name, budget in BUDGETS.items():
+        assert above_budget(lengths | {name: (budget[0] + 1, *lengths[name][1:])}) == [name]
 
 
 def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
@@ -228,14 +232,11 @@ def test_wrappers_of_instructions_are_those_that_a_gpu_has_run() -> None:
     assert is_verified != ("unverified" in unreleased), "wrappers: expected those of first_gpu_run.json, or a line"
 
 
-@pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
-@pytest.mark.parametrize("which", ["128", LONG_FORM])
-def test_hopper_s_attention_uses_wgmma(which: str) -> None:
+@for_hopper
+@of_kernels(r"attention_sm90_kernel<Sm90Instance<__nv_bfloat16, \w+, 128, 64", 2, "attention_sm90_kernel<", 26)
+def test_hopper_s_attention_uses_wgmma(pattern: str, number: int) -> None:
     """In the loop four k-steps of V and D / 16 of K, and as many around it; registers go to those who multiply."""
-    pattern = r"^attention_sm90_kernel<Sm90Instance<__nv_bfloat16, \w+, 128, " if which == "128" else "^attention_sm90"
-    found = instructions("sm_90a", pattern)
-    assert len(found) == (4 if which == "128" else WGMMA_INSTANCES)
-    for name, opcodes in found.items():
+    for name, opcodes in instructions("sm_90a", pattern, number).items():
         head_dim, head_dim_v = map(int, re.findall(r", (\d+), \d+, (\d+)>", name)[0])
         latent = head_dim != head_dim_v
         # Of latent rows a third of K in a loop, whose first product stands there twice, and V of two stages.
@@ -249,37 +250,34 @@ def test_hopper_s_attention_uses_wgmma(which: str) -> None:
             assert count(opcodes, "LDGSTS|UTMALDG") == 0 and count(opcodes, "STS.128") >= 8, name
         else:
             assert count(opcodes, "LDGSTS") >= 4 and count(opcodes, "UTMALDG.4D") == (1 if latent else 2), name
-        print(sum(opcodes.values()), "instructions", name)
 
 
-@pytest.mark.parametrize("which", ["sample", LONG_FORM])
+@of_kernels(r"sample_kernel<\(DType\)2>", 1, "(sample|draw_rows|step)_kernel<|(walk|traversal)_kernel", 14)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_are_read_by_sixteen_bytes(architecture: str, which: str) -> None:
+def test_logits_are_read_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
     """Four loads of each pass over a row; the peak of narrow dtypes is found two numbers at a time."""
-    found = instructions(architecture, READS_ROWS[which])
-    assert len(found) >= (3 if which == "sample" else 12)
-    for name, opcodes in found.items():
+    for name, opcodes in instructions(architecture, pattern, number).items():
         assert count(opcodes, r"LDG\.E\.128(\.CONSTANT)?") >= 8, name
-    narrow = [name for name in found if re.search(r"\(DType\)[12]>", name)]
-    assert narrow or not any("(DType)" in name for name in found)
-    for name in narrow:
-        assert count(found[name], r"V?HMNMX2?\.(BF16_V2\.)?NAN") >= 8, name
+        if re.search(r"\(DType\)[12]>", name):
+            assert count(opcodes, r"V?HMNMX2?\.(BF16_V2\.)?NAN") >= 8, name
 
 
+@of_kernels("append_kernel<Copy<unsigned short, 8>", 1, "append_kernel<Copy<.*, (16|8|4)>", 3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_rows_of_the_cache_go_by_sixteen_bytes(architecture: str) -> None:
-    """Wide pieces are read and written so. Nothing is called but the rare cases of a division by fp8's scale.
-
-    GPUs since 8.9 convert to e4m3 themselves.
-    """
-    copies = instructions(architecture, r"^append_kernel<Copy<.*, (16|8|4)>")
-    assert len(copies) == 3
-    for name, opcodes in copies.items():
+def test_rows_are_copied_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
+    for name, opcodes in instructions(architecture, pattern, number).items():
         assert count(opcodes, r"LDG\.E\.128") == count(opcodes, r"STG\.E\.128(\.STRONG\.SM)?") == 1, name
         assert count(opcodes, "CALL") == 0 and sum(opcodes.values()) < 160, name
-    wide = instructions(architecture, r"^(rope_append_kernel|append_kernel<Quantize)<.*, (16|8|4)>")
-    assert len(wide) == 6
-    for name, opcodes in wide.items():
+
+
+@of_kernels(
+    r"(rope_append_kernel|append_kernel<Quantize)<\(DType\)2, (16|8)>", 2,
+    "(rope_append_kernel|append_kernel<Quantize)<.*, (16|8|4)>", 6,
+)  # fmt: skip
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_rows_are_rotated_and_quantized_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
+    """GPUs since 8.9 convert to e4m3 themselves."""
+    for name, opcodes in instructions(architecture, pattern, number).items():
         # Of queries two halves and the other columns; the same of keys; values.
         stores = 7 if name.startswith("rope") else 1
         assert count(opcodes, r"STG\.E\.128(\.STRONG\.SM)?") == stores, name
@@ -290,7 +288,6 @@ def test_rows_of_the_cache_go_by_sixteen_bytes(architecture: str) -> None:
 
 def test_the_library_is_of_bounded_size() -> None:
     assert LIBRARY is not None
-    print(LIBRARY.stat().st_size, "bytes")
     assert LIBRARY.stat().st_size < MAX_BYTES
 
 
@@ -299,7 +296,7 @@ def test_a_spill_would_be_found() -> None:
     assert count(Counter({"LDSM.16.M88.4": 4}), "LDS") == 0
 
 
-@pytest.mark.skipif("sm_90a" not in ALL_ARCHITECTURES, reason="built without 9.0a")
+@for_hopper
 def test_a_shortfall_of_registers_would_be_found() -> None:
     name = "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >"
     (name,) = (kernel.name for kernel in kernels() if kernel.name.startswith(name))
