@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -224,7 +225,7 @@ class Engine:
 
     def _known(self, prefill: list[tuple[GeneratedSequence, int]]) -> KnownTokens:
         counts = [count for _, count in prefill]
-        offsets = _offsets(counts)
+        offsets = [0, *accumulate(counts)]
         return KnownTokens(
             counts,
             tokens=self._to_device(
@@ -262,7 +263,7 @@ class Engine:
         shared = [self._shared_pages(run[0]) if len(run) > 1 else [] for run in runs]
         rows = [*([[]] if read else []), *shared]
         first_page = [0] * len(read) + [len(pages) for run, pages in zip(runs, shared, strict=True) for _ in run]
-        bounds = _offsets([*([len(read)] if read else []), *(len(run) for run in runs)])
+        bounds = [0, *accumulate([*([len(read)] if read else []), *(len(run) for run in runs)])]
         page_size = self.cache.page_size
         self.stats.shared_prefix_steps += 1
         return PrefixPass(
@@ -356,13 +357,6 @@ class Engine:
 
     def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)
-
-
-def _offsets(counts: list[int]) -> list[int]:
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
-    return offsets
 
 
 def _is_all(sequence: GeneratedSequence, count: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class LogprobReader:
         rows = committed.accept_rows
         if not self.is_processed:
             found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
-            return _shaped([each.unflatten(0, rows.shape) for each in found])
+            return cast(Found, tuple(each.unflatten(0, rows.shape) for each in found))
         params = _of_greedy_too(sampling.params)
         by_depth = []
         for depth in range(rows.shape[1]):
@@ -81,7 +81,7 @@ class LogprobReader:
                 vocab = options.output_counts.shape[1]
                 is_new = (row >= 0) & (tokens < vocab)
                 options.output_counts.scatter_add_(1, tokens.clamp(0, vocab - 1)[:, None], is_new.int()[:, None])
-        return _shaped([torch.stack(each, dim=1) for each in zip(*by_depth, strict=True)])
+        return cast(Found, tuple(torch.stack(each, dim=1) for each in zip(*by_depth, strict=True)))
 
 
 def _of_greedy_too(params: SamplingParams | None) -> SamplingParams | None:
@@ -137,8 +137,3 @@ def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor
     columns = torch.where(known, stop_ids, 0).long()
     bits.scatter_reduce_(1, columns, known, "amax")
     return allowed & ~packed(bits)
-
-
-def _shaped(found: list[Tensor]) -> Found:
-    logprobs, ranks, top_tokens, top_logprobs = found
-    return logprobs, ranks, top_tokens, top_logprobs

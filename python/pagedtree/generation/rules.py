@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import (
-    Draft,
-    RequestOptions,
-    SamplingParams,
-    Verdict,
-    verify_block,
-    verify_greedy,
-    verify_rejection,
-    verify_sampled,
-    verify_traversal,
-    verify_typical,
-)
+import pagedtree
+from pagedtree import Draft, RequestOptions, SamplingParams, Verdict
 from pagedtree.bits import unpacked
 from pagedtree.generation.scheduler import GeneratedSequence
 
@@ -29,13 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Sampling", "check_options", "check_rule"]
 
-# Rules that compare the target's and the drafter's probability of a draft.
-_BY_RATIO: dict[str, Callable[..., Verdict]] = {
-    "rejection": verify_rejection,
-    "block": verify_block,
-    "traversal": verify_traversal,
-}
-RULES = ("auto", "greedy", "sampled", *_BY_RATIO, "typical")
+RULES = ("auto", "greedy", "sampled", "rejection", "block", "traversal", "typical")
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
 DRAWN = ("iid", "swor")
 
@@ -145,45 +129,24 @@ class Sampling:
 
         options: of these sequences; not under the rules "greedy" and "typical". grammar_mask: packed, of all nodes.
         """
+        ops: Any = pagedtree
         named: dict[str, Any] = {"grammar_mask": grammar_mask}
         if self.shards is not None:
-            return self._verify_shards(logits, draft, draft_law, start, self.shards, options, grammar_mask)
+            from pagedtree import distributed as ops
+
+            named = {"shards": self.shards}
+            if grammar_mask is not None:
+                named["grammar_mask"] = self.shards.own(unpacked(grammar_mask, self.shards.vocab))
+        drafted, rule = (logits, draft.draft_tokens, draft.trees), self.rule
         if self.params is None:
-            return verify_greedy(logits, draft.draft_tokens, draft.trees, **named)
-        if self.rule == "typical":
-            return verify_typical(logits, draft.draft_tokens, draft.trees, self.params, **named)
+            return ops.verify_greedy(*drafted, **named)
+        if rule == "typical":
+            return ops.verify_typical(*drafted, self.params, **named)
         named |= {"seeds": self.seeds, "positions": start, "options": options}
-        if self.rule == "sampled":
-            return verify_sampled(logits, draft.draft_tokens, draft.trees, self.params, **named)
+        if rule == "sampled":
+            return ops.verify_sampled(*drafted, self.params, **named)
         if draft.trees.max_nodes == 1:  # no drafts: one draw from the target, the same under every rule
-            return verify_rejection(logits, draft.draft_tokens, draft.trees, self.params, draft_law="onehot", **named)
+            rule, draft_law = "rejection", "onehot"
         if draft_law in DRAWN:
             named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-        verify = _BY_RATIO[self.rule]
-        return verify(logits, draft.draft_tokens, draft.trees, self.params, draft_law=draft_law, **named)
-
-    def _verify_shards(
-        self,
-        logits: Tensor,
-        draft: Draft,
-        draft_law: str,
-        start: Tensor,
-        shards: VocabShards,
-        options: RequestOptions | None,
-        grammar_mask: Tensor | None,
-    ) -> Verdict:
-        from pagedtree import distributed
-
-        drafted = (logits, draft.draft_tokens, draft.trees)
-        named: dict[str, Any] = {"shards": shards}
-        if grammar_mask is not None:
-            named["grammar_mask"] = shards.own(unpacked(grammar_mask, shards.vocab))
-        if self.params is None:
-            return distributed.verify_greedy(*drafted, **named)
-        named |= {"seeds": self.seeds, "positions": start, "options": options}
-        if self.rule == "sampled":
-            return distributed.verify_sampled(*drafted, self.params, **named)
-        if draft.trees.max_nodes == 1 or draft_law not in DRAWN:
-            return distributed.verify_rejection(*drafted, self.params, draft_law="onehot", **named)
-        named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-        return distributed.verify_rejection(*drafted, self.params, draft_law=draft_law, **named)
+        return getattr(ops, f"verify_{rule}")(*drafted, self.params, draft_law=draft_law, **named)

@@ -56,7 +56,8 @@ def option_rows(
     Raises ValueError for ids outside the vocabulary and for conflicting options of a sequence.
     """
     lists: dict[str, list[Any]] = {}
-    penalties = _penalties_of(params)
+    penalties = {} if params is None else params.penalties_on(torch.device("cpu"))
+    penalties = {name: value for name, value in penalties.items() if value is not None}
     if "repetition_penalty" in penalties and any(each.penalize_prompt for each in options):
         texts = [s.tokens if each.penalize_prompt else [] for s, each in zip(sequences, options, strict=True)]
         # Some models' input vocabulary is larger than their output vocabulary.
@@ -75,12 +76,6 @@ def option_rows(
         return OptionRows(vocab, lists, lens, has_counts=bool(penalties), device=device)
     except (TypeError, ValueError) as error:
         raise type(error)(f"options: {error}") from None
-
-
-def _penalties_of(params: SamplingParams | None) -> set[str]:
-    if params is None:
-        return set()
-    return {name for name, value in params.penalties_on(torch.device("cpu")).items() if value is not None}
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:

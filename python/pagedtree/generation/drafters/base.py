@@ -36,14 +36,12 @@ class StepResult:
 
     Attributes:
         sequences: B sequences, including their new tokens. The first `num_read` finished prefill (prompt or
-            restoration) in this pass and have root-only trees; the others have the proposed trees.
+            restoration) in this pass and have root-only trees.
         start: int32 [B], the roots' positions.
-        draft: of all B sequences. draft_tokens int64 [N] includes the roots' tokens. draft_probs and draft_rows are set
-            if the drafter's draft_law is "iid" or "swor".
-        verdict, commit: of all B sequences.
-        logits: [N, V], the target's at every node.
-        hidden: [N, H], the output layer's input at every node, if the drafter has `needs_hidden`.
-        features: [N, len(feature_layers) * H] at the nodes; only in captured steps, which have no `read`.
+        draft: draft_tokens int64 [N] includes the roots' tokens. draft_probs and draft_rows are set if the drafter's
+            draft_law is "iid" or "swor".
+        logits: [N, V], the target's. hidden: [N, H], the output layer's input, if the drafter has `needs_hidden`.
+        features: [N, len(feature_layers) * H]; only in captured steps, which have no `read`.
 
     Under `cuda_graph` there may be more rows than sequences, and the next step overwrites the tensors.
     """
@@ -72,11 +70,9 @@ class FeatureRows:
     """The tokens of one pass and the target's features at them, as `Drafter.read` receives them.
 
     Attributes:
-        sequences: len(counts) sequences in prefill, then the sequences that decode a tree. No tokens of this pass are
-            appended yet.
-        start: the position of each sequence's first row: its first prefill token, or the root of its tree.
-        counts: prefill tokens of each of the first sequences. Their rows come first; the trees' rows follow, in node
-            order.
+        sequences: len(counts) sequences in prefill, then the decoding ones, without the tokens of this pass.
+        start: position of each sequence's first row: its first prefill token, or its root.
+        counts: prefill tokens of each of the first sequences. Their rows precede the trees' rows, in node order.
         features: [T, len(feature_layers) * H], the layers concatenated.
     """
 
@@ -91,11 +87,8 @@ class FeatureRows:
         return list(zip(self.sequences, self.start, parts, strict=False))
 
     def accepted(self, result: StepResult) -> list[tuple[GeneratedSequence, int, Tensor]]:
-        """Returns (sequence, position of its root, features) for each sequence that decoded. The features cover the
-        root and the accepted tokens, but not the newest token, which no pass has read yet.
-
-        result: the argument of `observe` for the same pass.
-        """
+        """Returns (sequence, position of its root, features of root and accepted tokens) for each sequence that
+        decoded. The newest token is not read yet. result: the argument of `observe` for the same pass."""
         decoded, roots = self.sequences[len(self.counts) :], self.start[len(self.counts) :]
         if decoded and result.trees.max_nodes == 1:  # root-only trees: the rows are in order
             return list(zip(decoded, roots, self.features[sum(self.counts) :].split(1), strict=True))
@@ -113,28 +106,27 @@ class Drafter:
     state.
 
     Attributes:
-        max_nodes: largest number of nodes of a tree, root included. This many slots are reserved before `propose`. 0 =
-            unknown until it proposes; a drafter with state must set it.
-        num_positions: positions of the drafter's model, None = unlimited. Sequences whose newest token is past them are
-            not passed to the drafter, and no node is verified whose parent is past them.
-        max_depth: largest number of levels below the root. 0 = max_nodes - 1.
+        max_nodes: most nodes of a tree, root included, for which slots are reserved before `propose`. 0 = unknown until
+            it proposes; a drafter with state must set it.
+        num_positions: positions of the drafter's model, None = unlimited. The drafter does not get sequences whose
+            newest token is past them, and no node is verified whose parent is.
+        max_depth: most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` needs the target's hidden states.
         num_weights: parameters used per token read; gives the cost of reading relative to the target.
         model: the draft model, if there is one. Calls of `generate` that share it take turns.
         networks: torch modules and other callables that compute drafts.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens of every pass,
             prompts included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1]
-            (for the last layer: before the final norm, which hidden_states[-1] includes), and entry i of SGLang's
-            eagle_config, eagle_aux_hidden_state_layer_ids. vLLM's entry of this name counts the inputs of layers and
-            has i + 1. Without an entry both take the outputs of layers 1, n // 2 - 1 and n - 4 of n.
+            (of the last layer before the final norm, which hidden_states[-1] includes), and entry i of SGLang's
+            eagle_aux_hidden_state_layer_ids; vLLM's entry counts layer inputs: i + 1. Without an entry both take the
+            outputs of layers 1, n // 2 - 1 and n - 4 of n.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (deterministic), or
-            "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise with which rule "sampled"
-            samples the target.
+            "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise of rule "sampled".
         grows_by_level: whether each level takes a model pass, so that shallower trees take less time.
-        has_free_guesses: whether it can draft without a model pass; `limit_depth(0)` asks for such drafts.
+        has_free_guesses: whether it can draft without a model pass, on `limit_depth(0)`.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work. Not inherited: each
-            class declares it, because a subclass may add work that needs the host.
+        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work. Each class declares
+            it anew: a subclass may add work that needs the host.
     """
 
     max_nodes: int = 1
@@ -160,8 +152,7 @@ class Drafter:
         return self
 
     def check_target(self, model: PackedModel) -> None:
-        """Checks the target before `begin`. Raises ValueError if this drafter does not fit it: other sizes, or another
-        device."""
+        """Checks the target before `begin`. Raises ValueError for other sizes or another device."""
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
         """Checks a call's sequences before `begin`. Raises ValueError if this drafter cannot serve them."""
@@ -173,10 +164,8 @@ class Drafter:
         """Ends the call of `generate`, also after a failure."""
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Sets the sequences that the rows of the next `propose` stand for.
-
-        batch_size: before a captured step, its number of rows; rows past the sequences are idle.
-        """
+        """Sets the sequences that the rows of the next `propose` stand for. batch_size: rows of a captured step; those
+        past the sequences are idle."""
         self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
@@ -188,37 +177,32 @@ class Drafter:
         """Drafts continuations of B sequences.
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], the number of valid tokens.
-        Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None.
-        Every tree has at least its root, whose token is tokens[b, lengths[b] - 1]; the root's draft token is ignored. A
-        `pagedtree.Draft` is accepted too; its draft_rows give each node's row of draft_probs.
+        Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None;
+        or a `pagedtree.Draft`, whose draft_rows give each node's row of draft_probs. Every tree has at least its root,
+        whose token is tokens[b, lengths[b] - 1]; its draft token is ignored.
 
-        active, rows: set only in a captured step, where everything stays on the device. active: bool [B], False for an
-        idle row, whose tree may have no nodes. rows: int64 [B], the sequences' index; the number of all sequences for
-        an idle row.
+        active, rows: only in a captured step, which stays on the device. active: bool [B], False for an idle row, whose
+        tree may have no nodes. rows: int64 [B], the sequences' index; the number of sequences for an idle row.
         """
         raise NotImplementedError
 
     def confidence(self) -> Tensor | None:
         """Returns fp32 [N], the drafter's joint log-probability of each node of the last proposal; None: unknown.
-        `generate(tree="auto")` calibrates it with the observed acceptance rates."""
+        `generate(tree="auto")` calibrates it."""
         return None
 
     def read(self, rows: FeatureRows) -> None:
         """Receives the target's features of every pass, with `feature_layers` only.
 
-        `observe` of the same pass follows if any of its sequences gains tokens. Outcomes of one prompt share one
-        prefill of its first `shared_len` tokens: the other outcomes begin at position `shared_len`. An evicted sequence
-        is read again, from there or from 0.
+        `observe` follows if any of the pass's sequences gains tokens. One outcome of a prompt reads its first
+        `shared_len` tokens, the others begin there. An evicted sequence is read again, from there or from 0.
         """
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         """Receives the part of the last proposal that the target verifies: its rows `rows`, int32."""
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Receives the verified pass.
-
-        rows: as in `propose`; result.sequences is then empty, and `advance` follows on the host.
-        """
+        """Receives the verified pass. rows: as in `propose`; then result.sequences is empty, and `advance` follows."""
 
     def limit_depth(self, levels: int | None) -> None:
         """Limits further proposals to this many levels, if fewer levels take less time. None: max_depth. 0, only with
@@ -230,8 +214,8 @@ class Drafter:
         return 0
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """Allocates all state of captured steps of at most `batch_size` of these sequences, which are all sequences of
-        the call. Its addresses are fixed from then on. model: the target."""
+        """Allocates, at fixed addresses, all state of captured steps of at most `batch_size` of these sequences, which
+        are all of the call. model: the target."""
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
         """Updates the host's state after a captured step has committed tokens of these sequences."""
@@ -283,11 +267,8 @@ def _roots(batch_size: int, device: torch.device) -> TreeBatch:
 
 
 def best_trees(logits: Tensor, num_nodes: int, width: int | None = None) -> tuple[Draft, Tensor]:
-    """Returns the trees of the highest joint log-probability under logits [B, num_levels, V] of levels 1, 2, ...
-
-    num_nodes: fewer if no more are possible. width: largest number of children of a node. Also returns the joint
-    log-probabilities of the nodes.
-    """
+    """Returns the trees of the highest joint log-probability under logits [B, num_levels, V] of levels 1, 2, ..., and
+    their nodes' joint log-probabilities. num_nodes: fewer if no more are possible. width: most children of a node."""
     logits = logits.float()
     levels, most = logits.shape[1], width or num_nodes - 1
     num_nodes = min(num_nodes, sum(most**level for level in range(levels + 1)))

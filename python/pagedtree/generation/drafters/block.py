@@ -27,14 +27,12 @@ INITIAL_PAGES = 64
 class BlockDrafter(Drafter):
     """A block drafter that predicts all levels in one pass and proposes the likeliest tree over its predictions.
 
-    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives a distribution per
-    place after the root. The places are independent, so every node of a level may have the same children:
-    `pagedtree.best_first_tree` takes the `num_nodes` nodes of the highest joint probability. A step costs one draft
-    pass at any depth.
+    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives an independent
+    distribution per place after the root; `pagedtree.best_first_tree` takes the nodes of the highest joint probability.
 
-    The keys and values of the text come from the target's features. Their pages do not count in `num_pages` of
-    `generate`: only running sequences hold pages, for their tokens and a block. The pool doubles when full. While
-    nothing is drafted, as `generate(tree="auto")` may decide, at most 256 MiB of unread features are kept.
+    The keys and values of the text come from the target's features. Their pages, of running sequences only, do not
+    count in `num_pages` of `generate`; the pool doubles when full. While nothing is drafted (`generate(tree="auto")`),
+    at most 256 MiB of unread features are kept.
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
@@ -202,8 +200,8 @@ class BlockDrafter(Drafter):
     def _enter(self, sequence: GeneratedSequence, begin: int) -> None:
         """Ensures that the context of the sequence ends at `begin`.
 
-        An outcome shares the pages of its prompt with the outcome that read it. If that one is gone, or the text up to
-        `begin` was not seen for another reason, the context starts at `begin`; only the drafts get worse.
+        An outcome shares the pages of its prompt with the outcome that read it. If the text up to `begin` was not seen,
+        the context starts at `begin`; only the drafts get worse.
         """
         if self._end.get(sequence.index) == begin:
             return

@@ -45,10 +45,9 @@ class BlockDraftConfig(LayerSizes):
         is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
         input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
         vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if it is smaller.
-        window_from_anchor: whether the windows of a block's tokens all end `sliding_window` before the known token, as
-            speculators trains them, instead of before each token.
-        sample_from_anchor: whether each token of a block, including the known one, predicts the next token. Else each
-            mask token predicts the token in its place.
+        window_from_anchor: whether all windows of a block end `sliding_window` before the known token, as speculators
+            trains them, instead of before each token.
+        sample_from_anchor: whether each token of a block predicts the next one; else each mask token its own place.
         conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `LocalConvolution` and
             `CandidateSelector` in `block_layers`; None for DFlash.
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.

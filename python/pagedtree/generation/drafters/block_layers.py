@@ -59,9 +59,7 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, states: Tensor, before: Tensor, candidates: Tensor, logits: Tensor) -> Tensor:
-        """Returns scores [B, F, K] of a place's candidates after each of F tokens.
-
-        states [B, H] of the place, before int64 [B, F], candidates int64 [B, K] and their logits [B, K].
-        """
+        """Returns scores [B, F, K] of a place's candidates, int64 [B, K] with logits [B, K], after each of the tokens
+        `before`, int64 [B, F]. states: [B, H], the place's."""
         context = self.predecessor_codebook[before] * self.hidden_projection(states)[:, None]
         return logits[:, None] + context @ self.successor_codebook[candidates].transpose(1, 2)

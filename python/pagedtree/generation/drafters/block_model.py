@@ -62,18 +62,15 @@ class _Layer(DecoderLayer):
 class BlockDraftModel(nn.Module):
     """Transformer layers that draft a block of tokens in one pass, from the target's features of the text so far.
 
-    The block is the newest token and block_size - 1 mask tokens after it. The context consists of keys and values only:
-    the outputs of some target layers at a token are concatenated and projected to one state (`fc`, `hidden_norm`), from
-    which every layer computes the token's key and value. Embeddings and output layer are the target's.
+    The block is the newest token and block_size - 1 mask tokens. The context consists of keys and values only: every
+    layer computes a token's from one state, a projection (`fc`, `hidden_norm`) of the outputs of some target layers.
+    Embeddings and output layer are the target's. DFlash 2 adds convolutions within a block around each layer's
+    attention and MLP, and a selector that weighs a place's candidates by the token before it.
 
     Layers, weight names and config keys follow DFlash's published `DFlashDraftModel` checkpoints
-    (github.com/z-lab/dflash). `from_pretrained` is written for these: z-lab's for Qwen3-4B, Qwen3-8B,
-    Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, others of this architecture, DFlash 2 (`DFlash2DraftModel`), and
-    speculators' versions of both. It was tested with random weights saved by the packages dflash and speculators, not
-    with published ones. Refused: RoPE types that depend on the length, and attention sinks.
-
-    DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs a
-    place's candidates by the token before it.
+    (github.com/z-lab/dflash): z-lab's for Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, DFlash 2
+    (`DFlash2DraftModel`), and speculators' versions of both. Tested with random weights saved by the packages dflash
+    and speculators, not with published ones. Refused: RoPE types that depend on the length, and attention sinks.
 
     Args:
         config: sizes.
@@ -115,8 +112,7 @@ class BlockDraftModel(nn.Module):
         return cast(Tensor, self._of_target[0].weight)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError unless the target's layers have `hidden_size` outputs and it reads the tokens 0..vocab_size
-        - 1."""
+        """Raises ValueError unless the target has layers of `hidden_size` outputs and `vocab_size` tokens."""
         expected, (num_tokens, width) = self.fc.in_features, self.embeddings.shape
         given = hidden_size * len(self.config.target_layer_ids)
         if given != expected:
@@ -136,11 +132,8 @@ class BlockDraftModel(nn.Module):
         return [cast(DecoderLayer, layer).self_attn.keys_values(states, rotation) for layer in self.layers]
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Maps tokens of whole blocks and their positions, int64 [..., T], concatenated, to the states [..., T,
-        hidden_size] for `logits`.
-
-        attend: attention of a layer's queries over the context and over the blocks' keys and values.
-        """
+        """Maps tokens of whole blocks and their positions, int64 [..., T], to the states [..., T, hidden_size] for
+        `logits`. attend: a layer's attention over the context and the blocks' keys and values."""
         states = F.embedding(tokens, self.embeddings)
         if self.config.input_embedding_scale != 1.0:
             states = states * self.config.input_embedding_scale
@@ -169,8 +162,7 @@ class BlockDraftModel(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
         """Returns a block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
-        Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
-        tensor, for another architecture or target and for unknown entries or tensors; OSError for unreadable files.
+        Config and shapes are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place

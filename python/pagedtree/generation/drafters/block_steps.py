@@ -64,11 +64,9 @@ def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) 
 def selected_trees(
     selector: CandidateSelector, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int, width: int
 ) -> tuple[Draft, Tensor]:
-    """Returns trees whose nodes have the likeliest children under a selector, which sees the node's token.
-
-    roots: int64 [B]. states [B, depth, H] and logits [B, depth, V] of the places after them. The `width` best nodes of
-    a level have children, at most `width` each. Also returns the nodes' joint log-probabilities.
-    """
+    """Returns trees of the likeliest children under a selector, which sees the node's token, and the nodes' joint
+    log-probabilities. roots: int64 [B]. states [B, depth, H], logits [B, depth, V]: of the places after them. The
+    `width` best nodes of a level have children, at most `width` each."""
     batch, depth = logits.shape[:2]
     known = selector.successor_codebook.shape[0]  # the target may have padding after these tokens
     logits = logits[..., :known]

@@ -19,10 +19,7 @@ __all__ = ["RowMap", "bounded", "trees_of", "without_padding"]
 
 
 class RowMap:
-    """A map from the rows of a draft to rows of the concatenated proposals.
-
-    rows: integers [N], -1 for a row of no proposal; None: identity.
-    """
+    """A map from the rows of a draft to rows of the concatenated proposals: integers [N], -1: none; None: identity."""
 
     def __init__(self, rows: Tensor | None = None) -> None:
         self._rows = rows
@@ -51,8 +48,7 @@ def bounded(drafter: Drafter) -> Drafter:
 
         for s in sequences:
             # A draft model can read the parent of a node at most at its last position.
-            has_positions = s.root < drafter.num_positions
-            tree = drafter.propose(s) if has_positions else the root alone
+            tree = drafter.propose(s) if s.root < drafter.num_positions else the root alone
             # The last token of a sequence is generated, but never read.
             last = min(s.max_length - 2, drafter.num_positions)
             trees[s] = [node for node in tree if s.root + depth(node) <= last]
@@ -155,10 +151,8 @@ class _Bounded:
 
 
 def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
-    """Returns all roots and the nodes at most limits[b] deep, limits int32 [B], and their rows in `draft`, int32 [N].
-
-    Device only. The number of rows stays the same; the last ones are padding.
-    """
+    """Returns all roots and the nodes at most limits[b] deep, limits int32 [B], and their rows in `draft`, int32 [N],
+    the last ones padding. Device only."""
     trees = draft.trees
     rows = torch.arange(draft.draft_tokens.shape[0], dtype=torch.int32, device=limits.device)
     tree = torch.bucketize(rows, trees.cu_nodes[1:], right=True)

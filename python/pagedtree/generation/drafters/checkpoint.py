@@ -37,11 +37,11 @@ class _Stored(NamedTuple):
 class StoredTensors:
     """The tensors in the files of a checkpoint, by name.
 
-    Raises ValueError, naming the file, for a corrupt file or another format, and OSError if it cannot be read. No code
-    in pickled files runs; only tensors are loaded.
+    Raises ValueError, naming the file, for a corrupt file or another format, OSError if it cannot be read. No code in
+    pickled files runs.
 
     Args:
-        folder: the folder of the files.
+        folder: of the files.
         files: names in order of preference; the first one found is read. "*.safetensors" means all of these together.
         rename: maps names in the files to names in the model.
     """
@@ -76,11 +76,9 @@ class StoredTensors:
     ) -> None:
         """Raises ValueError for missing or unknown tensors, wrong shapes and unsupported dtypes.
 
-        Args:
-            shapes: each name's sizes as products, like "intermediate_size, 2 * hidden_size".
-            sizes: the config's values of the factors; messages show both.
-            optional: names of tensors that may be missing. integers: names of integer tensors; all others are
-                floating-point. ignored: names of tensors that may be present and are not read.
+        shapes: each name's sizes as products, like "intermediate_size, 2 * hidden_size". sizes: the config's values of
+        the factors. optional: names that may be missing. integers: names of integer tensors; the others are
+        floating-point. ignored: names that may be present and are not read.
         """
         unknown = sorted(self._tensors.keys() - shapes.keys() - set(ignored))
         if unknown:
@@ -130,9 +128,7 @@ def check_ids(name: str, ids: Tensor, num_tokens: int) -> None:
 
 def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
     """Returns int64 [count], the target ids of a head's draft tokens: from the tensor d2t, else the first `count` ids.
-
-    Raises ValueError for ids outside `num_tokens` or duplicates, and if the tensor t2d disagrees.
-    """
+    Raises ValueError for ids outside `num_tokens`, duplicates, and a tensor t2d that disagrees."""
     ids = torch.arange(count, dtype=torch.int64)
     if "d2t" in stored:
         ids = ids + stored.load("d2t")
@@ -153,10 +149,8 @@ def save_checkpoint(
     *,
     name: str = WEIGHTS_NAME,
 ) -> None:
-    """Writes config.json and a file of tensors into a folder; creates the folder if needed.
-
-    weights: written in `dtype`. others: written as they are. name: of the file, in safetensors format.
-    """
+    """Writes config.json and a safetensors file `name` into a folder, which is created if needed. weights: written in
+    `dtype`. others: written as they are."""
     from safetensors.torch import save_file  # of an extra of the package
 
     folder = Path(folder)

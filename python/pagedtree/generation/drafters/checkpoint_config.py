@@ -38,11 +38,7 @@ class ConfigEntries:
     """Entries of a config.json, or of an object in it, that are read one by one and checked.
 
     A null entry counts as missing. Every method raises ValueError, naming the file and the entry, for a value of
-    another type or out of bounds. `refuse_others` does so for entries that no method has read.
-
-    Args:
-        entries: the parsed object.
-        where: its name in messages.
+    another type or out of bounds. where: the object's name in messages.
     """
 
     def __init__(self, entries: Any, where: str = "config") -> None:

@@ -28,9 +28,7 @@ class EagleDrafter(TreeGrower):
 
     Each step runs the head `depth` times: over the tokens that the target has read since the last step, with the
     target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
-    The `num_nodes` best candidates form the tree (EAGLE-2). The head's pages do not count in `num_pages` of `generate`;
-    only running sequences hold pages. The pool doubles when full. While nothing is drafted, as `generate(tree="auto")`
-    may decide, at most 256 MiB of unread features are kept.
+    The `num_nodes` best candidates form the tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
 
     Args:
         head: made for the target of `generate`.
@@ -111,8 +109,7 @@ class EagleDrafter(TreeGrower):
             self._fixed = FixedFeatures(count, self.max_depth + 1, width, weight.dtype, weight.device)
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Before a captured step, also reads the features of ordinary passes, except the last one of each sequence,
-        which the step reads."""
+        """Before a captured step, also reads the features of ordinary passes but each sequence's last."""
         super().select(sequences, batch_size)
         if batch_size is None:
             return
@@ -204,11 +201,11 @@ class EagleDrafter(TreeGrower):
     def _read_until(
         self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None, num_unknown: int = 0
     ) -> Tensor:
-        """Reads each sequence's waiting features before a position; returns the states at the last ones, [B, H] if
-        every sequence had some. The token at that position must be known.
+        """Reads each sequence's waiting features before a position, whose token is known; returns the states at the
+        last ones, [B, H] if every sequence had some.
 
-        table: the sequences' page table, if already built. num_unknown: P-EAGLE's unknown tokens after that position,
-        read but not kept; the states are then [B, 1 + num_unknown, H].
+        table: the page table, if already built. num_unknown: P-EAGLE's unknown tokens after that position, read but not
+        kept; the states are then [B, 1 + num_unknown, H].
         """
         chunks, tokens, features, counts = list[tuple[GeneratedSequence, int, int]](), list[int](), [], []
         masks = [cast(int, self.head.config.mask_token_id)] * num_unknown if num_unknown else []

@@ -134,10 +134,8 @@ class EagleConfig(LayerSizes):
         return config
 
     def to_entries(self) -> dict[str, Any]:
-        """Returns entries of a config.json for SGLang, vLLM and `read`, without entries that follow from the weights.
-
-        Uses speculators' format for features that SGLang lacks: Qwen 3 layers, several layers, biases, P-EAGLE.
-        """
+        """Returns entries of a config.json for SGLang, vLLM and `read`, without entries that follow from the weights;
+        in speculators' format for Qwen 3 layers, several layers, biases and P-EAGLE."""
         values = vars(self)
         layer = {"model_type": "qwen3" if self.has_head_norms else "llama", "hidden_act": "silu"}
         of_layer = [name for name, row in rows_of(type(self)).items() if row.place == "layer"]
@@ -154,7 +152,6 @@ class EagleConfig(LayerSizes):
 
     @property
     def needs_nesting(self) -> bool:
-        """Whether this head needs speculators' format."""
         return (
             self.num_hidden_layers > 1 or self.has_head_norms or self.attention_bias or self.mask_token_id is not None
         )

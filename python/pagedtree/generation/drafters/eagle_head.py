@@ -35,17 +35,12 @@ class EagleHead(nn.Module):
     """A Llama-style decoder layer that reads a token and a state at each position and attends to the text so far.
 
     Position t holds the target's token t + 1 and a state of token t. For known tokens `fuse` makes the state from the
-    target's features, the outputs of three layers; in a draft it is the layer's output at the parent node. `logits` of
-    the layer's output predicts token t + 2.
+    target's features, the outputs of three layers; in a draft it is the layer's output at the parent node (with
+    norm_output after the last norm). `logits` of the layer's output predicts token t + 2.
 
-    The draft vocabulary may be a subset of the target's: `target_ids` are the target's ids of its tokens.
-
-    EAGLE 3.1 adds norm_before_fc, fc_norm and norm_output. The first two norm the features before they are fused, all
-    layers together or per layer. With norm_output, the state in a draft is the output layer's input at the parent node,
-    after the last norm.
-
-    Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head (Hui et al., 2026) has a state
-    for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
+    EAGLE 3.1 adds norm_output, and norm_before_fc and fc_norm, which norm the features before they are fused, all
+    layers together or per layer. Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head
+    (Hui et al., 2026) has a state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
 
     Args:
         config: entries of config.json, as in SGLang and vLLM. ValueError for unknown or unsupported entries.
@@ -123,8 +118,7 @@ class EagleHead(nn.Module):
         check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError if the head does not fit a target whose layers have `hidden_size` outputs and which reads
-        the tokens 0..vocab_size - 1, or if its parts do not fit each other."""
+        """Raises ValueError unless the head fits a target of these sizes, and its parts each other."""
         own, given = self.config.hidden_size, self.fc.in_features
         if given != hidden_size * len(self.feature_layers):
             raise ValueError(
@@ -159,11 +153,8 @@ class EagleHead(nn.Module):
         return self.fuse(self.mask_hidden[0])
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Maps tokens of the target's vocabulary, int64 [..., T], and states [..., T, H] to the next states.
-
-        positions: int64, broadcast to tokens. attend: queries [..., T, Hq, D], keys and values [..., T, Hkv, D] ->
-        [..., T, Hq, D]. All layers but the first also pass their number, as `layer`.
-        """
+        """Maps the target's tokens, int64 [..., T], and states [..., T, H] to the next states. positions: int64,
+        broadcast to tokens. attend: as in `layers`; all layers but the first also pass their number, as `layer`."""
         rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
         for number, layer in self.layers.items():
@@ -182,8 +173,7 @@ class EagleHead(nn.Module):
     ) -> None:
         """Writes config.json and model.safetensors into the folder `path`, in the format of SGLang and vLLM.
 
-        needs_target: omit the output layer if it is the target's. SGLang and vLLM then cannot load the head;
-        `from_pretrained` can.
+        needs_target: omit the output layer if it is the target's; only `from_pretrained` can then load the head.
         """
         config, ids = self.config, self.target_ids.cpu()
         entries = config.to_entries() | {

@@ -17,12 +17,9 @@ class FixedFeatures:
     """Features of the tokens that each sequence read and accepted in the last step, excluding its newest token.
 
     Attributes:
-        features: [sequences + 1, S, F], of which the first `counts` are valid; the last row is for idle rows.
-        counts: int64 [sequences + 1].
+        features: [num_sequences + 1, length, width]; the first `counts`, int64 [num_sequences + 1], of each row are
+            valid; the last row is for idle rows.
         held: on the host, position of the first feature, by index of the sequences with features here.
-
-    Args:
-        num_sequences: of a call of `generate`. length: largest number of tokens of a step. width: F.
     """
 
     def __init__(self, num_sequences: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,8 +18,7 @@ class Row:
 
     Attributes:
         kind: its type, a method of `ConfigEntries` that is called with `bounds`.
-        default: the value without an entry, or a function of the values read so far. MISSING: required, except for
-            lists.
+        default: the value without an entry, or a function of the values read so far. MISSING: required, but for lists.
         key: its name in the file. place: the object in the file that contains it.
     """
 
@@ -50,10 +49,8 @@ def rows_of(config: type) -> dict[str, Row]:
 
 
 def read_rows(config: type, top: ConfigEntries, **places: ConfigEntries) -> dict[str, Any]:
-    """Reads the entries of a config in field order. Raises ValueError, naming the entry, for invalid values.
-
-    top, places: the whole file, and the objects in it, named as in `Row.place`.
-    """
+    """Reads the entries of a config in field order. Raises ValueError, naming the entry, for invalid values. top: the
+    whole file. places: the objects in it, named as in `Row.place`."""
     found: dict[str, Any] = {}
     for name, row in rows_of(config).items():
         found[name] = row.read(places.get(row.place, top), found)

@@ -35,10 +35,9 @@ def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
 
 
 class TreeGrower(Drafter):
-    """Base of drafters whose model reads known tokens and then the levels of a tree.
+    """Base of drafters whose model reads known tokens and then the levels of a tree, by `_read_level`.
 
-    The model's cache is a pool that doubles when it is full; only running sequences hold pages. A subclass runs the
-    model: `_read_level` for a level, and its own passes for known tokens.
+    The model's cache is a pool that doubles when it is full; only running sequences hold pages.
     """
 
     grows_by_level = True
@@ -119,10 +118,8 @@ class TreeGrower(Drafter):
         sampling: Sampling,
         active: Tensor | None = None,
     ) -> Draft:
-        """Returns trees under `roots`, given the model's logits there. Device only.
-
-        start: int32 [B], the roots' positions in the model's cache.
-        """
+        """Returns trees under `roots`, by the model's logits there. start: int32 [B], their positions in the model's
+        cache. Device only."""
         state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
         noise: dict[str, Any] = {}
         if self.law != "topk":
@@ -162,10 +159,8 @@ class TreeGrower(Drafter):
     def _causal_step(
         self, chunks: list[tuple[GeneratedSequence, int, int]], table: Tensor | None = None
     ) -> tuple[PagedStep, Tensor]:
-        """Prepares a causal pass over some tokens of each sequence: returns the step and the tokens' positions.
-
-        chunks: sequence, position of its first token, number of tokens. table: their pages, if already reserved.
-        """
+        """Returns the step of a causal pass over some tokens of each sequence, and their positions. chunks: sequence,
+        position of its first token, number of tokens. table: their pages, if already reserved."""
         offsets = [0, *accumulate(count for _, _, count in chunks)]
         ends = [begin + count for _, begin, count in chunks]
         places = [place for _, begin, count in chunks for place in range(begin, begin + count)]

@@ -39,11 +39,7 @@ class LayerSizes:
 
 
 class RotaryAngles:
-    """Angles of rotary embeddings. Not a module, so that the frequencies stay in fp32 in a head of any dtype.
-
-    Args:
-        frequencies: fp32 [head_dim / 2], angles per position (`Rotary.frequencies`).
-    """
+    """Angles of rotary embeddings, by `Rotary.frequencies`. Not a module, so that these stay in fp32 in any head."""
 
     def __init__(self, frequencies: Tensor) -> None:
         self._frequencies = frequencies
@@ -58,11 +54,8 @@ class RotaryAngles:
 class Attention(nn.Module):
     """The projections of a layer's attention. Keys and values may come from other states than the queries.
 
-    Args:
-        sizes: of the layer.
-        inputs: width of the input states; None = hidden_size.
-        bias: whether the projections have biases.
-        norm_eps: epsilon of an RMSNorm of each query and key, as in Qwen 3; None = no norm.
+    inputs: width of the input states; None = hidden_size. bias: whether the projections have biases. norm_eps: epsilon
+    of an RMSNorm of each query and key, as in Qwen 3; None = no norm.
     """
 
     def __init__(
@@ -134,10 +127,8 @@ class DecoderLayer(nn.Module):
 
 
 def layer_shapes(inputs: str = "hidden_size", *, bias: bool = False, has_norms: bool = False) -> dict[str, str]:
-    """Returns the shape of each tensor of a layer, norms included, as products (`formats.size_of`).
-
-    inputs, bias: see `Attention`. has_norms: whether queries and keys have norms.
-    """
+    """Returns the shape of each tensor of a layer, norms included, as products (`formats.size_of`). inputs, bias: see
+    `Attention`. has_norms: whether queries and keys have norms."""
     shapes = {
         "input_layernorm.weight": "hidden_size",
         "self_attn.q_proj.weight": f"{HEADS}, {inputs}",

@@ -26,7 +26,7 @@ OF_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class Format(NamedTuple):
-    """A format. name: as in messages. load: folder, target and sizes -> the drafter."""
+    """A format. name: in messages. load: folder, target and sizes -> the drafter."""
 
     name: str
     load: Callable[..., Drafter]

@@ -39,10 +39,8 @@ class MedusaHeads(nn.Module):
     """Residual blocks that map a model's last hidden state to a later position's, read by the model's `lm_head`.
 
     `lm_head` predicts the token after the hidden state's position; head i (from 0) predicts token i + 2 after it.
-
-    vocab_size: of heads with separate output layers, as Medusa's published ones; None: they share `lm_head`.
-
-    Raises ValueError for a hidden_size that differs from the input size of `lm_head`, if that is known.
+    vocab_size: of heads with separate output layers, as Medusa's published ones; None: they share `lm_head`. Raises
+    ValueError for a hidden_size that `lm_head` does not read.
     """
 
     def __init__(
@@ -73,8 +71,7 @@ class MedusaHeads(nn.Module):
         return self.weight.shape[2]
 
     def check_target(self, hidden_size: int) -> None:
-        """Raises ValueError if the heads do not fit a target whose output layer reads `hidden_size` values, or if their
-        weights do not fit each other."""
+        """Raises ValueError unless the weights fit `hidden_size`, the input of the target's output layer."""
         own = (self.num_heads, hidden_size, hidden_size)
         if self.weight.shape != own or self.bias.shape != own[:2]:
             raise ValueError(
@@ -109,8 +106,7 @@ class MedusaHeads(nn.Module):
         `save_pretrained` or of Medusa: config.json with medusa_num_heads, and medusa_lm_head.safetensors or
         medusa_lm_head.pt. All heads in the file are used (some published configs list fewer).
 
-        Config and shapes are checked before any weight is read. Raises ValueError, naming the file and the entry or
-        tensor, for another target and for unknown entries or tensors; OSError for unreadable files.
+        Config and shapes are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
         """
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
@@ -121,10 +117,7 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
-        """Returns heads from the folder `path` with any `lm_head`: hidden states [..., hidden] -> logits [..., vocab].
-
-        Raises the errors of `from_pretrained`.
-        """
+        """Returns heads from the folder `path` with any `lm_head`, as `from_pretrained` does for a model's."""
         path = Path(path)
         entries, width = ConfigEntries.load(path), getattr(lm_head, "in_features", None)
         weights = (_published if "medusa_num_heads" in entries else _own)(path, entries, width)
@@ -188,11 +181,10 @@ class MedusaDrafter(Drafter):
     """Medusa heads on the target's last hidden state, which draft the tokens after the next one.
 
     Args:
-        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`); head i drafts the token i + 2 after the
-            state's position.
-        tree: number of nodes, root included: each step then uses the tree of the highest joint log-probability under
-            the heads (`pagedtree.best_first_tree`). Or one fixed tree, whose nodes take the token of their child rank
-            in the head of their depth; `medusa_tree` is a good default.
+        heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`).
+        tree: number of nodes, root included, of each step's tree of the highest joint log-probability
+            (`pagedtree.best_first_tree`). Or one fixed tree, whose nodes take the token of their child rank in the head
+            of their depth; `medusa_tree` is a good default.
     """
 
     needs_hidden = True

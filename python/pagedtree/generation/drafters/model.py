@@ -27,15 +27,12 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. Rows of the accepted path stay in its cache. Its pages do not count in `num_pages` of `generate`, which bounds
-    them nevertheless: only running sequences hold pages, for their tokens and the nodes read. The pool doubles when
-    full.
+    last. Rows of the accepted path stay in its cache, whose pages, of running sequences only, do not count in
+    `num_pages` of `generate`; the pool doubles when full.
 
     Vocabulary padding may differ (Qwen2.5 has 151936 or 152064 rows): tokens that the target lacks are never drafted,
-    and tokens that the draft model lacks have probability 0. `generate` refuses sizes that differ by more than 1024. A
-    different tokenizer of similar size cannot be detected: its drafts are rejected, and the text stays correct.
-
-    It drafts only within the draft model's positions (`max_position_embeddings` in transformers configs).
+    tokens that the draft model lacks have probability 0; sizes may differ by at most 1024. The drafts of another
+    tokenizer are rejected, and the text stays correct. It drafts only within the draft model's positions.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
@@ -231,8 +228,7 @@ class ModelDrafter(TreeGrower):
         return complete, self.packed.run(ids, positions, step, wanted).logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """Reads each row's root and the token before it, whether cached or not; returns logits [B, V] at the roots.
-        Device only."""
+        """Reads each row's root and the token before it; returns logits [B, V] at the roots. Device only."""
         num_rows = lengths.shape[0]
         positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device, dtype=torch.int64)
         ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
@@ -249,5 +245,5 @@ class ModelDrafter(TreeGrower):
         return self.num_positions is None or position < self.num_positions
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Clamps positions to the model's range. Drafts past it are discarded; the batch is computed as a whole."""
+        """Clamps positions to the model's range. Drafts past it are discarded."""
         return positions.clamp(min=0, max=None if self.num_positions is None else self.num_positions - 1)

@@ -59,13 +59,22 @@ class NgramDrafter(Drafter):
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
     ) -> Draft:
         extra = self._extra(tokens)
-        draft = self._look_up(tokens, lengths, extra, active)
+        draft = ngram_propose(
+            tokens,
+            lengths,
+            max_nodes=self.max_nodes,
+            max_depth=self._depth,
+            min_ngram=self.min_ngram,
+            max_ngram=self.max_ngram,
+            max_branches=self.max_branches,
+            extra=extra,
+            active=active,
+        )
         self._proposed = tokens, lengths, draft, extra
         return draft
 
     def confidence(self) -> Tensor | None:
-        """Returns fp32 [N]: longer matches before a draft give it a higher probability (SuffixDecoding, Oliaro et al.,
-        2024, uses the same score)."""
+        """Returns fp32 [N], higher after longer matches (the score of SuffixDecoding, Oliaro et al., 2024)."""
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
@@ -92,25 +101,6 @@ class NgramDrafter(Drafter):
             draft.trees.parents.cpu().numpy(),
             draft.draft_tokens.cpu().numpy(),
             self.max_ngram,
-        )
-
-    def _look_up(
-        self,
-        tokens: Tensor,
-        lengths: Tensor,
-        extra: Tensor | None = None,
-        active: Tensor | None = None,
-    ) -> Draft:
-        return ngram_propose(
-            tokens,
-            lengths,
-            max_nodes=self.max_nodes,
-            max_depth=self._depth,
-            min_ngram=self.min_ngram,
-            max_ngram=self.max_ngram,
-            max_branches=self.max_branches,
-            extra=extra,
-            active=active,
         )
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:

@@ -17,8 +17,8 @@ class ParallelEagleDrafter(EagleDrafter):
     """A P-EAGLE head that predicts all levels in one pass and proposes the likeliest tree over its predictions.
 
     The text's features are followed by `depth - 1` unknown tokens: the head's mask token, with `mask_hidden` as
-    features. Each sees the text and the ones before it, and gives one level's distribution. The levels are independent,
-    so the tree is built as in `BlockDrafter` (`pagedtree.best_first_tree`). The rest is as in `EagleDrafter`.
+    features. Each sees the text and the ones before it, and gives one level's distribution. Trees are built as in
+    `BlockDrafter`; the rest is as in `EagleDrafter`.
 
     Args:
         head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.

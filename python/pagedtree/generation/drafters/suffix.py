@@ -20,17 +20,16 @@ RUNS_OF_A_BRANCH = 2
 class SuffixDrafter(NgramDrafter):
     """Prompt lookup in the text itself and in former answers, for agents and other workloads with repetitive requests.
 
-    A finished sequence's generated tokens are remembered across calls of `generate`, up to `max_tokens` tokens, oldest
-    dropped first. If at least the last four tokens of a text occur in a former answer, its continuation is a candidate
-    too. Longer n-grams come first; at equal length the text itself, then the most frequent continuation of former
-    answers.
+    A finished sequence's generated tokens are remembered across calls of `generate`. If at least the last four tokens
+    of a text occur in a former answer, its continuation is a candidate too. Longer n-grams come first; at equal length
+    the text itself, then the most frequent continuation of former answers.
 
         tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 
     The memory never changes the text. Drafters may share a `memory`, also across threads.
 
     Args:
-        max_tokens: of the memory. memory: an existing one to use instead.
+        max_tokens: of the memory, oldest dropped first. memory: an existing one to use instead.
         num_nodes, max_depth, max_branches, min_ngram, max_ngram: as in `NgramDrafter`; a given memory sets max_ngram.
     """
 

@@ -30,13 +30,9 @@ os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_i
 class TextMemory:
     """A ring buffer of the newest `max_tokens` tokens of texts, with hash chains as in LZ77 compressors.
 
-    Places whose last `context` tokens have the same hash form a chain, newest first. A look-up visits at most 16 of
-    them, whatever the size of the memory. A token takes 20 to 28 bytes. Threads may share it, and it can be pickled.
-
-    Args:
-        max_tokens: older tokens are dropped.
-        context: number of tokens that must match.
-        max_ngram: longer matches count as this many tokens.
+    Places whose last `context` tokens have the same hash form a chain, newest first, of which a look-up visits at most
+    16. A token takes 20 to 28 bytes. Threads may share it, and it can be pickled. max_ngram: longer matches count as
+    this many tokens.
     """
 
     def __init__(self, max_tokens: int, *, context: int = 4, max_ngram: int = 16) -> None:
@@ -89,10 +85,9 @@ class TextMemory:
     def continuations(self, end: Sequence[int], length: int, most: int) -> NDArray[np.int64]:
         """Returns the continuations of this text's end in former texts: int64 [n, max_ngram + length + 1], n <= `most`.
 
-        A row has the tokens up to the match, then `length` tokens after it; -1 where there are none, between two texts,
-        and at its end. The best row is last: longest match, then the most frequent next token, then the newest.
-
-        end: the last `max_ngram` tokens of a text, or fewer. length: at most 1024.
+        A row has the tokens up to the match, then `length` (at most 1024) tokens after it; -1 where there are none,
+        between two texts, and at its end. The best row is last: longest match, then the most frequent next token, then
+        the newest. end: the last `max_ngram` tokens of a text, or fewer.
         """
         if len(end) < self.context:
             return np.empty((0, self.max_ngram + length + 1), dtype=np.int64)

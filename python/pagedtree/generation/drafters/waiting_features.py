@@ -34,12 +34,11 @@ class _Queue:
 class WaitingFeatures:
     """Queues of the features that `Drafter.read` and `observe` receive, until the drafter takes them.
 
-    Consecutive passes without drafts over the same sequences are kept unsorted: sorting each pass by sequence took 1.5
-    % of a small model's step. Call `sort` before reading anything.
+    Consecutive passes without drafts over the same sequences stay unsorted, until `sort`: sorting each pass by sequence
+    took 1.5 % of a small model's step.
 
-    Args:
-        enter: called for features of a sequence without a queue, with the sequence and the position of the first.
-        read_many: must take some features; called when more than MAX_WAITING_BYTES wait.
+    enter: called for features of a sequence without a queue, with the position of the first. read_many: takes some
+    features; called when more than MAX_WAITING_BYTES wait.
     """
 
     def __init__(self, enter: Callable[[GeneratedSequence, int], None], read_many: Callable[[], None]) -> None:
