@@ -267,13 +267,11 @@ demo: build  ## tree-speculative decoding on real text
 bench: $(READY_DEV) build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
-	python docs/make_plots.py
 	python docs/make_pages.py
 endif
 
-docs: $(READY_DEV) build  ## write the generated pages and plots of docs/ anew; the API reference into build/docs
+docs: $(READY_DEV) build  ## write the generated pages of docs/ anew; the API reference into build/docs
 	python docs/make_api.py
-	python docs/make_plots.py
 	python docs/make_pages.py
 
 .PHONY: clean

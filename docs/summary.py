@@ -1,29 +1,15 @@
-"""The first screen of performance.md: how fast each part is beside the fastest other way to the same result.
-
-on_gpu() and measured() are its two tables; make_plots.py draws the second one.
-"""
+"""The two tables at the head of performance.md: how fast each part is beside the fastest other way to its result."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from real_tables import QUANTISED, rows_of
-from tables import RESULTS, Result, Row, fastest_other, field, listing, load, op_name, over_floor, threads_of
+from tables import Result, Row, fastest_other, field, listing, load, op_name, over_floor, threads_of
 
-
-class Line(NamedTuple):
-    """What was measured, at which point. ratio: ours over the fastest peer, above 1 where ours is faster."""
-
-    what: str
-    point: str
-    ours: str
-    ratio: float
-    peer: str
-    floor: str  # the floor's time over ours
-    machine: str
-
+COLUMNS = ("measured", "point", "ours", "over the fastest peer", "which", "floor / time", "machine")
+Line = tuple[str, ...]  # of these columns
 
 # What, the file, the op, the point.
 OPS = [
@@ -54,12 +40,12 @@ def machine_of(machine: dict[str, Any]) -> str:
     return f"{machine['processor']}, {machine['cpu_isa']}, {threads_of(machine)}"
 
 
-def op_lines(results: Path) -> Iterator[Line]:
+def op_lines() -> Iterator[Line]:
     for what, name, op, point in OPS:
-        if result := load(name, results):
+        if result := load(name):
             row = next(row for row in result["rows"] if (row["op"], row["point"]) == (op, point))
-            machine = machine_of(result["machine"])
-            yield Line(what, f"`{op}`, {point}", f"{row['ms']:.3g} ms", *fastest_other(row), over_floor(row), machine)
+            (ratio, peer), machine = fastest_other(row), machine_of(result["machine"])
+            yield what, f"`{op}`, {point}", f"{row['ms']:.3g} ms", times(ratio), peer, over_floor(row), machine
 
 
 def fastest(rows: list[Row]) -> Row:
@@ -84,23 +70,16 @@ def real_lines(result: Result) -> Iterator[Line]:
             if ours and peers:
                 mine, peer = fastest(ours), fastest(peers)
                 rate = f"{mine['tokens_per_second'][1]:.0f} tokens/s"
-                ratio = mine["over_plain"][1] / peer["over_plain"][1]
+                ratio = times(mine["over_plain"][1] / peer["over_plain"][1])
                 what, machine = f"generate, {mine['way']}", machine_of(result["machine"])
-                yield Line(what, f"SmolLM2, batch {batch}", rate, ratio, peer["way"], "", machine)
-
-
-def lines(results: Path = RESULTS) -> list[Line]:
-    found = list(op_lines(results))
-    if result := load("real_cpu", results):
-        found += real_lines(result)
-    return list(dict.fromkeys(found))  # plain decoding may be the fastest way, too
+                yield what, f"SmolLM2, batch {batch}", rate, ratio, peer["way"], "", machine
 
 
 def measured() -> str:
-    columns = {"measured": "what", "point": "point", "ours": "ours", "over the fastest peer": "ratio", "which": "peer"}
-    columns |= {"floor / time": "floor", "machine": "machine"}
-    rows = [line._asdict() | {"ratio": times(line.ratio)} for line in lines()]
-    return listing(rows, {title: field(key) for title, key in columns.items()})
+    result = load("real_cpu")
+    lines = dict.fromkeys([*op_lines(), *(real_lines(result) if result else ())])  # plain may be the fastest way, too
+    rows = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
+    return listing(rows, {title: field(title) for title in COLUMNS})
 
 
 def on_gpu(result: Result, name: str) -> str:

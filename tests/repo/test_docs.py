@@ -141,15 +141,6 @@ def test_generated_parts_are_up_to_date(scripts):
         assert text == make_pages.filled(text, sections), f"{page.name} is out of date: run `make docs`"
 
 
-def test_plots_are_of_the_kept_results(scripts, tmp_path):
-    matplotlib = pytest.importorskip("matplotlib")
-    if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements-dev.txt").read_text():
-        pytest.skip("another matplotlib draws other bytes")
-    make_plots = importlib.import_module("make_plots")
-    for path in make_plots.write(images=tmp_path):
-        assert path.read_bytes() == (make_plots.IMAGES / path.name).read_bytes(), f"{path.name}: run `make docs`"
-
-
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
