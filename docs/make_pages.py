@@ -45,7 +45,6 @@ PAGES = {
         "host": kept("host_cpu", of_runs.host),
         "gpu": kept("headline_h200", of_runs.on_gpu),
         "real": kept("real_cpu", of_model.gains),
-        "distributed": kept("distributed", of_runs.distributed),
     },
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},

@@ -105,26 +105,6 @@ def on_gpu(result: Result, name: str) -> str:
     return f"{note} {rate} {machine_line(machine, name)}\n\n{listing(result['rows'], columns)}"
 
 
-def distributed(result: Result, name: str) -> str:
-    """The largest problem of all."""
-    rows, drafting = result["rows"], result["machine"]["drafting"]
-    most = {key: max(row[key] for row in rows) for key in ("vocab", "nodes", "ranks")}
-    note = (
-        " {vocab} tokens in the vocabulary, {nodes} nodes, {ranks} ranks; smaller problems are in the JSON."
-        " Drafting on fewer ranks gave the text of one process in {same} of {runs} runs."
-    ).format(**most, same=sum(run["identical"] for run in drafting), runs=len(drafting))
-    columns: dict[str, Show] = {
-        "rule": field("rule"),
-        "exchanges": field("exchanges"),
-        "KiB sent": lambda row: f"{row['bytes_sent'] / 1024:.3g}",
-        "KiB to gather": lambda row: f"{row['bytes_to_gather'] / 1024:.0f}",
-        "ms": field("ms", ".3g"),
-        "ms gathered": field("gathered_ms", ".3g"),
-    }
-    shown = [row for row in rows if most.items() <= row.items()]
-    return machine_line(result["machine"], name) + note + "\n\n" + listing(shown, columns)
-
-
 def host(result: Result, name: str) -> str:
     """A column for each call that has a prepared form, beside attention of one key by PyTorch; the others in words."""
     rows = result["rows"]

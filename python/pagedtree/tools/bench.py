@@ -11,8 +11,8 @@ from pathlib import Path
 import pagedtree
 
 DEFAULT = "ops"
-# These run models and text of examples/, which are not in the wheel.
-OF_CHECKOUT = ("distributed", "real")
+# Runs a model and text of examples/, which are not in the wheel.
+OF_CHECKOUT = ("real",)
 
 
 def scripts() -> dict[str, Path]:
