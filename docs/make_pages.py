@@ -42,7 +42,6 @@ PAGES = {
         "recurrent": kept("recurrent_cpu", RECURRENT),
         "verification": kept("ops_avx512", VERIFICATION),
         "drafting": kept("ops_avx512", DRAFTING),
-        "host": kept("host_cpu", of_runs.host),
         "gpu": kept("headline_h200", of_runs.on_gpu),
         "real": kept("real_cpu", of_model.gains),
     },

@@ -7,19 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tables import (
-    Result,
-    Row,
-    Show,
-    fastest_other,
-    field,
-    listing,
-    machine_line,
-    op_name,
-    others,
-    over_floor,
-    pivot,
-)
+from tables import Result, Row, Show, fastest_other, field, listing, machine_line, op_name, others, over_floor
 
 
 def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Callable[[Result, str], str]:
@@ -103,13 +91,3 @@ def on_gpu(result: Result, name: str) -> str:
     note = f"{machine['cuda']}; a copy reads {machine['read_gb_per_s'] / 1e3:.2f} TB/s, a matmul of bf16 does"
     rate = f"{machine['matmul_gflop_per_s']['bfloat16'] / 1e3:.0f} TFLOP/s."
     return f"{note} {rate} {machine_line(machine, name)}\n\n{listing(result['rows'], columns)}"
-
-
-def host(result: Result, name: str) -> str:
-    """A column for each call that has a prepared form, beside attention of one key by PyTorch; the others in words."""
-    rows = result["rows"]
-    prepared = {row["call"] for row in rows if row["form"] or "one key" in row["call"]}
-    others = ", ".join(f"`{row['call']}` {row['us']:.3g}" for row in rows if row["call"] not in prepared)
-    shown = [row for row in rows if row["call"] in prepared]
-    cells = pivot("us", shown, lambda row: row["form"] or "one by one", field("call"), field("us", ".3g"))
-    return f"{machine_line(result['machine'], name)} Others: {others}.\n\n{cells}"
