@@ -9,7 +9,6 @@ import platform
 import shutil
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, replace
@@ -300,13 +299,6 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def save(name: str, rows: list[dict[str, Any]], facts: dict[str, Any], path: str | None) -> None:
-    """Writes rows and facts as JSON to `path`, default results/NAME.json beside this file."""
-    target = Path(path) if path else RESULTS / f"{name}.json"
-    write_json(target, {"benchmark": name, "machine": facts, "rows": rows})
-    print(f"wrote {target}", file=sys.stderr)
 
 
 def write_json(target: Path, content: dict[str, Any]) -> None:

@@ -15,9 +15,9 @@ Result = dict[str, Any]
 Show = Callable[[Row], str]
 
 
-def load(name: str) -> Result | None:
+def load(name: str, results: Path = RESULTS) -> Result | None:
     """Loads what was kept under this name; None where that machine or model has not been measured."""
-    file = RESULTS / f"{name}.json"
+    file = results / f"{name}.json"
     if not file.exists():
         return None
     result = json.loads(file.read_text())
