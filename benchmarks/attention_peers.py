@@ -10,14 +10,13 @@ from attention_problem import (
     LAYOUT,
     OURS,
     Problem,
-    check,
     kv_bytes_of,
     lengths_of,
     paged_tree_causal,
     unsupported,
 )
 from named_trees import nodes_of
-from suite import Op, Shape, Way, package, peer
+from suite import Op, Shape, Way, check_close, package, peer
 from torch import Tensor
 
 
@@ -153,7 +152,7 @@ ATTENTION = Op(
     problem=Problem,
     peers=[*OURS, sdpa_on_gathered_kv, flex_attention, vllm_cpu, *gpu_attention_peers.PEERS],
     memory=memory_of,
-    check=check,
+    check=check_close,
     unsupported=unsupported,
 )
 OPS = [ATTENTION]

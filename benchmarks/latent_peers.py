@@ -23,7 +23,7 @@ from attention_problem import (
 )
 from gpu_attention_peers import HAS_FLASHINFER, pages_of, workspace
 from named_trees import nodes_of
-from suite import Mismatch, Op, Shape, Way, lacking_memory, package, peer
+from suite import Op, Shape, Way, check_mean_error, lacking_memory, package, peer
 from torch import Tensor
 
 RANK, ROTATED, NOPE, VALUE = 512, 64, 128, 128
@@ -160,10 +160,7 @@ def memory_of(shape: Shape) -> int:
 
 def check(problem: LatentProblem, ours: Way, theirs: Way) -> None:
     expected = ours.run(0).float()
-    found = theirs.run(0).reshape(expected.shape).float()
-    error = ((found - expected).square().mean() / expected.square().mean()).sqrt().item()
-    if not error <= 0.03:
-        raise Mismatch(f"the root mean square of the output's error is {error:.3f} of that of the output")
+    check_mean_error("output", expected, theirs.run(0).reshape(expected.shape).float(), 0.03)
 
 
 LATENT_ATTENTION = Op(

@@ -19,11 +19,12 @@ from verify_peers import (
     Rule,
     Verification,
     best_tokens,
+    check_outcome,
     children_of,
     op_of,
+    torch_chain,
     torch_distribution,
     torch_walk,
-    values_at,
 )
 
 import pagedtree
@@ -119,25 +120,22 @@ def excess(p: Tensor, q: Tensor) -> tuple[Tensor, float]:
     return rest / (total or 1.0), total
 
 
-def distributions_at(problem: DrawnProblem, i: int, visited_only: bool) -> Callable[[list[int]], Tensor]:
-    params = problem.params
-    assert params is not None
-    return values_at(problem, i, lambda logits: torch_distribution(logits, params), visited_only)
+def distributions(problem: DrawnProblem, i: int, rows: list[int] | slice) -> Tensor:
+    assert problem.params is not None
+    return torch_distribution(problem.logits[i][rows], problem.params)
 
 
-def torch_judged(
-    problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]], visited_only: bool
-) -> Outcome:
+def torch_judged(problem: DrawnProblem, i: int, judge: Callable[..., tuple[int | None, Tensor]]) -> Outcome:
     """judge(p, node, children, drafts, row of the root) gives the accepted child, or None and what is left of p."""
 
     def last_token(p: Tensor, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
         child, rest = judge(p, node, children, drafts, b * problem.tree.num_nodes)
         return child, first_above(rest, problem.final_coins[b]) if child is None else -1
 
-    return torch_walk(problem, i, distributions_at(problem, i, visited_only), last_token)
+    return torch_walk(problem, i, lambda rows: distributions(problem, i, rows), last_token)
 
 
-def torch_in_turn(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
+def torch_in_turn(problem: DrawnProblem, i: int) -> Outcome:
     def judge(p: Tensor, node: int, children: list[int], drafts: list[int], root: int) -> tuple[int | None, Tensor]:
         for child in children:
             q, x = problem.draft_probs[i][problem.draft_rows[root + node]], drafts[child]
@@ -146,10 +144,10 @@ def torch_in_turn(problem: DrawnProblem, i: int, visited_only: bool = False) -> 
             p, _ = excess(p, q)
         return None, p
 
-    return torch_judged(problem, i, judge, visited_only)
+    return torch_judged(problem, i, judge)
 
 
-def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
+def torch_exclusive(problem: DrawnProblem, i: int) -> Outcome:
     def judge(p: Tensor, node: int, children: list[int], drafts: list[int], root: int) -> tuple[int | None, Tensor]:
         tried = torch.zeros_like(p, dtype=torch.bool)
         for child in children:
@@ -158,12 +156,11 @@ def torch_exclusive(problem: DrawnProblem, i: int, visited_only: bool = False) -
                 return child, p
         return None, p.masked_fill(tried, 0)
 
-    return torch_judged(problem, i, judge, visited_only)
+    return torch_judged(problem, i, judge)
 
 
 def torch_block(problem: DrawnProblem, i: int) -> Outcome:
-    assert problem.params is not None
-    target, n = torch_distribution(problem.logits[i], problem.params), problem.tree.num_nodes
+    target, n = distributions(problem, i, slice(None)), problem.tree.num_nodes
     paths, tokens = [], []
     for b in range(problem.batch):
         drafts = problem.drafts[i][b * n : (b + 1) * n].tolist()
@@ -183,15 +180,15 @@ def torch_block(problem: DrawnProblem, i: int) -> Outcome:
     return paths, tokens
 
 
-def torch_traversal(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
-    target, n, children = distributions_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
+def torch_traversal(problem: DrawnProblem, i: int) -> Outcome:
+    target, n, children = distributions(problem, i, slice(None)), problem.tree.num_nodes, children_of(problem.tree)
     paths, tokens = [], []
     for b in range(problem.batch):
         drafts = problem.drafts[i][b * n : (b + 1) * n].tolist()
 
         def verify(node: int, weight: float, b: int = b, drafts: list[int] = drafts) -> tuple[list[int], Tensor] | None:
             row = b * n + node
-            p = target([row])[0]
+            p = target[row]
             for child in children[node]:
                 q, x = problem.draft_probs[i][problem.draft_rows[row]], drafts[child]
                 found = verify(child, min(1.0, weight * float(p[x]) / float(q[x])))
@@ -208,24 +205,24 @@ def torch_traversal(problem: DrawnProblem, i: int, visited_only: bool = False) -
     return paths, tokens
 
 
-def torch_typical(problem: DrawnProblem, i: int, visited_only: bool = False) -> Outcome:
+def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
     """Level by level, from the accepted nodes that have children."""
-    target, n, children = distributions_at(problem, i, visited_only), problem.tree.num_nodes, children_of(problem.tree)
+    n, children = problem.tree.num_nodes, children_of(problem.tree)
     drafts = problem.drafts[i].tolist()
     accepted: list[dict[int, list[int]]] = [{0: [0]} for _ in range(problem.batch)]
     level = [(b, 0) for b in range(problem.batch)]
     while level := [(b, node) for b, node in level if children[node]]:
-        distributions = target([b * n + node for b, node in level])
-        bounds = (0.3 * (distributions * distributions.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09)
+        found = distributions(problem, i, [b * n + node for b, node in level])
+        bounds = (0.3 * (found * found.clamp(min=1e-30).log()).sum(1).exp()).clamp(max=0.09)
         reached = []
-        for (b, node), distribution, bound in zip(level, distributions, bounds, strict=True):
+        for (b, node), distribution, bound in zip(level, found, bounds, strict=True):
             for child in children[node]:
                 if distribution[drafts[b * n + child]] > bound:
                     accepted[b][child] = [*accepted[b][node], child]
                     reached.append((b, child))
         level = reached
     paths = [max((of[node] for node in sorted(of)), key=len) for of in accepted]
-    best = target([b * n + path[-1] for b, path in enumerate(paths)]).argmax(1).tolist()
+    best = distributions(problem, i, [b * n + path[-1] for b, path in enumerate(paths)]).argmax(1).tolist()
     return paths, [[*(drafts[b * n + node] for node in path[1:]), best[b]] for b, path in enumerate(paths)]
 
 
@@ -326,15 +323,7 @@ def flashinfer_chain(verification: Verification) -> Way:
 
 def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callable[[Problem], None]:
     """The same coins lead both the same way."""
-
-    def check(problem: Problem) -> None:
-        verdict = run(problem, 0, injected=True)
-        for b, (path, tokens) in enumerate(zip(*peer(problem, 0), strict=True)):
-            ours = verdict.accept_index[b, : len(path)].tolist(), verdict.tokens[b, : len(path)].tolist()
-            if ours != (path, tokens) or int(verdict.num_accepted[b]) != len(path) - 1:
-                raise Mismatch(f"tree {b}: the torch chain gives {path}, {tokens}; pagedtree {ours}")
-
-    return check
+    return lambda problem: check_outcome(run(problem, 0, injected=True), peer(problem, 0))
 
 
 def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose: str) -> None:
@@ -366,7 +355,7 @@ def unless_chain(shape: Shape, device: torch.device) -> str | None:
 REJECTION_PEERS = (vllm_rejection, flashinfer_chain)
 OPS = [
     op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=REJECTION_PEERS),
-    op_of("verify_traversal", RULES, DrawnProblem),
+    op_of("verify_traversal", RULES, DrawnProblem, chain=torch_chain),
     op_of("verify_typical", RULES, DrawnProblem),
-    op_of("verify_block", RULES, DrawnProblem, "chain 32", CHAINS, unsupported=unless_chain),
+    op_of("verify_block", RULES, DrawnProblem, "chain 32", CHAINS, chain=torch_chain, unsupported=unless_chain),
 ]

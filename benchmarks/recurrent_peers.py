@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from attention_problem import L3_BYTES
 from named_trees import longest_path, nodes_of, tree_named
-from suite import Mismatch, Op, Peer, Problem, Shape, Way, ours, package, peer
+from suite import Op, Peer, Problem, Shape, Way, check_mean_error, ours, package, peer
 from torch import Tensor
 
 from pagedtree import DraftTree, advance_state, build_trees, tree_delta_rule
@@ -205,9 +205,7 @@ def check(problem: Step, ours: Way, theirs: Way) -> None:
         return out.reshape(problem.v.shape).float(), state
 
     for name, mine, found in zip(("output", "state"), after(ours), after(theirs), strict=True):
-        error = ((found - mine).square().mean() / mine.square().mean()).sqrt().item()
-        if not error <= 0.02:
-            raise Mismatch(f"the root mean square of the {name}'s error is {error:.3f} of that of the {name}")
+        check_mean_error(name, mine, found, 0.02)
 
 
 LAYER = {"key_heads": 16, "value_heads": 32, "head_dim": 128, "rule": "gated delta", "dtype": "bfloat16", "threads": 0}

@@ -107,12 +107,31 @@ def torch_ops(problem: Any) -> Way:
     return Way(problem.torch_ops)
 
 
-def check_equal(problem: Any, expected: Way, theirs: Way) -> None:
-    """The same integers, in one tensor or several."""
-    pairs = (result if isinstance(result, tuple) else (result,) for result in (expected.run(0), theirs.run(0)))
-    for name, a, b in zip(("first", "second"), *pairs, strict=False):
+def result_pairs(ours: Way, theirs: Way) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Both ways' results under a name, one tensor or several."""
+    results = (found if isinstance(found, tuple) else (found,) for found in (ours.run(0), theirs.run(0)))
+    return zip(("first", "second"), *results, strict=False)
+
+
+def check_equal(problem: Any, ours: Way, theirs: Way) -> None:
+    """The same integers."""
+    for name, a, b in result_pairs(ours, theirs):
         if a.shape != b.shape or not torch.equal(a.long(), b.long()):
             raise Mismatch(f"the {name} result differs")
+
+
+def check_close(problem: Any, ours: Way, theirs: Way) -> None:
+    for name, a, b in result_pairs(ours, theirs):
+        error = (a.float() - b.float()).abs().max().item()
+        if not error <= 0.03:
+            raise Mismatch(f"the {name} result differs by {error}")
+
+
+def check_mean_error(name: str, ours: torch.Tensor, theirs: torch.Tensor, limit: float) -> None:
+    """Relates the root mean squares of the error and of the result."""
+    error = ((theirs - ours).square().mean() / ours.square().mean()).sqrt().item()
+    if not error <= limit:
+        raise Mismatch(f"the root mean square of the {name}'s error is {error:.3f} of that of the {name}")
 
 
 class Problem:

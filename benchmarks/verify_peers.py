@@ -1,7 +1,7 @@
 """Verification of draft trees and sampling, beside the chain of torch ops that engines use without a kernel.
 
-The chain is temperature, softmax, top-k and top-p with renormalisation over all rows, a draw from each, then the walk.
-A second chain does so for the visited rows alone, one level of all trees at a time. At each level of a path a draft has
+The chain is temperature, softmax, top-k and top-p with renormalisation and a draw, for the rows that the walk visits,
+one level of all trees at a time; for all rows at once where a rule reads them all. At each level of a path a draft has
 the target's token with probability ACCEPTED, about what a good draft model reaches.
 
 The floor of a point is the time to read once the rows that a rule cannot do without: the logits of the accepted path,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,7 @@ class Rule:
     variant: how tokens are sampled, or drafts drawn; one op may be measured under several.
     params: keyword arguments of SamplingParams; None = greedy.
     predicted: the target's token at each node of copy i, which drafts are to agree with; None: they need not.
-    visits: whether there are rows that need not be read; `torch_ops` then takes visited_only=True.
+    visits: whether there are rows that need not be read.
     """
 
     op: str
@@ -86,29 +86,13 @@ def acceptance_of(verdict: Verdict, tree: DraftTree) -> dict[str, Any]:
     }
 
 
-@peer("torch chain", only_headline=True, synchronises=True)  # seconds per call; its walk is on the host
-def torch_chain(verification: Verification) -> Way:
+def torch_way(verification: Verification) -> Way:
     rule, problem = verification.rule, verification.problem
     return Way(lambda copy: rule.torch_ops(problem, copy), check=lambda: rule.check(problem))
 
 
-@peer("torch, visited rows", only_headline=True, synchronises=True)
-def torch_visited(verification: Verification) -> Way:
-    """The chain, but only over the rows that the walk visits, which it can know one level at a time only."""
-    rule, problem = verification.rule, verification.problem
-    if not rule.visits:
-        raise ValueError(f"{rule.op} reads every row")
-
-    def run(copy: int) -> object:
-        return rule.torch_ops(problem, copy, visited_only=True)
-
-    def check() -> None:
-        """The same outcome as the chain's, random only where it samples; there the distribution has one token."""
-        with problem.sure() if rule.op == "verify_sampled" else nullcontext():
-            if run(0) != rule.torch_ops(problem, 0):
-                raise Mismatch("another outcome than the torch chain's")
-
-    return Way(run, check=check)
+CHAIN = {"only_headline": True, "synchronises": True}  # seconds per call; its walk is on the host
+torch_visited, torch_chain = (peer(name, **CHAIN)(torch_way) for name in ("torch, visited rows", "torch chain"))
 
 
 @dataclass
@@ -261,16 +245,6 @@ Outcome = tuple[list[list[int]], list[list[int]]]  # for each tree: the path, it
 Judge = Callable[[Any, int, int, list[int], list[int]], tuple[int | None, int]]
 
 
-def values_at(
-    problem: Problem, i: int, value: Callable[[Tensor], Tensor], visited_only: bool
-) -> Callable[[list[int]], Tensor]:
-    """`value` of some rows of the logits: computed for all rows before the first call, or for those asked for."""
-    if not visited_only:
-        values = value(problem.logits[i])
-        return lambda rows: values[rows]
-    return lambda rows: value(problem.logits[i][rows])
-
-
 def torch_walk(problem: Problem, i: int, values: Callable[[list[int]], Iterable[Any]], judge: Judge) -> Outcome:
     """The accepted path and its tokens, on the host; goes through one level of all trees at a time."""
     n, children = problem.tree.num_nodes, children_of(problem.tree)
@@ -291,24 +265,23 @@ def torch_walk(problem: Problem, i: int, values: Callable[[list[int]], Iterable[
     return paths, [[*(drafts[b][node] for node in path[1:]), last[b]] for b, path in enumerate(paths)]
 
 
-def torch_predicted(problem: Problem, i: int, predict: Callable[[Tensor], Tensor], visited_only: bool) -> Outcome:
+def torch_predicted(problem: Problem, i: int, predict: Callable[[Tensor], Tensor]) -> Outcome:
     """Follows the child that drafted the predicted token."""
 
     def judge(token: int, b: int, node: int, children: list[int], drafts: list[int]) -> tuple[int | None, int]:
         return next((child for child in children if drafts[child] == token), None), token
 
-    tokens = values_at(problem, i, predict, visited_only)
-    return torch_walk(problem, i, lambda rows: tokens(rows).tolist(), judge)
+    return torch_walk(problem, i, lambda rows: predict(problem.logits[i][rows]).tolist(), judge)
 
 
-def torch_greedy(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
-    return torch_predicted(problem, i, lambda logits: logits.argmax(1), visited_only)
+def torch_greedy(problem: Problem, i: int) -> Outcome:
+    return torch_predicted(problem, i, lambda logits: logits.argmax(1))
 
 
-def torch_sampled(problem: Problem, i: int, visited_only: bool = False) -> Outcome:
+def torch_sampled(problem: Problem, i: int) -> Outcome:
     params = problem.params
     assert params is not None
-    return torch_predicted(problem, i, lambda logits: drawn(logits, params), visited_only)
+    return torch_predicted(problem, i, lambda logits: drawn(logits, params))
 
 
 def drawn(logits: Tensor, params: dict[str, Any]) -> Tensor:
@@ -322,11 +295,22 @@ def torch_sample(problem: Problem, i: int) -> Tensor:
 # Checks ---------------------------------------------------------------------------------------------------------------
 
 
+def check_outcome(verdict: Verdict, outcome: Outcome) -> None:
+    for b, (path, tokens) in enumerate(zip(*outcome, strict=True)):
+        ours = verdict.accept_index[b, : len(path)].tolist(), verdict.tokens[b, : len(path)].tolist()
+        if ours != (path, tokens) or int(verdict.num_accepted[b]) != len(path) - 1:
+            raise Mismatch(f"tree {b}: the torch chain gives {path}, {tokens}; pagedtree {ours}")
+
+
 def check_greedy(problem: Problem) -> None:
-    verdict = greedy(problem, 0)
-    for b, (path, tokens) in enumerate(zip(*torch_greedy(problem, 0), strict=True)):
-        if verdict.accept_index[b, : len(path)].tolist() != path or verdict.tokens[b, : len(path)].tolist() != tokens:
-            raise Mismatch(f"greedy: sequence {b} differs from the torch chain's")
+    check_outcome(greedy(problem, 0), torch_greedy(problem, 0))
+
+
+def check_sampled(problem: Problem) -> None:
+    """Random only in its draws: one outcome where a distribution has one token."""
+    with problem.sure():
+        check_outcome(sampled(problem, 0), torch_sampled(problem, 0))
+    check_distribution(problem)
 
 
 def check_best(problem: Problem) -> None:
@@ -382,7 +366,7 @@ SAMPLINGS = {
 RULES = [
     Rule("verify_greedy", "greedy", None, greedy, torch_greedy, check_greedy, best_tokens),
     *(
-        Rule("verify_sampled", variant, params, sampled, torch_sampled, check_distribution, seeded_tokens)
+        Rule("verify_sampled", variant, params, sampled, torch_sampled, check_sampled, seeded_tokens)
         for variant, params in SAMPLINGS.items()
     ),
     *(
@@ -426,6 +410,7 @@ def op_of(
     tree: str = "binary 32",
     trees: tuple[str, ...] = ("binary 5", "EAGLE-2 60", "Medusa 64", "Sequoia 128", "binary 256"),
     headline: tuple[Shape, ...] = (),
+    chain: Peer = torch_visited,
     peers: tuple[Peer, ...] = (),
     unsupported: Callable[[Shape, torch.device], str | None] = lambda shape, device: None,
 ) -> Op:
@@ -448,7 +433,7 @@ def op_of(
         ],
         quick={"batch": 2, "vocab": 32000},
         problem=problem_maker(name, rules, kind),
-        peers=[ours, torch_chain, torch_visited, *peers],
+        peers=[ours, chain, *peers],
         memory=memory_of,
         unsupported=unsupported,
     )
@@ -457,5 +442,5 @@ def op_of(
 OPS = [
     op_of("verify_greedy", RULES),
     op_of("verify_sampled", RULES),
-    op_of("sample", RULES, peers=tuple(sampling_peers.PEERS)),
+    op_of("sample", RULES, chain=torch_chain, peers=tuple(sampling_peers.PEERS)),
 ]
