@@ -81,16 +81,18 @@ int64_t check_scale(const Check& check, const OptionalTensor& scale, const Tenso
 
 constexpr float kDefaultScale = std::numeric_limits<float>::quiet_NaN();  // until the head size is known
 
-// What a call says of its step, which is the same in all layers of the same kind.
-struct StepArguments {
-  const Tensor &page_table, &seq_lens, &cu_seqlens_q;
-  const OptionalTensor &tree_mask, &tree_lens;
+// What a call says of its step, which is the same in all layers of the same kind: references, or kept tensors.
+template <typename Given, typename Optional>
+struct StepOf {
+  Given page_table, seq_lens, cu_seqlens_q;
+  Optional tree_mask, tree_lens;
   std::optional<int64_t> max_seqlen_q;
   std::optional<double> scale;
   double softcap;
   int64_t window;
-  const OptionalTensor& plan;
+  Optional plan;
 };
+using StepArguments = StepOf<const Tensor&, const OptionalTensor&>;
 
 // And of its layer.
 struct LayerArguments {
@@ -181,8 +183,7 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   p.table.page_size = a.k_cache.size(1);
   p.k_scale = optional_pointer<float>(a.k_scale);
   p.v_scale = optional_pointer<float>(v_scale);
-  p.q_token_stride = a.q.stride(0);
-  p.q_head_stride = a.q.stride(1);
+  set_strides(a.q, p.q_token_stride, p.q_head_stride);
   p.num_tokens = num_tokens;
   p.num_pages = a.k_cache.size(0);
   if (p.max_seqlen_q < 0) p.max_seqlen_q = p.batch == 0 ? 0 : ceil_div(num_tokens, p.batch);
@@ -251,8 +252,7 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
   check.tensor(out, "out", {q.scalar_type()}, {{"T", q.size(0)}, {"Hq", q.size(1)}, {"Dv", v_cache.size(3)}},
                Strides::kLastContiguous);
   p.out = out.mutable_data_ptr();
-  p.out_token_stride = out.stride(0);
-  p.out_head_stride = out.stride(1);
+  set_strides(out, p.out_token_stride, p.out_head_stride);
   const CallContext ctx = context_for(q);
   OptionalTensor plan;
   if (p.plan == nullptr) {
@@ -273,8 +273,7 @@ void attend(const Check& check, const StepArguments& step, TreeAttentionParams p
   if (lse.has_value()) {
     check.tensor(*lse, "lse", {ScalarType::Float}, {{"T", layer.q.size(0)}, {"Hq", layer.q.size(1)}}, Strides::kAny);
     p.lse = mutable_pointer<float>(*lse);
-    p.lse_token_stride = lse->stride(0);
-    p.lse_head_stride = lse->stride(1);
+    set_strides(*lse, p.lse_token_stride, p.lse_head_stride);
   }
   if (value_checks_enabled()) check_values(check, step, p);
   run_attention(check, backend, p, layer.q, layer.v_cache, out);
@@ -298,31 +297,19 @@ void tree_attention_out(PT_ATTENTION_PARAMETERS, Tensor out, OptionalTensor lse)
 
 // What `_prepare_attention` keeps for `_attend`.
 struct PreparedStep : Prepared {
-  Tensor page_table, seq_lens, cu_seqlens_q;
-  OptionalTensor tree_mask, tree_lens, plan;
-  std::optional<int64_t> max_seqlen_q;
-  std::optional<double> scale;
-  double softcap;
-  int64_t window;
+  StepOf<Tensor, OptionalTensor> step;
   TreeAttentionParams params;  // for the tensors as they were
-  KeptTensors<false> tensors;  // all of these
+  KeptTensors<false> tensors;  // all of the step's
 
   PreparedStep(const StepArguments& a, const TreeAttentionParams& p)
-      : page_table(a.page_table),
-        seq_lens(a.seq_lens),
-        cu_seqlens_q(a.cu_seqlens_q),
-        tree_mask(a.tree_mask),
-        tree_lens(a.tree_lens),
-        plan(a.plan),
-        max_seqlen_q(a.max_seqlen_q),
-        scale(a.scale),
-        softcap(a.softcap),
-        window(a.window),
+      : step{a.page_table,   a.seq_lens, a.cu_seqlens_q, a.tree_mask, a.tree_lens,
+             a.max_seqlen_q, a.scale,    a.softcap,      a.window,    a.plan},
         params(p),
         tensors(given(a)) {}
 
   StepArguments arguments() const {
-    return {page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan};
+    return {step.page_table,   step.seq_lens, step.cu_seqlens_q, step.tree_mask, step.tree_lens,
+            step.max_seqlen_q, step.scale,    step.softcap,      step.window,    step.plan};
   }
 
  private:
@@ -350,7 +337,7 @@ void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, i
   const Check check("tree_attention", q);
   check_queries(check, q, v_cache);
   const auto kept = prepared<PreparedStep>(check, step, "step");
-  check.device(kept->page_table, "page_table");
+  check.device(kept->step.page_table, "page_table");
   const StepArguments arguments = kept->arguments();
   attend(check, arguments, kept->tensors.are_unchanged() ? kept->params : step_params(check, arguments, kAnySize),
          {q, k_cache, v_cache, sinks, k_scale, v_scale}, out, std::nullopt);
@@ -430,14 +417,10 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   params.out_a = out_a.const_data_ptr();
   params.out_b = out_b.const_data_ptr();
   params.out = out.mutable_data_ptr();
-  params.a_token_stride = out_a.stride(0);
-  params.a_head_stride = out_a.stride(1);
-  params.b_token_stride = out_b.stride(0);
-  params.b_head_stride = out_b.stride(1);
-  params.lse_a_token_stride = lse_a.stride(0);
-  params.lse_a_head_stride = lse_a.stride(1);
-  params.lse_b_token_stride = lse_b.stride(0);
-  params.lse_b_head_stride = lse_b.stride(1);
+  set_strides(out_a, params.a_token_stride, params.a_head_stride);
+  set_strides(out_b, params.b_token_stride, params.b_head_stride);
+  set_strides(lse_a, params.lse_a_token_stride, params.lse_a_head_stride);
+  set_strides(lse_b, params.lse_b_token_stride, params.lse_b_head_stride);
   params.num_tokens = num_tokens;
   params.num_heads = num_heads;
   params.head_dim = head_dim;

@@ -38,35 +38,22 @@ struct Axis {
 
 // As Python writes it.
 inline std::string dtype_text(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return "torch.float32";
-    case ScalarType::Half:
-      return "torch.float16";
-    case ScalarType::Double:
-      return "torch.float64";
-    case ScalarType::Int:
-      return "torch.int32";
-    case ScalarType::Long:
-      return "torch.int64";
-    case ScalarType::Short:
-      return "torch.int16";
-    case ScalarType::Char:
-      return "torch.int8";
-    case ScalarType::Byte:
-      return "torch.uint8";
-    case ScalarType::ComplexHalf:
-      return "torch.complex32";
-    case ScalarType::ComplexFloat:
-      return "torch.complex64";
-    case ScalarType::ComplexDouble:
-      return "torch.complex128";
-    default: {  // "BFloat16", "Bool", "Float8_e4m3fn"
-      std::string text = torch::headeronly::toString(dtype);
-      for (char& c : text) c = static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
-      return "torch." + text;
-    }
-  }
+  using enum ScalarType;
+  static constexpr std::pair<ScalarType, const char*> kNames[] = {{Float, "float32"},
+                                                                  {Half, "float16"},
+                                                                  {Double, "float64"},
+                                                                  {Int, "int32"},
+                                                                  {Long, "int64"},
+                                                                  {Short, "int16"},
+                                                                  {Char, "int8"},
+                                                                  {Byte, "uint8"},
+                                                                  {ComplexHalf, "complex32"},
+                                                                  {ComplexFloat, "complex64"},
+                                                                  {ComplexDouble, "complex128"}};
+  std::string text = torch::headeronly::toString(dtype);  // "BFloat16", "Bool", "Float8_e4m3fn"
+  for (char& c : text) c = static_cast<char>(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c);
+  for (const auto& [named, name] : kNames) text = named == dtype ? name : text;
+  return "torch." + text;
 }
 
 // The 64-bit words that a struct is made of; 0 where it is not made of whole ones.
@@ -92,6 +79,12 @@ const T* const_pointer(const Tensor& t) {
 template <typename T>
 T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
+}
+
+// Strides of the first two dimensions, in elements.
+inline void set_strides(const Tensor& t, int64_t& first, int64_t& second) {
+  first = t.stride(0);
+  second = t.stride(1);
 }
 
 // For pointers whose null means "not given": a tensor without elements has no memory and gets an address that nobody

@@ -251,10 +251,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   TreeTensors trees = made_trees(log_probs, batch, batch * num_nodes, num_nodes, params.trees);
 
   params.batch = batch;
-  params.log_probs_stride = log_probs.stride(0);
-  params.log_probs_level_stride = log_probs.stride(1);
-  params.tokens_stride = tokens.stride(0);
-  params.tokens_level_stride = tokens.stride(1);
+  set_strides(log_probs, params.log_probs_stride, params.log_probs_level_stride);
+  set_strides(tokens, params.tokens_stride, params.tokens_level_stride);
   params.num_levels = static_cast<int32_t>(num_levels);
   params.num_candidates = static_cast<int32_t>(num_candidates);
   params.num_nodes = static_cast<int32_t>(num_nodes);

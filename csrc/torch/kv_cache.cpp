@@ -36,8 +36,7 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   AppendSide side{};
   side.rows = rows.const_data_ptr();
   side.cache = cache.mutable_data_ptr();
-  side.token_stride = rows.stride(0);
-  side.head_stride = rows.stride(1);
+  set_strides(rows, side.token_stride, side.head_stride);
   side.cache_page_stride = cache.stride(0);
   side.cache_slot_stride = cache.stride(1);
   side.cache_head_stride = cache.stride(2);
@@ -274,14 +273,8 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const Optional
   params.page_size = k_cache.size(1);
   params.dtype = core_dtype(k);
   params.cache_dtype = core_dtype(k_cache);
-  if (value_checks_enabled()) {
-    const auto values = host_values<int64_t>(slots);
-    const int64_t num_slots = params.num_pages * params.page_size;
-    for (size_t i = 0; i < values.size(); ++i) {
-      check.that(values[i] >= -1 && values[i] < num_slots, at("slots", static_cast<int64_t>(i)),
-                 "in -1.." + std::to_string(num_slots - 1), values[i]);
-    }
-  }
+  const int64_t num_slots = params.num_pages * params.page_size;
+  if (value_checks_enabled()) check_range<int64_t>(check, slots, "slots", -1, num_slots - 1);
   return params;
 }
 
@@ -327,8 +320,7 @@ RopeAppendParams rope_params(const Check& check, PT_ROPE_PARAMETERS) {
   params.append = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   params.q = q.const_data_ptr();
   params.cos_sin = cos_sin.const_data_ptr();
-  params.q_token_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
+  set_strides(q, params.q_token_stride, params.q_head_stride);
   params.cos_sin_stride = cos_sin.stride(0);
   params.num_angle_rows = num_angle_rows;
   params.num_q_heads = q.size(1);
@@ -337,20 +329,13 @@ RopeAppendParams rope_params(const Check& check, PT_ROPE_PARAMETERS) {
   params.rotary_dim = rotary_dim;
   params.cos_sin_dtype = core_dtype(cos_sin);
   params.interleaved = interleaved;
-  if (value_checks_enabled()) {
-    const auto values = host_values<int64_t>(positions);
-    for (size_t i = 0; i < values.size(); ++i) {
-      check.that(values[i] >= 0 && values[i] < num_angle_rows, at("positions", static_cast<int64_t>(i)),
-                 "in 0.." + std::to_string(num_angle_rows - 1), values[i]);
-    }
-  }
+  if (value_checks_enabled()) check_range<int64_t>(check, positions, "positions", 0, num_angle_rows - 1);
   return params;
 }
 
 void run_rope_append(RopeAppendParams& params, const Tensor& q, const Tensor& q_out) {
   params.q_out = q_out.mutable_data_ptr();
-  params.out_token_stride = q_out.stride(0);
-  params.out_head_stride = q_out.stride(1);
+  set_strides(q_out, params.out_token_stride, params.out_head_stride);
   backend_for(q).rope_append(params, context_for(q));
 }
 

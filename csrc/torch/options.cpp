@@ -38,12 +38,7 @@ void check_values(const Check& check, const OptionTensors& t, const OptionsParam
   offsets(t.cu_bias, "cu_bias", o.num_bias);
   offsets(t.cu_bad_words, "cu_bad_words", o.num_bad_tokens);
   offsets(t.cu_bad_seqs, "cu_bad_seqs", o.num_bad_words);
-  if (!t.history_lens.has_value()) return;
-  const auto lengths = host_values<int32_t>(*t.history_lens);
-  for (size_t b = 0; b < lengths.size(); ++b) {
-    check.that(lengths[b] >= 0 && lengths[b] <= o.history_width, at("history_lens", static_cast<int64_t>(b)),
-               "in 0.." + std::to_string(o.history_width), lengths[b]);
-  }
+  if (t.history_lens.has_value()) check_range<int32_t>(check, *t.history_lens, "history_lens", 0, o.history_width);
 }
 
 }  // namespace

@@ -26,11 +26,7 @@ struct Path {
 void check_recurrent_values(const Check& check, const RecurrentBatch& p, const Tensor& offsets,
                             const std::string& offsets_name, const Tensor& state_index, const Path* path) {
   check_offsets(check, host_values<int32_t>(offsets), offsets_name, p.num_rows);
-  const auto indices = host_values<int32_t>(state_index);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    check.that(indices[b] >= -1 && indices[b] < p.num_slots, at("state_index", b),
-               "in -1.." + std::to_string(p.num_slots - 1), indices[b]);
-  }
+  check_range<int32_t>(check, state_index, "state_index", -1, p.num_slots - 1);
   if (path == nullptr || !path->accept_index.has_value()) return;
   const auto nodes = host_values<int32_t>(*path->accept_index), accepted = host_values<int32_t>(*path->num_accepted);
   for (int64_t b = 0; b < p.batch; ++b) check_path(check, nodes, p.path_width, b, accepted[b]);
@@ -124,16 +120,10 @@ DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Ten
   check.that(p.l2norm_eps > 0.0f && std::isfinite(p.l2norm_eps), "l2norm_eps", "a positive fp32 number", l2norm_eps);
   p.k = k.const_data_ptr();
   p.v = v.const_data_ptr();
-  p.k_token_stride = k.stride(0);
-  p.k_head_stride = k.stride(1);
-  p.v_token_stride = v.stride(0);
-  p.v_head_stride = v.stride(1);
-  p.g_token_stride = g.stride(0);
-  p.g_head_stride = g.stride(1);
-  if (beta.has_value()) {
-    p.beta_token_stride = beta->stride(0);
-    p.beta_head_stride = beta->stride(1);
-  }
+  set_strides(k, p.k_token_stride, p.k_head_stride);
+  set_strides(v, p.v_token_stride, p.v_head_stride);
+  set_strides(g, p.g_token_stride, p.g_head_stride);
+  if (beta.has_value()) set_strides(*beta, p.beta_token_stride, p.beta_head_stride);
   for (int64_t i = 0; i < 4; ++i) p.state_strides[i] = state.stride(i);
   p.num_heads = static_cast<int32_t>(num_heads);
   p.group_size = static_cast<int32_t>(num_heads / num_key_heads);
@@ -162,8 +152,7 @@ Tensor tree_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const 
                         nullptr, l2norm, l2norm_eps);
   params.state = const_cast<float*>(const_pointer<float>(state));  // read alone, as there is an output
   params.q = q.const_data_ptr();
-  params.q_token_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
+  set_strides(q, params.q_token_stride, params.q_head_stride);
   params.scale = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(params.key_dim))));
   Tensor out = empty_on(q, {v.size(0), v.size(1), v.size(2)}, v.scalar_type());
   params.out = out.mutable_data_ptr();

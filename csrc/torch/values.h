@@ -23,6 +23,16 @@ std::vector<T> host_values(const Tensor& t) {
 
 inline std::string at(const std::string& name, int64_t index) { return name + "[" + std::to_string(index) + "]"; }
 
+// All of 1-D values in low..high.
+template <typename T>
+void check_range(const Check& check, const Tensor& t, const char* name, int64_t low, int64_t high) {
+  const auto values = host_values<T>(t);
+  for (size_t i = 0; i < values.size(); ++i) {
+    check.that(values[i] >= low && values[i] <= high, at(name, static_cast<int64_t>(i)),
+               "in " + std::to_string(low) + ".." + std::to_string(high), values[i]);
+  }
+}
+
 // cu_*: first 0, never descending, last at most `limit`.
 inline void check_offsets(const Check& check, const std::vector<int32_t>& offsets, const std::string& name,
                           int64_t limit) {

@@ -85,14 +85,8 @@ void add_draft_distributions(const Check& check, const OptionalTensor& draft_pro
   check.tensor(*draft_probs, "draft_probs", {draft_probs->scalar_type()},
                {{"M", draft_rows.has_value() ? kAnySize : rows}, {"V", vocab}}, Strides::kLastContiguous);
   if (!value_checks_enabled() || !draft_rows.has_value()) return;
-  const auto check_rows = [&](const auto& ids) {
-    for (size_t n = 0; n < ids.size(); ++n) {
-      check.that(ids[n] >= 0 && ids[n] < params.draft.num_rows, at("draft_rows", static_cast<int64_t>(n)),
-                 "in 0.." + std::to_string(params.draft.num_rows - 1), ids[n]);
-    }
-  };
-  params.draft_rows.is_int64 ? check_rows(host_values<int64_t>(*draft_rows))
-                             : check_rows(host_values<int32_t>(*draft_rows));
+  const auto check_rows = params.draft_rows.is_int64 ? check_range<int64_t> : check_range<int32_t>;
+  check_rows(check, *draft_rows, "draft_rows", 0, params.draft.num_rows - 1);
 }
 
 namespace {
