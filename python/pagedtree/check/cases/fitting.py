@@ -12,8 +12,8 @@ from torch import Tensor
 from pagedtree import TreeBatch, best_first_tree, build_trees, select_nodes
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import float32, int32, int64, normal, offsets, random_tree, seeded
+from pagedtree.check.cases.trees import linked
 from pagedtree.reference import drafting as loops
-from pagedtree.reference.tree import PADDING, link, words_of
 
 FIELDS = ("cu_nodes", "parents", "depths", "first_child", "next_sibling", "mask", "valid")
 
@@ -47,20 +47,6 @@ def tree_results(trees: TreeBatch) -> Results:
     return {name: getattr(trees, name) for name in FIELDS}
 
 
-def linked(parents: list[list[int]], rows: int, valid: list[bool], max_nodes: int, max_depth: int) -> Results:
-    """Returns the fields of a batch of these trees, whose unreachable nodes have parent -1."""
-    trees = [link(tree, max_nodes, max_depth) for tree in parents]
-    padding = rows - sum(map(len, parents))
-    columns = zip(*[row for tree in trees for row in tree.rows], *[PADDING] * padding, strict=True)
-    depths, first_child, next_sibling, masks = map(list, columns) if rows else ([], [], [], [])
-    return {
-        "cu_nodes": offsets([len(tree) for tree in parents]),
-        "parents": int32([parent for tree in parents for parent in tree] + [-1] * padding),
-        "depths": int32(depths), "first_child": int32(first_child), "next_sibling": int32(next_sibling),
-        "mask": words_of(masks, -(-max_nodes // 32)), "valid": torch.tensor(valid, dtype=torch.bool),
-    }  # fmt: skip
-
-
 def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
     batch, levels, width = log_probs.shape
     # Rows of wider tensors, the levels before the batch.
@@ -81,8 +67,9 @@ def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
             drafts += found[0] + [-1] * missing
             parents.append(found[1] + [-1] * missing)
             joints += sums + [-math.inf] * missing
-        batch_of = linked(parents, batch * num_nodes, [True] * batch, num_nodes, levels)
-        return {"draft_tokens": int64(drafts), "joints": torch.tensor(joints, dtype=torch.float32), **batch_of}
+        batch_of = linked(parents, batch * num_nodes, num_nodes, levels)
+        batch_of["valid"] = torch.ones(batch, dtype=torch.bool)
+        return {"draft_tokens": int64(drafts), "joints": float32(joints), **batch_of}
 
     return Case(f"best_first_tree/{name}", ("best_first_tree",), run, by_loops)
 
@@ -118,7 +105,7 @@ def _selection(
             max_depth,
         )  # fmt: skip
         rows = max(budget, len(sizes))
-        fields = linked(kept.parents, rows, batch.valid.tolist(), max_nodes, max_depth)
-        return {**fields, "node_map": int32(kept.rows + [-1] * (rows - len(kept.rows)))}
+        fields = linked(kept.parents, rows, max_nodes, max_depth)
+        return {**fields, "valid": batch.valid, "node_map": int32(kept.rows + [-1] * (rows - len(kept.rows)))}
 
     return Case(f"select_nodes/{name}", ("select_nodes",), run, by_loops)

@@ -34,7 +34,6 @@ from pagedtree.check.cases.verification import (
     sampling_of,
     tensors_of,
     verdict_by_loops,
-    verdict_results,
     with_draft_vocabulary,
 )
 
@@ -173,7 +172,7 @@ def _rule(
         if draft_params is not None:
             given["draft_params"] = SamplingParams(**draft_params)
         params = SamplingParams(**place.put(sampling))
-        return verdict_results(function(*arguments, params, draft_law=draft_law, **given, **options))
+        return function(*arguments, params, draft_law=draft_law, **given, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
         own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
@@ -245,7 +244,7 @@ def _typical(
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
         params = SamplingParams(**place.put(sampling))
-        return verdict_results(verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options))
+        return verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         p = np.array([reference.distribution(row, **sampling) for row in tree.rows])

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pagedtree import SamplingParams, distributed, sample, verify_greedy, verify_rejection, verify_sampled
+import pagedtree
+from pagedtree import SamplingParams, TreeBatch, distributed, sample
 from pagedtree.check.case import CPU, Case, Place, Results
-from pagedtree.check.cases.inputs import normal, seeded, uniform, words64
+from pagedtree.check.cases.inputs import DTYPES, normal, seeded, uniform, words64
 from pagedtree.check.cases.verification import (
     SAMPLINGS,
     Problem,
@@ -118,40 +119,32 @@ def cases() -> Iterator[Case]:
     ):
         sizes = sizes_of(parts, vocab)
         problem = forest("", 5, vocab, dtype, hostile=True)
-        yield _greedy(split, problem, sizes)
+        yield _verify("greedy", split, problem, sizes)
         for sampling in ("plain", "all filters", "all filters, joint"):
-            yield _sampled(f"{split}/{sampling}", problem, SAMPLINGS[sampling], sizes)
+            yield _verify("sampled", f"{split}/{sampling}", problem, sizes, SAMPLINGS[sampling])
             for draft_law in ("iid", "swor", "onehot"):
-                yield _rejection(
-                    f"{split}/{draft_law}/{sampling}",
-                    forest("", 5, vocab, dtype),
-                    SAMPLINGS[sampling],
-                    draft_law,
-                    sizes,
-                )
-        yield _sample(split, vocab, {"fp16": torch.float16, "fp32": torch.float32}.get(dtype, torch.bfloat16), sizes)
+                name, ordinary = f"{split}/{draft_law}/{sampling}", forest("", 5, vocab, dtype)
+                yield _rejection(name, ordinary, SAMPLINGS[sampling], draft_law, sizes)
+        yield _sample(split, vocab, DTYPES[dtype], sizes)
     for draft_law in ("iid", "onehot"):
-        smaller = with_draft_vocabulary(forest("", 6, 131))
+        smaller, masked = with_draft_vocabulary(forest("", 6, 131)), forest("", 6, 131, masked=True)
         yield _rejection(f"draft vocabulary/{draft_law}", smaller, SAMPLINGS["plain"], draft_law, [60, 71])
-        yield _rejection(
-            f"given coins/{draft_law}", forest("", 6, 131), SAMPLINGS["cool"], draft_law, [60, 71], coins=True
-        )
-        yield _rejection(
-            f"grammar mask/{draft_law}", forest("", 6, 131, masked=True), SAMPLINGS["plain"], draft_law, [60, 71]
-        )
-    yield _greedy("draft vocabulary", smaller, [60, 71])
-    yield _sampled("draft vocabulary", smaller, SAMPLINGS["cool"], [60, 71])
+        ordinary, cool = forest("", 6, 131), SAMPLINGS["cool"]
+        yield _rejection(f"given coins/{draft_law}", ordinary, cool, draft_law, [60, 71], coins=True)
+        yield _rejection(f"grammar mask/{draft_law}", masked, SAMPLINGS["plain"], draft_law, [60, 71])
+    yield _verify("greedy", "draft vocabulary", smaller, [60, 71])
+    yield _verify("sampled", "draft vocabulary", smaller, [60, 71], SAMPLINGS["cool"])
     few = limited(forest("", 8, 131))
-    yield _greedy("tokens left", few, [60, 71])
+    yield _verify("greedy", "tokens left", few, [60, 71])
     yield _rejection("tokens left", few, SAMPLINGS["plain"], "iid", [60, 71])
     masked = forest("", 4, 131, masked=True)
-    yield _greedy("grammar mask", masked, [60, 71])
-    yield _sampled("grammar mask", masked, tensors_of(4), [60, 71])
+    yield _verify("greedy", "grammar mask", masked, [60, 71])
+    yield _verify("sampled", "grammar mask", masked, [60, 71], tensors_of(4))
     yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
-    yield _greedy("no sequence", problem_of("", []), [20, 20])
+    yield _verify("greedy", "no sequence", problem_of("", []), [20, 20])
     yield _rejection("no sequence", problem_of("", []), SAMPLINGS["plain"], "onehot", [20, 20])
     for sizes in ([0, 1], [2, 0, 3]):
-        yield _sampled(f"V {sum(sizes)}", forest("", 4, sum(sizes)), SAMPLINGS["all filters"], sizes)
+        yield _verify("sampled", f"V {sum(sizes)}", forest("", 4, sum(sizes)), sizes, SAMPLINGS["all filters"])
 
 
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
@@ -178,34 +171,29 @@ def _case(name: str, ops: tuple[str, ...], sizes: list[int], whole: Callable[[Pl
     return Case(name, ops, run, expected, always_loops=True, against=against)
 
 
-def _greedy(name: str, problem: Problem, sizes: list[int]) -> Case:
-    def whole(place: Place) -> Results:
+def _verify(
+    rule: str, name: str, problem: Problem, sizes: list[int], sampling: Sampling | None = None, **drafts: Any
+) -> Case:
+    """sampling: None for the greedy rule. drafts: more options of the op."""
+
+    def given(place: Place) -> tuple[tuple[Tensor, Tensor, TreeBatch], tuple[SamplingParams, ...], dict[str, Any]]:
         arguments, options = problem.place(place)
-        return verify_greedy(*arguments, **options)._asdict()
+        if sampling is None:
+            return arguments, (), options
+        options |= place.put(drafts) | _streams(place, problem.batch)
+        return arguments, (SamplingParams(**place.put(sampling)),), options
+
+    def whole(place: Place) -> Results:
+        arguments, params, options = given(place)
+        return getattr(pagedtree, f"verify_{rule}")(*arguments, *params, **options)._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), options = problem.place(place)
-        return distributed.verify_greedy(
-            shards.own(logits), drafts, trees, shards=shards, **_own(options, shards)
-        )._asdict()
+        (logits, *others), params, options = given(place)
+        verify = getattr(distributed, f"verify_{rule}")
+        return verify(shards.own(logits), *others, *params, shards=shards, **_own(options, shards))._asdict()
 
-    return _case(f"shards/greedy/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
-
-
-def _sampled(name: str, problem: Problem, sampling: Sampling, sizes: list[int]) -> Case:
-    def whole(place: Place) -> Results:
-        arguments, options = problem.place(place)
-        params, streams = SamplingParams(**place.put(sampling)), _streams(place, problem.batch)
-        return verify_sampled(*arguments, params, **{**streams, **options})._asdict()
-
-    def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), options = problem.place(place)
-        params, streams = SamplingParams(**place.put(sampling)), _streams(place, problem.batch)
-        return distributed.verify_sampled(
-            shards.own(logits), drafts, trees, params, shards=shards, **_own(options, shards), **streams
-        )._asdict()
-
-    return _case(f"shards/sampled/{name}", ("step_shards", "follow_shards"), sizes, whole, part)
+    ops = ("weigh_shards", "walk_shards") if rule == "rejection" else ("follow_shards",)
+    return _case(f"shards/{rule}/{name}", ("step_shards", *ops), sizes, whole, part)
 
 
 def _rejection(
@@ -215,28 +203,12 @@ def _rejection(
     rows = problem.logits.shape[0]
     near = (problem.logits.float() + normal(*problem.logits.shape, seed=5)).softmax(-1)
     order = torch.randperm(rows, generator=seeded(6))
-    drafts = {} if draft_law == "onehot" else {"draft_probs": near[order.argsort()], "draft_rows": order}
+    drafts: dict[str, Any] = {"draft_law": draft_law}
+    if draft_law != "onehot":
+        drafts |= {"draft_probs": near[order.argsort()], "draft_rows": order}
     if coins:
-        drafts["coins"] = uniform(rows, seed=7)
-        drafts["final_coins"] = uniform(problem.batch, seed=8)
-
-    def given(place: Place) -> dict[str, Any]:
-        return {"draft_law": draft_law, **place.put(drafts), **_streams(place, problem.batch)}
-
-    def whole(place: Place) -> Results:
-        arguments, options = problem.place(place)
-        params = SamplingParams(**place.put(sampling))
-        return verify_rejection(*arguments, params, **{**given(place), **options})._asdict()
-
-    def part(place: Place, shards: VocabShards) -> Results:
-        (logits, drafts, trees), options = problem.place(place)
-        params = SamplingParams(**place.put(sampling))
-        return distributed.verify_rejection(
-            shards.own(logits), drafts, trees, params, shards=shards, **{**_own(options, shards), **given(place)}
-        )._asdict()
-
-    ops = ("step_shards", "weigh_shards", "walk_shards")
-    return _case(f"shards/rejection/{name}", ops, sizes, whole, part)
+        drafts |= {"coins": uniform(rows, seed=7), "final_coins": uniform(problem.batch, seed=8)}
+    return _verify("rejection", name, problem, sizes, sampling, **drafts)
 
 
 def _sample(name: str, vocab: int, dtype: torch.dtype, sizes: list[int]) -> Case:

@@ -11,6 +11,7 @@ from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import int32, offsets, random_tree
 from pagedtree.reference import tree as loops
 
+NAMES = ("depths", "first_child", "next_sibling", "mask", "valid")  # of the results
 CHAIN = [-1, 0, 1, 2]
 # Name -> parents of each tree, padding rows, max_nodes, max_depth.
 BATCHES: dict[str, tuple[list[list[int]], int, int, int]] = {
@@ -36,26 +37,31 @@ def cases() -> Iterator[Case]:
         yield _case(name, *batch)
 
 
+def linked(parents: list[list[int]], rows: int, max_nodes: int, max_depth: int) -> Results:
+    """Returns the fields of a batch of these trees, whose unreachable nodes have parent -1."""
+    trees = [loops.link(tree, max_nodes, max_depth) for tree in parents]
+    padding = rows - sum(map(len, parents))
+    columns = zip(*[row for tree in trees for row in tree.rows], *[loops.PADDING] * padding, strict=True)
+    depths, first_child, next_sibling, masks = map(list, columns) if rows else ([], [], [], [])
+    return {
+        "cu_nodes": offsets([len(tree) for tree in parents]),
+        "parents": int32([parent for tree in parents for parent in tree] + [-1] * padding),
+        "depths": int32(depths), "first_child": int32(first_child), "next_sibling": int32(next_sibling),
+        "mask": loops.words_of(masks, -(-max_nodes // 32)),
+        "valid": torch.tensor([tree.valid for tree in trees], dtype=torch.bool),
+    }  # fmt: skip
+
+
 def _case(name: str, trees: list[list[int]], padding: int, max_nodes: int, max_depth: int) -> Case:
     parents = [parent for tree in trees for parent in tree] + [-1] * padding
     cu_nodes = offsets([len(tree) for tree in trees])
 
     def run(place: Place) -> Results:
         built = build_trees(place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth)
-        names = ("depths", "first_child", "next_sibling", "mask", "valid")
-        return {field: getattr(built, field) for field in names}
+        return {name: getattr(built, name) for name in NAMES}
 
     def by_loops() -> Results:
-        linked = [loops.link(tree, max_nodes, max_depth) for tree in trees]
-        rows = [row for tree in linked for row in tree.rows] + [loops.PADDING] * padding
-        columns = zip(*rows, strict=True) if rows else [()] * 4
-        depths, first_child, next_sibling, masks = map(list, columns)
-        return {
-            "depths": int32(depths),
-            "first_child": int32(first_child),
-            "next_sibling": int32(next_sibling),
-            "mask": loops.words_of(masks, -(-max_nodes // 32)),
-            "valid": torch.tensor([tree.valid for tree in linked], dtype=torch.bool),
-        }
+        fields = linked(trees, len(parents), max_nodes, max_depth)
+        return {name: fields[name] for name in NAMES}
 
     return Case(f"build_trees/{name}", ("build_trees",), run, by_loops)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import SamplingParams, TreeBatch, Verdict, build_trees, reference, sample, verify_greedy, verify_sampled
+from pagedtree import SamplingParams, TreeBatch, build_trees, reference, sample, verify_greedy, verify_sampled
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import (
     DTYPES,
@@ -55,11 +55,12 @@ def cases() -> Iterator[Case]:
         )
     yield _sample("no row", torch.zeros(0, 50, dtype=torch.float32), FEW_SAMPLINGS)
     yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
-    yield from map(_greedy, problems())
+    for problem in problems():
+        yield _walk(problem.name, problem)
     for problem in problems():
         for sampling in ("plain", "all filters"):
-            yield _sampled(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
-    yield _sampled("parameters per sequence", forest("", 4), tensors_of(4))
+            yield _walk(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
+    yield _walk("parameters per sequence", forest("", 4), tensors_of(4))
 
 
 FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all filters, joint")}
@@ -119,13 +120,9 @@ def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling]) -> Case:
 
     def by_loops() -> Results:
         clean = [reference.clean_logits(row) for row in logits]
+        columns = [*enumerate(zip(clean, seeds.tolist(), positions.tolist(), strict=True))]
         return {
-            key: int64(
-                [
-                    token_of(row, sampling_of(sampling, i), int(seeds[i]), int(positions[i]))
-                    for i, row in enumerate(clean)
-                ]
-            )
+            key: int64([token_of(row, sampling_of(sampling, i), *stream) for i, (row, *stream) in columns])
             for key, sampling in samplings.items()
         }
 
@@ -207,10 +204,6 @@ class Tree:
     valid: bool
     depths: list[int]
     begin: int
-
-
-def verdict_results(verdict: Verdict) -> Results:
-    return verdict._asdict()
 
 
 def verdict_by_loops(problem: Problem, decide: Callable[[int, Tree], tuple[Sequence[int], Sequence[int]]]) -> Results:
@@ -316,32 +309,23 @@ def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) ->
     return replace(problem, drafts=drafts.to(dtype), draft_to_target=to_target.to(dtype))
 
 
-def _greedy(problem: Problem) -> Case:
-    def run(place: Place) -> Results:
-        arguments, options = problem.place(place)
-        return verdict_results(verify_greedy(*arguments, **options))
-
-    def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
-        return reference.walk(
-            tree.parents, tree.drafts, lambda node, _: token_of(tree.rows[node], SAMPLINGS["greedy"], 0, 0)
-        )
-
-    return Case(f"verify_greedy/{problem.name}", ("verify_greedy",), run, lambda: verdict_by_loops(problem, decide))
-
-
-def _sampled(name: str, problem: Problem, sampling: Sampling) -> Case:
+def _walk(name: str, problem: Problem, sampling: Sampling | None = None) -> Case:
+    """sampling: of verify_sampled; None: verify_greedy."""
     seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
+    op = "verify_greedy" if sampling is None else "verify_sampled"
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
+        if sampling is None:
+            return verify_greedy(*arguments, **options)._asdict()
         options |= place.put({"seeds": seeds, "positions": positions})
-        params = SamplingParams(**place.put(sampling))
-        return verdict_results(verify_sampled(*arguments, params, **options))
+        return verify_sampled(*arguments, SamplingParams(**place.put(sampling)), **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
-        numbers, seed, position = sampling_of(sampling, b), int(seeds[b]), int(positions[b])
+        numbers = sampling_of(SAMPLINGS["greedy"] if sampling is None else sampling, b)
+        seed, position = int(seeds[b]), int(positions[b])
         return reference.walk(
             tree.parents, tree.drafts, lambda node, depth: token_of(tree.rows[node], numbers, seed, position + depth)
         )
 
-    return Case(f"verify_sampled/{name}", ("verify_sampled",), run, lambda: verdict_by_loops(problem, decide))
+    return Case(f"{op}/{name}", (op,), run, lambda: verdict_by_loops(problem, decide))
