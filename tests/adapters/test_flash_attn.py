@@ -46,16 +46,19 @@ def expected(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[Tens
 # causal, and how many keys to both sides
 SEES = [(True, (-1, -1)), (True, (0, -1)), (True, (6, 0)), (True, (3, 5)), (False, (-1, -1))]
 SEES += [(False, window) for window in ((3, 2), (0, 4), (5, -1), (-1, 3), (90, 90))]
+DIMS = [(DIM, DIM), (192, 128)]  # of K and V
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("is_causal", "window_size"), SEES)
 @pytest.mark.parametrize("page_size", [1, 7, 16, 256])
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize(("n", "m"), [(1, 0), (1, 1), (4, 4), (2, 5), (5, 2), (12, 0)])
-def test_paged_cache(backend, dtype, is_causal, window_size, page_size, n, m) -> None:
+def test_paged_cache(backend, dtype, is_causal, window_size, page_size, dims, n, m) -> None:
     """Of which the last m rows of each sequence are appended; some have fewer keys than queries."""
     lens = [37, m, 7 + m, 67]
-    paged, q = Pages.random(lens, page_size, KV_HEADS, DIM, dtype), queries(4, n, dtype=dtype)
+    paged = Pages.random(lens, page_size, KV_HEADS, dims[0], dtype, dim_v=dims[1])
+    q = queries(4, n, dtype=dtype, dim=dims[0])
     caches, table = [paged.k_cache.clone(), paged.v_cache.clone()], paged.table()
     for b, s in enumerate(lens):  # the new rows are not there yet
         for position in range(s - m, s):
@@ -73,23 +76,6 @@ def test_paged_cache(backend, dtype, is_causal, window_size, page_size, n, m) ->
     torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
     for cache, whole in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
         torch.testing.assert_close(cache, whole, equal_nan=True, rtol=0, atol=0)
-
-
-def test_values_of_another_width(backend, dtype) -> None:
-    lens, n = [37, 8], 3
-    paged, q = Pages.random(lens, 16, KV_HEADS, 192, dtype, dim_v=128), queries(2, n, dtype=dtype, dim=192)
-    caches, table = [paged.k_cache.clone(), paged.v_cache.clone()], paged.table()
-    for b, s in enumerate(lens):  # the last row is not there yet
-        for cache in caches:
-            cache[table[b, (s - 1) // 16], (s - 1) % 16] = torch.nan
-    new = [torch.stack([rows[-1:] for rows in side]) for side in (paged.k, paged.v)]
-    before = torch.tensor(lens, dtype=torch.int32) - 1
-    out = flash_attn_with_kvcache(q, *caches, *new, cache_seqlens=before, block_table=table, causal=True)
-    outs = expected(list(q), paged.k, paged.v, [mask_of(n, s, True) for s in lens])[0]
-    close(out, torch.stack(outs))
-    rows = torch.cat(paged.k), torch.cat(paged.v)
-    out = flash_attn_varlen_func(q.flatten(0, 1), *rows, offsets([n, n]), offsets(lens), n, 37, causal=True)
-    close(out, torch.cat(outs))
 
 
 def test_latent_cache() -> None:
@@ -215,10 +201,12 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize(("is_causal", "window_size"), SEES)
 @pytest.mark.parametrize("page_size", [None, 1, 16])
+@pytest.mark.parametrize("dims", DIMS)
 @pytest.mark.parametrize("lens_k", [[5, 12, 40, 0], [3, 12, 40, 0]])  # fewer keys than queries, too
-def test_ragged_batches(backend, dtype, is_causal, window_size, page_size, lens_k) -> None:
+def test_ragged_batches(backend, dtype, is_causal, window_size, page_size, dims, lens_k) -> None:
     lens_q = [5, 0, 9, 1]
-    paged, q = Pages.random(lens_k, page_size or 16, KV_HEADS, DIM, dtype), queries(15, dtype=dtype)
+    paged = Pages.random(lens_k, page_size or 16, KV_HEADS, dims[0], dtype, dim_v=dims[1])
+    q = queries(15, dtype=dtype, dim=dims[0])
     rows = (torch.cat(paged.k), torch.cat(paged.v)) if page_size is None else (paged.k_cache, paged.v_cache)
     options = {"causal": is_causal, "window_size": window_size, "softmax_scale": 0.3, "softcap": 3.0}
     options |= {} if page_size is None else {"block_table": paged.table()}
