@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -106,14 +107,20 @@ class Recorded:
         lines: by the device's capability, every call of the runtime, each once.
         errors: by the device's capability, what ops raised.
         steps: by kind of step, the lines of each of STEPS steps.
-        failures: (op, the line of the call that failed, what the op raised, whether the runtime's error was read).
+        failures: (op, the line of the call that failed, what the op raised, whether the runtime's error was read, what
+            the same call raises behind it).
+        threads: what ops raised that several threads call at once on a device that nobody has asked before.
+        maps: how many tensor maps are made for a cache, for the same, for a longer one at its address, for 4100 others,
+            and for that one again.
         engines: of a call that could use wgmma, by what was planted, its lines and what it raised.
     """
 
     lines: dict[str, list[str]] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=dict)
     steps: dict[str, list[list[str]]] = field(default_factory=dict)
-    failures: list[tuple[str, str, str, bool]] = field(default_factory=list)
+    failures: list[tuple[str, str, str, bool, str]] = field(default_factory=list)
+    threads: list[str] = field(default_factory=list)
+    maps: list[int] = field(default_factory=list)
     engines: dict[str, tuple[list[str], str]] = field(default_factory=dict)
 
     def asked(self, capability: int) -> list[Asked]:
@@ -302,7 +309,50 @@ def run_failures(recorder: Recorder) -> None:
             failed = [line for line in lines if line.endswith(" fails")]
             if not failed:
                 break
-            recorder.found.failures.append((call.name, failed[0], error, recorder.library.recorded_last_error() == 0))
+            is_read = recorder.library.recorded_last_error() == 0
+            recorder.found.failures.append((call.name, failed[0], error, is_read, recorder.run(number, call)[1]))
+
+
+def run_threads(recorder: Recorder) -> None:
+    """All of the tests' calls at once, each time on a device that nobody has asked before."""
+    import raw_case
+
+    from pagedtree.testing import use_backend
+
+    def error_of(call: Callable[[], Any]) -> str:
+        try:
+            call()
+        except Exception as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return ""
+
+    with use_backend("simt"), ThreadPoolExecutor(8) as pool:
+        for _ in range(20):
+            recorder.library.recorded_use_device(recorder.add(HOPPER))
+            recorder.found.threads += filter(None, pool.map(error_of, raw_case.raw_calls() * 2))
+    recorder.library.recorded_calls()
+
+
+def run_maps(recorder: Recorder) -> None:
+    """Caches at one address, and at many others."""
+    import torch
+
+    from pagedtree import tree_attention
+    from pagedtree.check.case import environment
+
+    q, memory = torch.zeros(32, 8, 128).bfloat16(), torch.zeros(4200, 64, 1, 128).bfloat16()
+    page_table, ends = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 32], dtype=torch.int32)
+    number = recorder.add(HOPPER)
+
+    def count(cache: torch.Tensor) -> int:
+        call = partial(tree_attention, q, cache, cache, page_table, ends[1:], ends, max_seqlen_q=32)
+        lines, _ = recorder.run(number, call)
+        return sum(line.startswith("cuTensorMapEncodeTiled") for line in lines)
+
+    with environment("PAGEDTREE_ENGINE", "wgmma"):
+        recorder.found.maps = [count(memory[:pages]) for pages in (2, 2, 3)]
+        others = [count(memory[i : i + 3]) for i in range(1, 4101)]
+        recorder.found.maps += [sum(others), count(memory[:3])]
 
 
 def run_engines(recorder: Recorder, folder: str) -> None:
@@ -344,7 +394,7 @@ def main(folder: str) -> None:
 
     torch.set_num_threads(1)
     recorder = Recorder(library)
-    for run in (run_ops, run_instructions, run_steps, run_failures):
+    for run in (run_ops, run_instructions, run_steps, run_failures, run_threads, run_maps):
         run(recorder)
     run_engines(recorder, folder)
     found = recorder.found

@@ -205,11 +205,12 @@ def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
 
 
 def test_calls_that_fail_are_told(recorded: Recorded) -> None:
-    """But those that ask for clusters of 16 CTAs: a refusal is no error, and nobody else shall stumble on it."""
+    """But those that ask for clusters of 16 CTAs: a refusal is no error, and nobody else shall stumble on it. Nor is
+    what failed remembered: the same call is right behind it."""
     told, others = [], []
-    for op, line, error, is_read in recorded.failures:
+    for op, line, error, is_read, error_behind in recorded.failures:
         (told if error.startswith("RuntimeError: CUDA: ") else others).append(Asked.read(line))
-        assert is_read, (op, line)
+        assert is_read and not error_behind, (op, line, error_behind)
     assert {asked.name for asked in told} == ALLOWED_IN_CAPTURE - {
         "cuTensorMapEncodeTiled",
         "cudaGetDriverEntryPointByVersion",
@@ -217,6 +218,14 @@ def test_calls_that_fail_are_told(recorded: Recorded) -> None:
     }
     assert {asked.name for asked in others} == {"cudaFuncSetAttribute", "cudaOccupancyMaxActiveClusters"}
     assert len(told) > 200
+
+
+def test_threads_do_not_take_shared_memory_from_each_other(recorded: Recorded) -> None:
+    assert recorded.threads == []
+
+
+def test_tensor_maps_are_kept_for_the_last_caches(recorded: Recorded) -> None:
+    assert recorded.maps == [1, 0, 1, 4100, 1]
 
 
 def test_auto_takes_wgmma_where_its_self_test_has_passed(recorded: Recorded) -> None:
@@ -240,5 +249,5 @@ def test_an_earlier_kernel_is_not_blamed_on_the_call(recorded: Recorded) -> None
     lines, error = recorded.engines["wgmma, an earlier kernel's error"]
     assert lines[-1].endswith("fails")
     assert error.startswith("RuntimeError: CUDA: launch of ") and "planted (in a kernel before" in error
-    others = [error for _, _, error, _ in recorded.failures if "in a kernel before" in error]
+    others = [error for _, _, error, *_ in recorded.failures if "in a kernel before" in error]
     assert not others
