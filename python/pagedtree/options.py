@@ -26,27 +26,23 @@ CHANGES_LOGITS = (*_PENALTIES, "allowed_mask", "bias_tokens", "bad_tokens", "sto
 class RequestOptions:
     """The options of B requests (masks, biases, bad words, penalty counts) as device tensors; None: not used.
 
-    The ops that take it are exact on trees: the distribution at node n is plain decoding's after the tokens of n's
-    path. Rows may be strided. Ids out of range and offsets that do not ascend are ignored. All GPU tensors may change
-    between graph replays.
+    The ops that take it are exact on trees: the distribution at node n is plain decoding's after n's path. Rows may be
+    strided. Ids out of range and offsets that do not ascend are ignored. Tensors may change between graph replays.
 
     Attributes:
         prompt_mask: int32 [B, ceil(V / 32)]; bit x % 32 of word x // 32: token x is in the prompt.
         output_counts: int32 [B, V], how often each token was generated, the root included; `commit` advances it.
         allowed_mask: int32 [B, ceil(V / 32)]; tokens whose bit is not set are forbidden.
         bias_tokens, bias_values: int32 [M], float32 [M], added to logits; -inf forbids, NaN is ignored. A token that is
-            listed twice gets both.
-        cu_bias: int32 [B + 1], the offsets of the sequences' entries.
-        bad_tokens: int32 [M], the tokens of all bad words, one word after the other.
-        cu_bad_words: int32 [K + 1], the words' offsets in bad_tokens.
-        cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
-        history: int64 [B, L], the text so far, the root included; bad words match against it and the path. Without it
-            only against the path below the root.
-        history_lens: int32 [B], its lengths.
+            listed twice gets both. cu_bias: int32 [B + 1], the offsets of the sequences' entries.
+        bad_tokens: int32 [M], the tokens of all bad words. cu_bad_words: int32 [K + 1], the words' offsets in it.
+            cu_bad_seqs: int32 [B + 1], the sequences' offsets in the words.
+        history: int64 [B, L], the text so far, the root included, against which, with the path, bad words match; None:
+            against the path below the root only. history_lens: int32 [B], its lengths.
         history_start: int32 [B], start of matching in the history; None is 0. (transformers includes the prompt, vLLM
             does not.)
-        stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position.
-        min_position: int64 [B]. Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
+        stop_ids: int32 [B, S], -1: none; forbidden at rows that predict a position below min_position, int64 [B].
+            Node n predicts positions[b] + depth + 1, a row of `sample` its positions[r] + 1.
 
     Changes to a row of logits, for node n of sequence b (a row of `sample` is a root):
 
@@ -112,12 +108,9 @@ class RequestOptions:
             vocab: V, in 1..2^20.
             prompts, outputs: token ids; outputs are generated so far, the root included. With bad_words their
                 concatenation becomes the history.
-            allowed: the only allowed tokens.
-            bias: added to the logits of tokens.
-            bad_words: words as lists of token ids, of at least one token.
-            match_prompts: whether a bad word may begin in the prompt.
+            allowed: the only allowed tokens. bias: added to the logits of tokens.
+            bad_words: lists of token ids. match_prompts: whether a bad word may begin in the prompt.
             stop_ids, min_positions: ids forbidden at positions below min_positions; both or neither.
-            device: of the tensors.
 
         Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
         types.
@@ -194,19 +187,13 @@ _BAD_WORDS = ("bad_tokens", "cu_bad_words", "cu_bad_seqs")
 class OptionRows:
     """The `RequestOptions` of any of S sequences. Only used options are allocated.
 
-    Args:
-        vocab: V.
-        lists: the text-independent arguments of `RequestOptions.from_lists`, of S entries each.
-        prompt_lens: S lengths. Tokens after the prompt are counted.
-        has_counts: whether a sequence has a penalty.
-        device: device of the options.
+    lists: the text-independent arguments of `RequestOptions.from_lists`, which raises, of S entries each. prompt_lens:
+    S lengths; tokens after the prompt are counted. has_counts: whether a sequence has a penalty.
 
     Attributes:
         is_used: whether a sequence has options.
         idle_row: the number of a sequence without options, for captured steps.
         tail: how many tokens at the end of a text bad words are compared with, at most.
-
-    Raises as `RequestOptions.from_lists` does.
     """
 
     def __init__(
@@ -235,10 +222,8 @@ class OptionRows:
     def of(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions | None:
         """Returns the options of the sequences with these numbers; None where no sequence has any.
 
-        Rebuilt when the selection changes, with counts from the texts so far, which `commit` advances. So steps with
-        the same sequences cost nothing more, and evictions or other kinds of steps in between are safe.
-
-        history: int64 [B, capacity], each sequence's text. lengths: int32 [B], its length.
+        Rebuilt when the selection changes, with counts from the texts, int64 [B, capacity], of these lengths, int32
+        [B]; `commit` advances the counts.
         """
         if not self.is_used:
             return None
@@ -288,10 +273,8 @@ class OptionRows:
         return replace(self.select([self.idle_row] * batch_size), **room)
 
     def refresh(self, buffers: RequestOptions, rows: list[int], history: Tensor, lengths: list[int]) -> None:
-        """Writes the options of these sequences into `buffers`, unless they are already there.
-
-        rows: one for each row of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity].
-        """
+        """Writes the options of these sequences into `buffers`, unless they are already there. rows: one for each row
+        of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity]."""
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
         known = self._put(_integers(lengths))
@@ -315,7 +298,7 @@ class OptionRows:
 
 
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
-    """Returns the used penalties and options as raw-op arguments; raises TypeError for another type of options."""
+    """Returns the used penalties and options as raw-op arguments."""
     given = params.penalties_on(device)
     if options is not None:
         expect_type("options", options, RequestOptions)

@@ -46,8 +46,7 @@ class Pass:
     Attributes:
         draft, start: trees, including root tokens, and root positions: first of the num_read sequences that finish
             prefill, with root-only trees, then of all that decode.
-        decode_table: int32 [D, max_pages], the pages of the sequences that decode.
-        logit_rows: the rows of the trees' nodes; None = all.
+        decode_table: int32 [D, max_pages], the decoding sequences' pages. logit_rows: the nodes' rows; None = all.
     """
 
     step: PagedStep
@@ -61,10 +60,8 @@ class Pass:
 
 
 class DecodeStep:
-    """The stages of a step: pack trees into a pass, run it, verify the trees, commit the accepted paths.
-
-    Without `KnownTokens` it never needs the host, so a CUDA graph can capture a step.
-    """
+    """The stages of a step: pack trees into a pass, run it, verify the trees, commit the accepted paths. Without
+    `KnownTokens` it never needs the host, so a CUDA graph can capture it."""
 
     def __init__(
         self,
@@ -92,10 +89,9 @@ class DecodeStep:
     ) -> Pass:
         """Prepares the pass over R sequences in prefill (0 without `known`) and the trees of D that decode.
 
-        draft, roots, start: of the D sequences; roots are their last tokens, int64 [D], start the roots' positions,
-        int32 [D]. page_table: int32 [R + D, max_pages]. state_index: int32 [R + D], indices of recurrent states, and
-        prompt_lens: int64 [R + D]; both None without recurrent layers. is_active: bool [D], False for rows without a
-        sequence; None = all active.
+        roots: int64 [D], the last tokens. start: int32 [D], their positions. page_table: int32 [R + D, max_pages].
+        state_index: int32 [R + D], prompt_lens: int64 [R + D]; both None without recurrent layers. is_active: bool [D],
+        False for rows without a sequence; None = all active.
         """
         trees, num_nodes, page_size = draft.trees, draft.draft_tokens.shape[0], self.cache.page_size
         decode_table = page_table if known is None else page_table[len(known.counts) :]
@@ -138,9 +134,9 @@ class DecodeStep:
     ) -> tuple[StepResult, Tensor, Found | None]:
         """Verifies the trees of B sequences and commits the accepted paths.
 
-        history: int64 [B, capacity], receives the new tokens. sampling, options, grammar_mask: see `Sampling.verify`.
-        node_map: see `commit`. Returns the result, a report int64 [B, S + 3] of tokens, their number, finished and
-        status, and log-probabilities if requested. `compact` must follow before the next pass writes.
+        history: int64 [B, capacity], receives the new tokens. Others: see `Sampling.verify` and `commit`. Returns the
+        result, a report int64 [B, S + 3] of tokens, their number, finished and status, and log-probabilities if
+        requested. `compact` must follow before the next pass writes.
         """
         draft, start, first = packed.draft, packed.start, packed.num_read
         verdict = sampling.verify(output.logits, draft, self.drafter.draft_law, start, options, grammar_mask)
@@ -162,7 +158,7 @@ class DecodeStep:
         return result, torch.cat([verdict.tokens, extra], dim=1), found
 
     def compact(self) -> None:
-        """Compacts the rows of the accepted paths. Must run before the next pass writes."""
+        """Compacts the rows of the accepted paths."""
         if self._moves is not None:
             self.cache.compact(*self._moves)
             self._moves = None

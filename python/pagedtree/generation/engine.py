@@ -144,11 +144,8 @@ class Engine:
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
-        """Schedules the next pass and drafts for it.
-
-        Returns the batch, the trees of the sequences that decode (None if a captured step drafts them itself), and the
-        tuner's plan and kept nodes, if there is a tuner.
-        """
+        """Returns the next pass's batch, the trees of the sequences that decode (None if a captured step drafts them
+        itself), and the tuner's plan and kept nodes, if there is a tuner."""
         while True:
             # A tuner drafts only in some steps, if pages are free.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)

@@ -26,8 +26,8 @@ class FixedStep:
     """One decode step of up to `batch_size` sequences; the rows past them are idle.
 
     The host updates the buffers, replays, and reads the report, which is the only synchronisation. The device's changes
-    (history, caches, positions) persist for the next step. The first call captures the graph while all rows are idle:
-    idle rows draft, write and commit nothing.
+    (history, caches, positions) persist. The first call captures the graph while all rows are idle: these draft, write
+    and commit nothing.
     """
 
     # Tests set this to False to run the step without a graph, on any device.
@@ -65,10 +65,7 @@ class FixedStep:
         self._found: Found | None = None
 
     def __call__(self, sequences: list[GeneratedSequence]) -> tuple[StepResult, list[list[int]], Found | None]:
-        """Runs the step for these sequences. Returns the result, a report, and log-probabilities if requested.
-
-        Each row of the report is tokens, their number, finished, status.
-        """
+        """Runs the step for these sequences. Returns as `DecodeStep.judge` does, with the report on the host."""
         self.drafter.select(sequences, self.batch_size)
         if self.captures and self._graph is None:
             self._graph = self._capture()

@@ -21,8 +21,7 @@ class GrammarSteps:
     Args:
         matchers: one per sequence, None: no grammar.
         vocab: columns of the target's logits, of all ranks together.
-        eos_ids: tokens that end every text.
-        stats: receives the times.
+        eos_ids: tokens that end every text. stats: receives the times.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class GrammarSteps:
     def end(self, sequence: GeneratedSequence, tokens: list[int]) -> int | None:
         """Advances the sequence's matcher; returns how many tokens remain if the text ends with or in them, else None.
 
-        A text ends with the token that completes it. It also ends when neither the grammar nor the other options allow
-        any token: before the token that the grammar forbids, unless it is an EOS token.
+        A text ends with the token that completes it, or, where grammar and other options allow none, before the token
+        that the grammar forbids, unless it is an EOS token.
         """
         matcher = self._matchers[sequence.index]
         if matcher is None:

@@ -24,7 +24,7 @@ class TokenLogprobs:
 
     Attributes:
         logprobs: natural logarithm of the token's probability.
-        ranks: number of tokens that are at least as likely, itself included, ignoring filters: 1 is the most likely.
+        ranks: number of tokens that are at least as likely, itself included, ignoring filters.
         top_tokens, top_logprobs: the n most likely tokens of the place and their log-probabilities, largest first.
     """
 
@@ -43,10 +43,8 @@ class TokenLogprobs:
 class LogprobReader:
     """A reader of the log-probabilities of all tokens of a step, accepted drafts and bonus tokens alike.
 
-    Args:
-        top_n: how many of the most likely tokens to report.
-        is_processed: whether the probabilities are taken after options, temperature and filters, as used for sampling
-            (for greedy sequences after options only), else from the raw logits.
+    top_n: how many of the most likely tokens to report. is_processed: whether the probabilities are taken after
+    options, temperature and filters (for greedy sequences after options only), else from the raw logits.
     """
 
     def __init__(self, top_n: int, is_processed: bool) -> None:
@@ -62,11 +60,8 @@ class LogprobReader:
         options: RequestOptions | None,
         grammar_mask: Tensor | None,
     ) -> Found:
-        """Returns [B, S] or [B, S, top_n] each, of verdict.tokens; entries past the committed ones are undefined.
-
-        options: from before the commit, but its history has the new tokens. Advances its counts, if any, instead of
-        `commit`.
-        """
+        """Returns [B, S] or [B, S, top_n] each, of verdict.tokens; undefined past the committed ones. options: from
+        before the commit, but its history has the new tokens. Advances its counts instead of `commit`."""
         rows = committed.accept_rows
         if not self.is_processed:
             found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
@@ -126,10 +121,7 @@ def _options_at(
 
 
 def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor, vocab: int) -> Tensor:
-    """Returns the packed mask without the stop tokens of early rows.
-
-    If a stop token came early, it was the only token left: the stop tokens stay allowed there.
-    """
+    """Returns the packed mask without the stop tokens of early rows; where one came, it was the only token left."""
     is_early = is_early & (stop_ids != tokens[:, None]).all(dim=1)
     bits = torch.zeros((allowed.shape[0], 32 * allowed.shape[1]), dtype=torch.bool, device=allowed.device)
     known = (stop_ids >= 0) & (stop_ids < vocab) & is_early[:, None]

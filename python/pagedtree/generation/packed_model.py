@@ -21,8 +21,7 @@ class PassOutput(NamedTuple):
     Attributes:
         logits: [R, V], at the requested rows.
         hidden: [R, H], the input of the output layer at these rows, if requested, else None.
-        features: [T, len(feature_layers) * H] at all tokens, the layers concatenated in the requested order; None
-            without feature_layers.
+        features: [T, len(feature_layers) * H] at all tokens, the layers concatenated in the requested order, or None.
     """
 
     logits: Tensor
@@ -34,13 +33,11 @@ class PackedModel(Protocol):
     """A language model that reads packed tokens; its attention layers call `PagedStep.attend`.
 
     Attributes:
-        device: device of its weights.
+        device: device of its weights. num_weights: total number of parameters.
         vocab_size: valid token ids are 0..vocab_size - 1.
         num_logits: columns of its logits, vocabulary padding included.
         hidden_size: width of its decoder layers' outputs.
-        num_weights: total number of parameters.
-        num_positions: positions it is made for, None = unlimited. has_position_table: whether it cannot read others, as
-            models with learned position embeddings.
+        num_positions: positions it is made for, None = unlimited. has_position_table: whether it cannot read others.
         is_recurrent: whether it has recurrent layers; these call `PagedStep.recurrent`.
     """
 
@@ -70,9 +67,7 @@ class PackedModel(Protocol):
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
         """Returns whether all of these sequences are long, for models that read long and short texts differently.
-
-        Raises ValueError, with the model's `name`, for sequences that cannot share a pass.
-        """
+        Raises ValueError, with the model's `name`, for sequences that cannot share a pass."""
 
     def use(self, is_long: bool | None = None) -> AbstractContextManager[None]:
         """Returns a context in which `run` may be called. is_long: from `check_sequences`; None without that call."""
@@ -86,9 +81,8 @@ class PackedModel(Protocol):
         needs_hidden: bool = False,
         feature_layers: Sequence[int] = (),
     ) -> PassOutput:
-        """Runs one pass over packed tokens, int64 [T]. Returns logits at `rows` (int64 [R], None = all), the output
-        layer's input there if `needs_hidden`, and the outputs of `feature_layers` at all tokens (see
-        `Drafter.feature_layers`). Raises ValueError if the model lacks such layers or cannot run this pass."""
+        """Runs one pass over packed tokens, int64 [T], with logits at `rows`, int64 [R], None = all. feature_layers: as
+        in `Drafter`. Raises ValueError if the model lacks such layers or cannot run this pass."""
 
     def new_hidden(self, num_rows: int) -> Tensor:
         """Returns zeros [num_rows, H] in dtype and device of the output layer's input."""

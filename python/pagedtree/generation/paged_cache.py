@@ -17,11 +17,11 @@ __all__ = ["PagedCache"]
 class PagedCache:
     """`num_pages` pages of `page_size` tokens in every layer; sequences, identified by an int, own or share them.
 
-    A page has the same number in every layer. Sequences share only pages that all of them have finished writing, so
-    nothing is copied: `fork` shares whole pages, and the tokens after them are computed again.
+    A page has the same number in every layer. `fork` shares whole pages that are written, without a copy; the tokens
+    after them are computed again.
 
     Attributes:
-        states: of the model's recurrent layers, for the same sequences; None for a model without such layers.
+        states: of the model's recurrent layers, if any, for the same sequences.
         pages_in_use, peak_pages: pages held now, and at most so far.
         pages_taken: how often a page was taken from the pool; sharing takes none.
     """
@@ -47,14 +47,11 @@ class PagedCache:
         return self.num_pages - len(self._free)
 
     def pages_for(self, num_tokens: int) -> int:
-        """Returns the number of pages for `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def layer(self, index: int, k: Tensor, v: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Returns the layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D]; created at first use.
-
-        A latent layer, whose v is None, has one cache and None.
-        """
+        """Returns the layer's caches [num_pages, page_size, Hkv, D] for k and v [T, Hkv, D], created at first use. A
+        latent layer, whose v is None, has one cache and None."""
         if index not in self._layers:
             self._layers[index] = (self._cache_of(k), self._cache_of(v) if v is not None else None)
             self._compaction = None
@@ -117,10 +114,8 @@ class PagedCache:
             self.states.release(sequence)
 
     def fork(self, source: int, sequence: int, num_tokens: int) -> None:
-        """Shares the first `num_tokens` tokens of `source` with a new sequence: whole pages, no copy.
-
-        Recurrent states are copied from the ones kept after these tokens (`RecurrentStates.keep_prefix`).
-        """
+        """Shares the first `num_tokens` tokens of `source` with a new sequence: whole pages, no copy. Recurrent states
+        are copied from the ones kept after these tokens (`RecurrentStates.keep_prefix`)."""
         if num_tokens % self.page_size or self._tables.get(sequence):
             raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
         shared = self._tables[source][: num_tokens // self.page_size]

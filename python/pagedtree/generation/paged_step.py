@@ -31,10 +31,9 @@ class PrefixPass:
     """Key sets for reading shared pages once: the shared prefixes, then each sequence's unshared pages.
 
     Attributes:
-        page_table, seq_lens, cu_seqlens_q: one entry per run of neighbouring sequences of one prefix (length 0 = none);
-            every query of the run sees all of it.
+        page_table, seq_lens, cu_seqlens_q, max_seqlen_q: one entry per run of neighbouring sequences of one prefix
+            (length 0 = none); every query of the run sees all of it.
         own_page_table, own_seq_lens: as in `PagedStep`, without the pages of the prefix.
-        max_seqlen_q: hint for the prefix part.
     """
 
     page_table: Tensor
@@ -53,8 +52,7 @@ class PagedStep:
         cache: receives and provides the pass's keys and values.
         page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q: arguments of `tree_attention`.
         slots: for `append_kv`, one per token.
-        prefix: set if shared pages are read once.
-        recurrent: the same pass for recurrent layers, if the model has any.
+        prefix: set if shared pages are read once. recurrent: the same pass for recurrent layers, if any.
         layers_run: layer_idx of the layers that have run in this pass.
     """
 
@@ -84,13 +82,10 @@ class PagedStep:
         head_dim_v: int | None = None,
         rotation: Rotation | None = None,
     ) -> Tensor:
-        """Computes attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] of the packed tokens -> [T,
-        Hq, Dv].
+        """Computes attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv].
 
         `rotation`, if given, is applied to q and k. A latent layer has v None: its values are the first head_dim_v
-        columns of k [T, 1, D], and only k is cached.
-
-        Raises ValueError if a layer runs twice: the second run would overwrite the first.
+        columns of k [T, 1, D]. Raises ValueError if a layer runs twice: the second run would overwrite the first.
         """
         if layer in self.layers_run:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")

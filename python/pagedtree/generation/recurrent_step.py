@@ -23,11 +23,10 @@ class RecurrentStep:
 
     Attributes:
         states: of every sequence.
-        read_index: int32 [R], the state_index of the sequences in prefill. cu_seqlens: int32 [R + 1], their rows,
-            num_read in all.
-        tree_index: int32 [B], the state_index of the trees' sequences. trees: B of them; their rows follow.
-        is_generated: bool [T], rows of generated or drafted tokens. If a model treats prompt tokens differently, a
-            restored token is treated as before.
+        read_index: int32 [R], states of the sequences in prefill. cu_seqlens: int32 [R + 1], their rows, num_read in
+            all.
+        tree_index: int32 [B], states of the trees' sequences. trees: B of them; their rows follow.
+        is_generated: bool [T], rows of generated or drafted tokens, also of restored ones.
         layers_run: layer_idx of the layers that have run in this pass.
     """
 
@@ -52,11 +51,8 @@ class RecurrentStep:
         positions: Tensor,
         num_read: int = 0,
     ) -> RecurrentStep:
-        """Returns the step of R sequences that read num_read tokens, and of B sequences with these trees.
-
-        state_index: int32 [R + B]. prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], the rows of each
-        sequence. positions: int64 [T].
-        """
+        """Returns the step of R sequences that read num_read tokens, and of B with these trees. state_index: int32 and
+        prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], their rows. positions: int64 [T]."""
         first = state_index.shape[0] - trees.batch_size
         rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
         # The sequence of each row; padding after the trees belongs to the last.
@@ -74,10 +70,8 @@ class RecurrentStep:
     def convolve(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Literal["silu"] | None
     ) -> Tensor:
-        """Applies the short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C].
-
-        Raises ValueError if a layer runs twice: it has one state.
-        """
+        """Applies the short convolution of layer `layer`: x [T, C], weight [C, W], bias [C] or None -> [T, C]. Raises
+        ValueError if a layer runs twice: it has one state."""
         if layer in self.layers_run:
             raise ValueError(f"model: expected each recurrent layer to run once in a pass, got layer_idx {layer} again")
         self.layers_run.add(layer)
@@ -120,8 +114,7 @@ class RecurrentStep:
         return torch.cat(out) if len(out) > 1 else out[0]
 
     def advance(self, accept_index: Tensor, num_accepted: Tensor) -> None:
-        """Applies the accepted paths to the states: accept_index int32 [B, S] and num_accepted int32 [B] of a verdict
-        on the trees."""
+        """Applies the accepted paths of a verdict, accept_index int32 [B, S] and num_accepted int32 [B]."""
         for advance, name, inputs, options in self._advances:
             state = self.states[name]  # may have moved since the pass
             advance(state, self.tree_index, *inputs, self.trees, accept_index, num_accepted, **options)

@@ -68,11 +68,10 @@ def check_options(rule: str, params: SamplingParams | None, origin: str = "") ->
 
 @dataclass
 class Sampling:
-    """A verification rule with its parameters.
+    """A verification rule with its parameters: tensors in params and the seeds have one entry per sequence.
 
-    Tensors in params and the seeds have one entry per sequence; "greedy" has no params.
-    shards: this rank's part of the vocabulary, if the logits are split across ranks.
-    vocab_size: columns of the target's logits, of all ranks together; None = unknown.
+    shards: this rank's part of the vocabulary, if the logits are split across ranks. vocab_size: columns of the
+    target's logits, of all ranks together; None = unknown.
     """
 
     rule: str
@@ -103,8 +102,8 @@ class Sampling:
     def draft_seeds(self, start: Tensor) -> Tensor:
         """Returns seeds for this step only, with roots at `start`.
 
-        The decisions of "block" and "traversal" also depend on later drafts. If the next step drew these again with the
-        same noise, its drafts would no longer be independent of the text.
+        "block" and "traversal" also decide by later drafts. Drawn again with the same noise in the next step, these
+        would no longer be independent of the text.
         """
         return self.seeds + _STEP_KEY * (start.long() + 1)
 
@@ -125,10 +124,8 @@ class Sampling:
         options: RequestOptions | None = None,
         grammar_mask: Tensor | None = None,
     ) -> Verdict:
-        """Verifies the trees of all sequences, with roots at `start`.
-
-        options: of these sequences; not under the rules "greedy" and "typical". grammar_mask: packed, of all nodes.
-        """
+        """Verifies the trees of all sequences, with roots at `start`. options: not under the rules "greedy" and
+        "typical". grammar_mask: packed, of all nodes."""
         ops: Any = pagedtree
         named: dict[str, Any] = {"grammar_mask": grammar_mask}
         if self.shards is not None:

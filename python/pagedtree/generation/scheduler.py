@@ -46,10 +46,8 @@ class GeneratedSequence:
 
 @dataclass
 class Batch:
-    """One pass: sequences in prefill, with their number of tokens, and sequences that decode a tree.
-
-    evicted: sequences that lost their pages before it.
-    """
+    """One pass: sequences in prefill, with their number of tokens, and sequences that decode a tree. evicted: sequences
+    that lost their pages before it."""
 
     prefill: list[tuple[GeneratedSequence, int]] = field(default_factory=list)
     decode: list[GeneratedSequence] = field(default_factory=list)
@@ -59,8 +57,8 @@ class Batch:
 class Scheduler:
     """A scheduler that admits sequences in order as pages allow, and evicts the youngest when pages run out.
 
-    An evicted sequence keeps its tokens; after readmission, one causal pass over them restores its cache. The oldest
-    unfinished sequence is never evicted for another, so every step makes progress.
+    An evicted sequence keeps its tokens, which a later causal pass reads again. The oldest unfinished sequence is never
+    evicted for another, so every step makes progress.
     """
 
     def __init__(

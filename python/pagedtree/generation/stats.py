@@ -14,10 +14,8 @@ __all__ = ["GenerationStats", "SequenceStats", "decoding_rate"]
 
 
 def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
-    """Returns tokens per second after each sequence's first one; 0 without any.
-
-    num_tokens: generated tokens of each sequence; seconds: since the first token of all.
-    """
+    """Returns tokens per second after each sequence's first one; 0 without any. num_tokens: generated tokens of each
+    sequence. seconds: since the first token of all."""
     decoded = sum(max(count - 1, 0) for count in num_tokens)
     return decoded / seconds if seconds > 0 else 0.0
 
@@ -28,10 +26,8 @@ class SequenceStats:
 
     Attributes:
         num_tokens: generated tokens.
-        decode_steps: passes that verified a tree for it.
-        accepted: accepted draft tokens in each of these passes.
-        evictions: how often it lost its pages.
-        restored_tokens: tokens read again after evictions.
+        decode_steps: passes that verified a tree. accepted: accepted draft tokens in each of them.
+        evictions: how often it lost its pages. restored_tokens: tokens read again after that.
         time_to_first_token: seconds from the call of `generate`.
         finish_reason: "eos", "length", "stop_string", "grammar" or "callback".
         logprobs: log-probabilities of the generated tokens, if requested.
@@ -78,7 +74,6 @@ class GenerationStats:
 
     @property
     def num_tokens(self) -> int:
-        """Generated tokens of all sequences."""
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     @property
@@ -118,10 +113,8 @@ class GenerationStats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after each sequence's first one, over the time since the first token of all; 0 without any.
-
-        Prefill counts only if it overlaps with decoding.
-        """
+        """Tokens after each sequence's first one, over the time since the first token of all; 0 without any. Prefill
+        counts only if it overlaps with decoding."""
         times = [sequence.time_to_first_token for sequence in self.sequences if sequence.num_tokens]
         return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
 

@@ -14,9 +14,7 @@ CONTEXT = 8
 class StopStrings:
     """A search for the token that completes the first stop string.
 
-    Args:
-        strings: one or several, none of them empty.
-        tokenizer: the model's; anything with transformers' `decode`.
+    strings: one or several, none of them empty. tokenizer: the model's; anything with transformers' `decode`.
     """
 
     def __init__(self, strings: str | Sequence[str], tokenizer: Any) -> None:

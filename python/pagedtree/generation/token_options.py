@@ -43,15 +43,10 @@ def option_rows(
     vocab: int,
     device: torch.device,
 ) -> OptionRows:
-    """Returns the options of a call's sequences.
+    """Returns the options of a call's sequences, which hold their prompts.
 
-    Args:
-        sequences: with their prompts as tokens.
-        options: one per sequence.
-        stop_ids, min_new_tokens: tokens forbidden among the first min_new_tokens, which has one entry per sequence.
-        params: of the call; its penalties determine which counts are needed.
-        vocab: columns of the target's logits, of all ranks together.
-        device: of the options.
+    options, min_new_tokens: one per sequence. stop_ids: forbidden among the first min_new_tokens. params: their
+    penalties determine which counts are needed. vocab: columns of the target's logits, of all ranks together.
 
     Raises ValueError for ids outside the vocabulary and for conflicting options of a sequence.
     """

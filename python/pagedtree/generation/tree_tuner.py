@@ -49,10 +49,8 @@ BEHIND = 2.0
 
 
 class Odds:
-    """Estimates of the acceptance rate of a class of drafts, or of the number of accepted drafts per step.
-
-    weight: number of observations that the prior counts as.
-    """
+    """Estimates of the acceptance rate of a class of drafts, or of the number of accepted drafts per step. The prior
+    counts as `weight` observations."""
 
     def __init__(self, weight: float = PRIOR) -> None:
         self.weight = weight
@@ -152,9 +150,9 @@ class Outcome:
 class Plan:
     """The drafting decision for one step.
 
-    depth: largest number of levels; 0: only drafts without a model pass; None: no drafts. is_look: whether this is a
-    probe that the estimates do not justify. reading: the drafter's seconds outside its levels. weights: value of one
-    token of each sequence, in plain steps. remaining, others_wait: the arguments of `TreeTuner.plan`.
+    depth: most levels; 0: only drafts without a model pass; None: no drafts. is_look: whether this is a probe that the
+    estimates do not justify. reading: the drafter's seconds outside its levels. weights: value of one token of each
+    sequence, in plain steps. remaining, others_wait: the arguments of `TreeTuner.plan`.
     """
 
     remaining: Sequence[int]
@@ -211,10 +209,8 @@ class Plan:
 
 
 class TreeTuner:
-    """A planner of steps that learns from their outcomes; later calls reuse its estimates.
-
-    max_depth: the drafter's largest number of levels. grows_by_level, has_free_guesses: the drafter's attributes.
-    """
+    """A planner of steps that learns from their outcomes; later calls reuse its estimates. The arguments are the
+    drafter's attributes."""
 
     def __init__(self, max_depth: int, grows_by_level: bool = False, has_free_guesses: bool = False) -> None:
         self.max_depth, self.grows_by_level, self.has_free_guesses = max_depth, grows_by_level, has_free_guesses
@@ -232,8 +228,7 @@ class TreeTuner:
         """Returns the plan whose depth has the most expected tokens per second.
 
         remaining: [B], tokens that each sequence still has to generate. unread: tokens that the drafter must read
-        before it can draft, in tokens of the target. others_wait: whether sequences wait for a place in the batch, so
-        that the batch does not end with its last sequence.
+        first, in tokens of the target. others_wait: whether sequences wait for a place in the batch.
         """
         costs, size = self._costs_of(len(remaining)), len(remaining)
         shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]

@@ -23,9 +23,9 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         masks = GrammarMasks([LLGuidanceMatcher(matcher, tokenizer)], vocab_size=config.vocab_size)
 
     A tree is visited by consuming drafts and taking them back. llguidance computes each row without Python's global
-    lock; where the grammar leaves no choice of bytes, it allows the tokenizer's own tokens alone. A grammar has
-    ended, too, where nothing can follow a complete text, without a stop token. Without whitespace_pattern or
-    whitespace_flexible=False a schema allows white space without end, and a model may write nothing else.
+    lock; where the grammar leaves no choice of bytes, it allows the tokenizer's own tokens alone. A grammar also ends
+    where nothing can follow a complete text. Without whitespace_pattern or whitespace_flexible=False a schema allows
+    white space without end.
 
     Attributes:
         matcher: llguidance's own. Direct calls to it count here, too.

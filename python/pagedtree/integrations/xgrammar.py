@@ -23,10 +23,9 @@ class XGrammarMatcher:
         masks = GrammarMasks([XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size)], config.vocab_size)
 
     A tree is one call of xgrammar's `traverse_draft_tree`, which works without Python's global lock and takes its
-    steps back itself. Where the grammar has ended, the stop tokens alone are allowed, whether a stop token ended it or,
-    with terminate_without_stop_token, its last token did. Budgets and captures of rules are xgrammar's business:
-    a captured span is recorded by `accept` alone. Without max_whitespace_cnt or any_whitespace=False a schema allows
-    white space without end, and a model may write nothing else.
+    steps back itself. Where the grammar has ended, by a stop token or, with terminate_without_stop_token, its last
+    token, the stop tokens alone are allowed. A captured span is recorded by `accept` alone. Without max_whitespace_cnt
+    or any_whitespace=False a schema allows white space without end.
 
     Attributes:
         matcher: xgrammar's own. Direct calls to it count here, too.

@@ -1,9 +1,8 @@
 """The attention implementation "pagedtree" of transformers models.
 
-It serves three callers. Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a
-`PackedPass`, which every layer reads. In transformers' continuous batching a packed batch runs over transformers' own
-paged cache. Elsewhere (`model.generate`, `model(...)`) the dense keys and values are read in place, each sequence as
-one page.
+Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a `PackedPass`, which every
+layer reads. In continuous batching it runs over transformers' own paged cache. Elsewhere (`model.generate`,
+`model(...)`) the dense keys and values are read in place, each sequence as one page.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NAME = "pagedtree"
 
 
 def register() -> None:
-    """Registers `attn_implementation="pagedtree"` with transformers; importing this package does it. Idempotent."""
+    """Registers `attn_implementation="pagedtree"` with transformers, as importing this package does. Idempotent."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
 
@@ -64,11 +63,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attends in a layer, called by transformers: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
 
-    softcap (Gemma 2), s_aux (the sinks of gpt-oss) and sliding_window come from the model; sliding_window=None means no
-    window; if left out, the module's or the cache's applies. attention_mask: None (causal, or everything visible where
-    the layer is not causal), bool [B, 1, T, >= S], or the same as zeros and very negative numbers; in a packed pass the
-    pass's own mask, which identifies the window. Raises ValueError for unsupported arguments: other head sizes,
-    dropout, training, attention weights as output, a position bias, and in packed passes any other mask.
+    s_aux: the sinks of gpt-oss. sliding_window: None = no window; left out: the module's or the cache's.
+    attention_mask: None (causal, or everything visible where the layer is not causal), bool [B, 1, T, >= S], or the
+    same as zeros and very negative numbers; in a packed pass the pass's own, which identifies the window. Raises
+    ValueError for other masks there, other head sizes, dropout, training, attention weights as output, a position bias.
     """
     _refuse_unsupported(module, key, value, dropout, kwargs)
     options = {

@@ -11,17 +11,10 @@ ANSWER = "xanswerx"
 
 
 def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list[int]:
-    """Returns the ids of a conversation that waits for the model's answer.
+    """Returns the ids of a conversation that waits for the model's answer; the template writes all special tokens.
 
-    The template writes all special tokens, so the tokenizer adds none.
-
-    Args:
-        tokenizer: of transformers, with a chat template.
-        message: the user's; trailing line breaks are stripped.
-        system: the system message; None: the template's default, if any.
-
-    Raises:
-        ValueError: the tokenizer has no template, or it fails or drops a message.
+    message: the user's; trailing line breaks are stripped. system: None: the template's default, if any. Raises
+    ValueError for a tokenizer without a template, and for one that fails or drops a message.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: expected a tokenizer with a chat template, got one without")
@@ -38,10 +31,7 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
 
 
 def turn_ends(tokenizer: Any) -> list[int]:
-    """Returns the special token after an answer, if the template writes one: it ends the text, as EOS tokens do.
-
-    Some generation configs have only the token that ends a whole document.
-    """
+    """Returns the special token after an answer, if the template writes one; some generation configs lack it."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}]
     _, answer, behind = _rendered(tokenizer, messages, tokenize=False).rpartition(ANSWER)
     ids = tokenizer(behind.lstrip(), add_special_tokens=False)["input_ids"] if answer else []

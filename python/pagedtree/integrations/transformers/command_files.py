@@ -18,9 +18,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 
 def read_text(option: str, path: str, stdin: bool = False) -> str:
     """Returns UTF-8 text, with or without a byte order mark, with unchanged line ends. stdin: "-" is standard input.
-
-    Raises ValueError, which names the option, for a file that cannot be read or is not UTF-8.
-    """
+    Raises ValueError, which names the option, for a file that cannot be read or is not UTF-8."""
     try:
         data = sys.stdin.buffer.read() if stdin and path == "-" else Path(path).read_bytes()
         return data.decode("utf-8-sig")
@@ -34,10 +32,8 @@ def read_text(option: str, path: str, stdin: bool = False) -> str:
 
 
 def check_checkpoint(option: str, name: str, of_model: bool = False) -> None:
-    """Raises ValueError, which names the option, for anything but a checkpoint folder.
-
-    of_model: also accepts a GGUF file or a name on the hub. Does not check whether the hub has it.
-    """
+    """Raises ValueError, which names the option, for anything but a checkpoint folder; of_model: or a GGUF file, or a
+    name on the hub, which is not looked up."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():

@@ -26,11 +26,10 @@ _meant_before: list[Any] = []
 def continuous_batching(model: Any) -> Iterator[None]:
     """Makes `model.generate_batch` and the model's continuous batching managers use our attention inside the block.
 
-    The model's attention implementation is "pagedtree", for which transformers 5 knows only the name "paged|eager":
-    inside the block that name means ours, in every model. Use the model otherwise only outside. Raises ValueError for a
-    model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend on
-    the longest sequence of a pass ("longrope", "dynamic"), which transformers would apply to all sequences; or with
-    latent attention (DeepSeek-V3), for which transformers makes too small a cache.
+    transformers 5 knows "pagedtree" only under the name "paged|eager", which means ours inside the block, in every
+    model. Use the model otherwise only outside. Raises ValueError for a model in training mode, with other layers than
+    full and sliding attention, with rotary frequencies that depend on the longest sequence of a pass ("longrope",
+    "dynamic"), or with latent attention (DeepSeek-V3), for which transformers makes too small a cache.
     """
     check_model(model)
     check_constant("continuous batching", model)
@@ -69,10 +68,8 @@ def _check_cache(model: nn.Module) -> None:
 
 
 def paged_attention_forward(module: nn.Module, query: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Runs `attention_forward` as "paged|eager", a name under which ordinary passes would miss their padding masks.
-
-    Raises ValueError for an ordinary pass.
-    """
+    """Runs `attention_forward` as "paged|eager"; raises ValueError for an ordinary pass, whose padding mask that name
+    would miss."""
     if kwargs.get("cache") is None:
         raise ValueError(
             f'attention implementation "{PAGED_NAME}": expected a pass of continuous batching, got an ordinary one;'

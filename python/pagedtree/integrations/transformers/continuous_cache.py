@@ -38,12 +38,10 @@ def attend_continuous(
 ) -> Tensor:
     """Attends in a packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
 
-    window: 0 = none, None = the cache's. kwargs come from transformers' pass: its cache, the slots to write
-    (write_index) and the slots of each request's whole sequence (read_index). Full attention writes and reads the cache
-    in place, by pages. A window's ring buffer may have to be read before it is written, so transformers gathers its
-    keys; they are read as pages of one slot.
-
-    Raises ValueError for cache layouts other than in transformers 4.57 and 5.23.
+    window: 0 = none, None = the cache's. kwargs: transformers', with the slots to write (write_index) and of each
+    request's whole sequence (read_index). Full attention writes and reads the cache in place, by pages. transformers
+    gathers a window's keys from its ring buffer; they are read as pages of one slot. Raises ValueError for cache
+    layouts other than in transformers 4.57 and 5.23.
     """
     cache = kwargs["cache"]
     if kwargs.get("block_table") is not None:

@@ -54,13 +54,11 @@ def tree_generate(
     """Decodes with draft trees over a paged cache: `model.generate(..., custom_generate=tree_generate, drafter=...)`.
 
     Prompts, attention mask, lengths, EOS, padding, sampling and logits processors come from `model.generate`'s
-    arguments and generation config: temperature, top_k, top_p, min_p, repetition_penalty, sequence_bias of single
-    tokens, bad_words_ids, min_length, min_new_tokens, suppress_tokens, begin_suppress_tokens. The keyword arguments
-    here are `pagedtree.integrations.transformers.generate`'s, given to `model.generate`, too. Greedy text equals
-    `model.generate` without custom_generate. Sampled text follows the same distribution, with other draws: each row has
-    a seed, drawn from torch's generator unless `seeds` (one per returned row) is given, so `torch.manual_seed` makes it
-    reproducible. on_stats: called with the `GenerationStats` at the end. stop_strings need the tokenizer as
-    stop_tokenizer, because transformers does not pass `tokenizer` on; they never match text that begins in a prompt.
+    arguments and generation config, the keyword arguments here are `pagedtree.integrations.transformers.generate`'s.
+    Greedy text equals `model.generate` without custom_generate. Sampled text follows the same distribution, with other
+    draws: each row has a seed, drawn from torch's generator unless `seeds` (one per returned row) is given. on_stats:
+    called with the `GenerationStats` at the end. stop_strings need the tokenizer as stop_tokenizer, because
+    transformers does not pass `tokenizer` on; they never match text that begins in a prompt.
 
     Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 

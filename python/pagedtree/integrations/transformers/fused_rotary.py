@@ -1,11 +1,9 @@
 """Rotary embedding within the attention of packed passes: `rope_append` in place of a model's own functions.
 
 Most decoders of transformers call apply_rotary_pos_emb(q, k, cos, sin), a dozen torch operations, just before the
-attention interface. In a packed pass this function becomes the identity: it hands queries and keys on, and the
-attention rotates and caches them by one op.
-
-A layer takes part if its function rotates the halves of its heads' first columns, and if in the layer's first pass the
-function's output reached the attention unchanged. All others go on as before.
+attention interface. In a packed pass it becomes the identity, and the attention rotates and caches by one op. A layer
+takes part if the function rotates the halves of its heads' first columns, and if its output reached the attention
+unchanged in the layer's first pass.
 """
 
 from __future__ import annotations

@@ -84,37 +84,32 @@ def generate(
 ) -> tuple[list[Tensor] | Tensor, GenerationStats]:
     """Generates up to `max_new_tokens` tokens for each prompt; the drafter does not change the text's distribution.
 
-    Greedy output is the model's own `generate(do_sample=False)`, whose generation config is followed. Rule "sampled"
-    gives the tokens that `pagedtree.sample` draws with each sequence's seed. Both hold for any drafter, page size,
-    batch and eviction, except at near-ties (which fp32 does not have in practice). The other lossless rules keep the
-    distribution; the tokens depend on the seed, the drafts and the evictions.
+    Greedy output is the model's own `generate(do_sample=False)`. Rule "sampled" gives the tokens that
+    `pagedtree.sample` draws with each sequence's seed. Both hold for any drafter, page size, batch and eviction, except
+    at near-ties. The other lossless rules keep the distribution; tokens depend on seed, drafts and evictions.
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
             interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has, or with
-            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash); only the latents are
-            cached. Some layers may be gated delta rules or Mamba-2 instead (Qwen3-Next, Kimi Linear, Nemotron-H, ...);
-            each running sequence then also has a state.
+            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), of which only the
+            latents are cached. Some layers may be gated delta rules or Mamba-2 (Qwen3-Next, Kimi Linear, Nemotron-H).
         input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or a
             tokenizer's BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
-        max_new_tokens: at least 1; EOS ends a sequence earlier. So does the end of a position table (GPT-2, OPT, BERT
-            and similar), with a warning and finish_reason "length".
+        max_new_tokens: at least 1. EOS ends a sequence earlier; so does the end of a position table (GPT-2, OPT, BERT),
+            with a warning and finish_reason "length".
         params: sampling parameters and penalties; temperature 0 is greedy with penalties. Tensor fields have one entry
             per prompt, or one per sequence. None = from the generation config.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
         page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences that run at once.
             With fewer, sequences wait, and the youngest are evicted and read again later.
         n: outcomes per prompt; they share the prompt's pages, and only recurrent states are copied.
-        attention_mask: [B, L], zero where `input_ids` is padding (at either side); only with a tensor. None: as in
-            transformers, each pad_token_id in the tensor is padding, unless that token also ends sequences. In lists
-            of prompts all tokens count.
-        eos_token_id: token or tokens that end a sequence and stay in it; default the generation config's; an empty list
-            for none.
+        attention_mask: [B, L], zero where `input_ids`, a tensor, is padding (at either side). None: as in transformers,
+            each pad_token_id in the tensor is padding, unless that token also ends sequences.
+        eos_token_id: token or tokens that end a sequence and stay in it; default the generation config's; [] for none.
         pad_token_id: fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
         stop_strings: text or texts that end a sequence when they occur in its generated text, special tokens included.
-            The token that completes one is kept whole; accepted tokens after it are dropped. Needs the tokenizer.
-            Default the generation config's.
+            The token that completes one is kept whole. Needs the tokenizer. Default the generation config's.
         tokenizer: the model's, for stop_strings.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "sampled" with params or a generation config that samples, else "greedy".
@@ -123,73 +118,63 @@ def generate(
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
-        tree: "auto": each step drafts and verifies the subtree with the highest expected throughput (possibly none), by
-            measured step times and acceptance rates, which stay with the drafter. It depends on the clock, so rules
-            whose draws depend on the drafts ("rejection", "block", "traversal") may give other texts with the same
-            seed. None: the drafter's full trees in each step, as always with cuda_graph and shards.
+        tree: "auto": each step drafts and verifies the subtree (possibly none) with the highest expected throughput, by
+            step times and acceptance rates measured with this drafter. It depends on the clock, so "rejection", "block"
+            and "traversal" may give other texts with the same seed. None: full trees in each step, as always with
+            cuda_graph and shards.
         max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass.
-        max_sequences: maximum number of running sequences, the others wait; None for no limit.
-        share_prefix: whether a pass reads shared pages once for all outcomes and joins them with each outcome's pages
-            by `merge_states`. None: only if this saves reading at least 1024 tokens. Layers with a sliding window never
-            do.
-        cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence needs prefill; the
-            output is the same. One graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0),
-            `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`, `MtpDrafter`, whose pool then has room for all sequences
-            from the beginning, as do recurrent states.
+        max_sequences: maximum number of running sequences; None for no limit.
+        share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), but in layers with a
+            sliding window. None: only if this saves reading at least 1024 tokens.
+        cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence needs prefill. One
+            graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`,
+            `ModelDrafter`, `EagleDrafter`, `MtpDrafter`; their pools have room for all sequences from the beginning.
         pack_weights: whether linear layers of model and drafter use packed weights during the call (`packed_weights`;
-            CPUs only). None = where it is likely to pay: calls of at least 64 passes without drafts, in fp32 and fp16
-            only with at least 4 tokens a pass, drafts included; never with shards or for weights held elsewhere (True
-            packs those too and doubles their memory). True raises ValueError if nothing can be packed, and within
-            torch.autocast.
+            CPUs only). None: in calls of at least 64 passes without drafts, in fp32 and fp16 only with at least 4
+            tokens a pass, drafts included; never with shards or for weights held elsewhere. True raises ValueError if
+            nothing can be packed, and within torch.autocast.
         shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
             `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
             and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
         callback: called with (sequence, new tokens) after each pass, in sequence order. True ends the sequence; with
-            shards all ranks must agree.
-        on_step: called with a `StepResult` after each pass, for tracing.
-        options: constraints on tokens (`TokenOptions`: bias, allowed tokens, bad words, ...): one for all, or a list
-            with one or None per prompt or sequence.
-        min_new_tokens: minimum number of tokens before EOS; one number, or one per prompt or sequence; default the
-            generation config's, or 0. As in transformers, stop strings end a text before that.
-        logits_processor: a `LogitsProcessorList` of transformers, or any list of its processors with a counterpart in
-            params, options and min_new_tokens: RepetitionPenalty, SequenceBias of single tokens, NoBadWords, MinLength,
-            MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params the warpers of temperature,
-            top_k, top_p and min_p. They are read, not called.
+            shards all ranks must agree. on_step: called with a `StepResult` after each pass.
+        options: constraints on tokens (`TokenOptions`): one for all, or a list with one or None per prompt or sequence.
+        min_new_tokens: minimum number of tokens before EOS (stop strings may end a text earlier, as in transformers);
+            one number, or one per prompt or sequence; default the generation config's, or 0.
+        logits_processor: a list of transformers' processors with a counterpart in params, options and min_new_tokens:
+            RepetitionPenalty, SequenceBias of single tokens, NoBadWords, MinLength, MinNewTokensLength, SuppressTokens,
+            SuppressTokensAtBegin, and with params the warpers of temperature, top_k, top_p and min_p. They are read,
+            not called.
         generation_config: whether `model.generation_config` supplies defaults, see below; False = only its EOS and
             padding.
-        grammars: a `pagedtree.grammars.GrammarMatcher` or None for each sequence (n per prompt), each a separate
-            object. A matcher advances with its sequence, so it serves one call. A text ends with the token that
-            completes the grammar (EOS if the grammar ends with it).
+        grammars: a `pagedtree.grammars.GrammarMatcher` or None for each sequence (n per prompt), a separate one that
+            serves one call. A text ends with the token that completes the grammar (EOS if the grammar ends with it).
         logprobs: stats.sequences also gets each token's log-probability, its rank and the top-`logprobs` tokens
             (`TokenLogprobs`), at most 1024; 0 = only the token's own, None = off.
         logprobs_mode: "raw": of the model's logits; "processed": of the distribution that the token was drawn from,
             after options, grammar, temperature and filters (greedy: after options and grammar).
-        streamer: of transformers (`TextStreamer`, `TextIteratorStreamer`): gets the prompt, then each new token. One
-            sequence only, as in transformers.
+        streamer: of transformers (`TextStreamer`, ...): gets the prompt, then each new token, of one sequence.
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor [B * n,
     L + generated], padded at the right with pad_token_id. stats.sequences holds each finish reason.
 
     Calls from several threads that share a model or a drafter run one after another. The model has our attention during
-    a call, so do not run it in another thread meanwhile.
+    a call, so do not run it in another thread meanwhile. Options, penalties and grammars are exact: each token has the
+    distribution of decoding without drafts. Rule "typical" takes no options and penalties, cuda_graph no grammars,
+    shards no logprobs.
 
-    Options, penalties and grammars are exact: each token has the distribution of decoding without drafts. Rule
-    "typical" takes no options and penalties, cuda_graph no grammars, shards no logprobs.
+    `model.generation_config` counts as in `model.generate`: repetition_penalty, sequence_bias, bad_words_ids,
+    suppress_tokens, begin_suppress_tokens, min_length, min_new_tokens, stop_strings, and, if do_sample is True,
+    temperature, top_k (50 where it has none), top_p and min_p. params replace its sampling and repetition_penalty as a
+    whole, rule "greedy" its sampling, min_new_tokens (with min_length) and stop_strings the fields of the same name, a
+    logits processor the field of its type. options and other processors are added. min_length counts a tensor's width,
+    of prompts in a list their own lengths. Other fields that change the text (num_beams, ...) are refused by name.
 
-    `model.generation_config` (a checkpoint's generation_config.json) counts as in `model.generate`: repetition_penalty,
-    sequence_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens, min_length, min_new_tokens, stop_strings, and,
-    if do_sample is True, temperature, top_k (50 where it has none), top_p and min_p. params replace its sampling and
-    repetition_penalty as a whole, rule "greedy" its sampling, min_new_tokens (with min_length) and stop_strings the
-    fields of the same name, a logits processor the field of its type. options and other processors are added.
-    min_length counts a tensor's width, of prompts in a list their own lengths. max_new_tokens and n come from the call.
-    Other fields that would change the text (num_beams, no_repeat_ngram_size, typical_p, ...) are refused by name.
-
-    Raises ValueError for an empty prompt or ids outside the vocabulary, a model or arguments that do not fit, a
-    generation config that verification does not support, sequences that would change each other's rotary frequencies
-    ("longrope", "dynamic"; see `rotary`), a rule that does not fit the drafter or params, cuda_graph without a GPU or
-    with another drafter, or num_pages too small for a sequence with the whole pool to itself; TypeError for params,
-    options, functions or objects of another type.
+    Raises ValueError for an empty prompt or ids outside the vocabulary, a model, generation config or arguments that do
+    not fit, sequences that would change each other's rotary frequencies ("longrope", "dynamic"; see `rotary`), a rule
+    that does not fit the drafter or params, cuda_graph without a GPU or with another drafter, or num_pages too small
+    for a sequence with the whole pool to itself; TypeError for params, options, functions or objects of another type.
     """
     packed = TransformersModel(model)
     arguments.check_kinds(params=params, callback=callback, on_step=on_step, shards=shards, streamer=streamer)
@@ -235,8 +220,11 @@ def generate(
     queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
     is_long = packed.check_sequences("model", sequences)
-    if packed.is_recurrent:
-        _check_recurrent(drafter)
+    if packed.is_recurrent and drafter.max_nodes > MAX_RECURRENT_NODES:
+        raise ValueError(
+            f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
+            f" max_nodes {drafter.max_nodes}"
+        )
     num_running = min(len(sequences), max_sequences or len(sequences))
     if pack_weights:
         check_packable(model)
@@ -316,14 +304,6 @@ def _num_pages(
         needed = sorted((-(-(s.max_length + max_nodes) // page_size) + 1 for s in sequences), reverse=True)
         return max(sum(needed[:max_sequences]), 1)
     return arguments.integer("num_pages", asked)
-
-
-def _check_recurrent(drafter: Drafter) -> None:
-    if drafter.max_nodes > MAX_RECURRENT_NODES:
-        raise ValueError(
-            f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
-            f" max_nodes {drafter.max_nodes}"
-        )
 
 
 def _check_graph(

@@ -115,11 +115,8 @@ class ConfigFields:
         eos_ids: Sequence[int],
         vocab: int,
     ) -> Processors:
-        """Joins the settings of a call's fields and logits processors.
-
-        given: the call's processors; one of a field's type replaces it, as in transformers. The others are as for
-        `read_processors`.
-        """
+        """Joins the settings of a call's fields and its logits processors `given`; one of a field's type replaces it,
+        as in transformers. The others are as for `read_processors`."""
         before = self._processors(PROCESSORS, eos_ids)
         warpers = self._processors(SAMPLING, eos_ids)
         with _named():
@@ -154,10 +151,9 @@ def config_fields(
 ) -> ConfigFields:
     """Returns the fields of `model.generation_config` that a call has to follow.
 
-    params, rule: of the call. Params replace all sampling of the config and its repetition penalty; the rule "greedy"
-    replaces its sampling. given: the call's other arguments, by the names of the fields; None = not given.
-
-    Raises ValueError, naming them, for fields without a counterpart and for values that transformers does not take.
+    Params replace all sampling of the config and its repetition penalty; the rule "greedy" replaces its sampling.
+    given: the call's other arguments, by the names of the fields; None = not given. Raises ValueError, naming them, for
+    fields without a counterpart and for values that transformers does not take.
     """
     config = model.generation_config
     if config is None:

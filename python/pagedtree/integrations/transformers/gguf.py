@@ -30,22 +30,20 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     """Returns a GGUF file's checkpoint as a folder that `from_pretrained` of model and tokenizer loads.
 
     The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
-    tokenizer and chat template. A message on standard error announces this, because it takes a while (20 s for 135
-    million parameters). Later calls only compare the file's digest with the folder's name. The folder may be deleted at
-    any time; the next call writes it again.
+    tokenizer and chat template. A message on standard error announces this (20 s for 135 million parameters). Later
+    calls only compare the file's digest with the folder's name. The folder may be deleted at any time.
 
-    Weights of a file with quantised tensors are kept in bfloat16. Rounding to its 8 bits changes a weight by at most
-    0.2 %, while even Q8_0, the finest usual type, may have moved it by 0.4 % of the largest of 32 weights. A file
-    without quantised tensors keeps its type: float32, float16 or bfloat16; the matrices' type if they are mixed.
+    Weights of a file with quantised tensors are kept in bfloat16, which rounds by at most 0.2 %, while Q8_0, the finest
+    usual type, rounds by up to 0.4 % of the largest of 32 weights. Other files keep their type: float32, float16 or
+    bfloat16, the matrices' if they are mixed.
 
     Args:
         path: the file. A model in several files is not read.
         folder: parent of the checkpoint's folder, which is named by the file's name and a digest of its content and of
             transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
 
-    Raises:
-        ModuleNotFoundError: gguf or accelerate, which transformers needs for such files, is not installed.
-        ValueError: not a GGUF file, a damaged one, or a model that transformers cannot read from one.
+    Raises ModuleNotFoundError without gguf or accelerate, which transformers needs for such files, ValueError for
+    another or a damaged file, or a model that transformers cannot read from one.
     """
     path = Path(path)
     _check_file(path)

@@ -2,9 +2,8 @@
 
 Such a layer projects each token to a latent of 512 values, from which its kv_b_proj makes the keys and values of all
 heads, and to 64 rotated values that the keys of all heads share. A packed pass caches these 576 values and expands
-nothing: the key half of kv_b_proj is multiplied into the queries, which then attend to the latents, and its value half
-into the attention output (the "absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section 2.1). All
-else, including rotation and scaling, is the model's own code: only its expand_kv is replaced.
+nothing: the key half of kv_b_proj is multiplied into the queries, its value half into the attention output (the
+"absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section 2.1). Only expand_kv is replaced.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ LATENT_DIM, ROPE_DIM = 512, 64
 
 
 def latent_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the model's layers of latent attention that a packed pass runs over their latents.
-
-    Layers of other sizes are left out if their expanded keys and values are equally wide: these are cached as in other
-    models. Raises ValueError, which names the misfit, for the rest.
-    """
+    """Returns the model's layers of latent attention that a packed pass runs over their latents. Layers of other sizes
+    are left out if their expanded keys and values are equally wide, and so cached as in other models. Raises ValueError
+    for the rest."""
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
 
 

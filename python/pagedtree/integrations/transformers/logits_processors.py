@@ -97,12 +97,11 @@ class Processors:
 def read_processors(
     processors: Iterable[Any], prompts: Sequence[Sequence[int]], width: int | None, eos_ids: Sequence[int], vocab: int
 ) -> Processors:
-    """Reads the settings of a `LogitsProcessorList`.
+    """Reads the settings of a `LogitsProcessorList`. Raises ValueError, with its name, for a processor without a
+    counterpart on draft trees, or none in its place.
 
-    prompts: their tokens, without padding. width: of the tensor that held them, None for lists. eos_ids: the tokens
-    that end a text. vocab: columns of the model's logits.
-
-    Raises ValueError, with its name, for a processor without a counterpart on draft trees, or none in its place.
+    prompts: their tokens, without padding. width: of the tensor that held them, None for lists. vocab: columns of the
+    model's logits.
     """
     processors = list(processors)
     names = [type(processor).__name__ for processor in processors]

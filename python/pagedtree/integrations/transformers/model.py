@@ -35,11 +35,8 @@ OTHER_KINDS = {"mlp", "moe"}
 
 
 def check_model(model: Any) -> None:
-    """Refuses models that cannot run on packed tokens with attention keys and values as their state.
-
-    Raises ValueError with the reason. Problems visible only inside a layer are refused there: other masks, head sizes,
-    layers that run twice.
-    """
+    """Raises ValueError, with the reason, for models that cannot run on packed tokens. Problems visible only inside a
+    layer are refused there: other masks, head sizes, layers that run twice."""
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
     config = model.config.get_text_config()
@@ -103,10 +100,8 @@ def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
 
 
 class TransformersModel(PackedModel):
-    """A transformers model in the form that the engine and the drafters take.
-
-    Raises the errors of `check_model`, `latent.latent_layers` and `recurrent.recurrent_layers`.
-    """
+    """A transformers model in the form that the engine and the drafters take. Raises as `check_model`,
+    `latent.latent_layers` and `recurrent.recurrent_layers` do."""
 
     def __init__(self, model: Any) -> None:
         model = model._modules.get("_orig_mod", model)  # of torch.compile(model)
@@ -202,10 +197,8 @@ class TransformersModel(PackedModel):
         return PassOutput(logits, hidden, features)
 
     def _without_autograd(self) -> AbstractContextManager[Any]:
-        """Skips torch's autograd dispatch inside the block where nothing would be recorded.
-
-        It takes 4 % of a small model's pass on a CPU. The tensors are ordinary ones, unlike torch.inference_mode's.
-        """
+        """Skips torch's autograd dispatch, 4 % of a small model's pass on a CPU, where nothing would be recorded. The
+        tensors are ordinary ones, unlike torch.inference_mode's."""
         if self._is_plain and not torch.is_grad_enabled():
             guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
             return guard
@@ -218,7 +211,6 @@ class TransformersModel(PackedModel):
 
     @cached_property
     def _expected(self) -> tuple[int, int | None]:
-        """Returns the number of attention layers, and the window that the config gives for all of them."""
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None)
         num_layers = config.num_hidden_layers - sum(kind not in ATTENTION_KINDS for kind in kinds or ())
@@ -246,12 +238,8 @@ class TransformersModel(PackedModel):
 
 
 class _Watched:
-    """Captures the output layer's input and decoder layers' outputs by hooks that stay until `stop`: setting them per
-    pass took 3 % of a small model's step.
-
-    Attributes:
-        wanted: whether to keep the output layer's input, and which decoder layers' outputs to keep.
-    """
+    """Captures the output layer's input and decoder layers' outputs, as `wanted`, by hooks that stay until `stop`:
+    setting them per pass took 3 % of a small model's step."""
 
     def __init__(self) -> None:
         self.wanted: tuple[bool, tuple[int, ...]] = False, ()

@@ -33,13 +33,8 @@ FROM_CONFIG = "self_attn.rotary_emb.inv_freq"  # follows from the target's
 
 
 class Layout(NamedTuple):
-    """The names of a layer's tensors in a checkpoint, after `prefix`.
-
-    Attributes:
-        token_norm, state_norm, projection, final_norm: of the modules around the decoder layer.
-        layer: prefix of the decoder layer's own names.
-        is_state_first: whether the projection reads the state in front of the token's embedding.
-    """
+    """The names of a layer's tensors in a checkpoint, after `prefix`; `layer`: prefix of the decoder layer's own names.
+    is_state_first: whether the projection reads the state in front of the token's embedding."""
 
     prefix: str
     token_norm: str
@@ -72,9 +67,7 @@ class MtpHead(nn.Module):
     The layer copies the architecture of the target's last full-attention layer (latent or not, dense or with experts).
     It shares the target's rotary embedding, and its embedding and output layer unless a checkpoint has others.
 
-    Args:
-        model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
-        is_state_first: see above.
+    model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
     """
 
     target_ids: Tensor
@@ -127,11 +120,8 @@ class MtpHead(nn.Module):
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
-        """Maps tokens and positions, int64 [T], with states [T, H], to the next states.
-
-        step: the pass over a paged cache. None: the tokens are one text, read by transformers' own attention, as for
-        training.
-        """
+        """Maps tokens and positions, int64 [T], with states [T, H], to the next states. step: the pass over a paged
+        cache. None: the tokens are one text, read by transformers' own attention, as for training."""
         embed, _, _, rotary = self._of_target
         parts = [self.token_norm(embed(tokens)), self.state_norm(states)]
         joined = self.projection(torch.cat(parts[::-1] if self.is_state_first else parts, dim=-1))[None]
@@ -157,9 +147,8 @@ class MtpHead(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
         """Returns the first MTP layer for `model` from the model's checkpoint, or from a folder that speculators wrote.
 
-        Embedding and output layer are the target's where the checkpoint has none or the same values; others are kept
-        separately. Names, shapes and types are checked before any weight is read. Raises ValueError, naming the tensor,
-        for a missing, unknown or malformed tensor; OSError for files that cannot be read.
+        Embedding and output layer are the target's where the checkpoint has none or the same values. Names, shapes and
+        types are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
         """
         path = Path(path)
         stored = StoredTensors(path, WEIGHTS_NAMES)
@@ -194,13 +183,10 @@ class MtpHead(nn.Module):
 class MtpDrafter(EagleDrafter):
     """Trees of the most likely tokens of the target's multi-token prediction layer.
 
-    It drafts as `EagleDrafter` does, with a separate cache (of latents if the target's is): each step runs the layer
-    once per level. If a model has several such layers, the first one drafts all levels.
+    It drafts as `EagleDrafter` does, with the same sizes and a separate cache (of latents if the target's is). If a
+    model has several such layers, the first one drafts all levels.
 
-    Args:
-        head: `MtpHead.from_pretrained`, of the target that `generate` gets.
-        num_nodes: nodes of the tree, the root included.
-        depth, width: levels, and children of a node; width 1 gives a chain.
+    head: `MtpHead.from_pretrained`, of the target that `generate` gets.
     """
 
     is_capturable = True
@@ -291,17 +277,8 @@ def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTe
 def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
     """Returns the drafter for the draft head in a folder.
 
-    config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2, mtp), EAGLE-3 as in SpecForge and
-    vLLM, DFlash and DFlash 2 as written by the package dflash, Medusa's, this package's `save_pretrained`, and a model
-    checkpoint with multi-token prediction layers (`MtpDrafter`).
-
-    Args:
-        folder: with config.json and the weights.
-        target: the model that `generate` gets.
-        sizes: num_nodes, depth and width, as the drafter takes them; Medusa's trees take only num_nodes.
-
-    Raises ValueError, which names the file and the entry or tensor, for an unknown format, another target, or unknown
-    entries and tensors; OSError for files that cannot be read.
+    As `pagedtree.generation.drafters.load_drafter`, with speculators' mtp and model checkpoints with multi-token
+    prediction layers (`MtpDrafter`) among the formats.
     """
     return drafters.load_drafter(folder, target, of_models=_of_model, **sizes)
 

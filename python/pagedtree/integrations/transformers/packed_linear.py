@@ -71,8 +71,7 @@ class _Outputs(NamedTuple):
 class SharedProduct:
     """One product for layers that read the same tensor: the first one that is called computes the outputs of all.
 
-    The others take theirs if they are called with the same unchanged tensor. A call with another tensor recomputes all
-    outputs: slower, same result. Each output is handed out once; nothing is kept after the last one.
+    The others take theirs, once, if they are called with the same unchanged tensor; another tensor recomputes all.
 
     Attributes:
         layers: their weights are the stacked rows of the matrix; all have a bias, or none has.

@@ -17,8 +17,8 @@ UNLIMITED = 1 << 30
 class PackedMask:
     """Stands in for the masks in a packed pass: one tensor for each window, which no layer reads.
 
-    The model gets `tokens`, bool [1, T], and has transformers make the masks of its layers from it, by `of_layers`. So
-    the window is the one that the model asks for, whatever its layers say; `window_of` finds it again.
+    The model gets `tokens`, bool [1, T], from which transformers makes the masks of its layers, by `of_layers`. So the
+    window is the one that the model asks for; `window_of` finds it again.
     """
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:

@@ -101,36 +101,29 @@ def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
     """Runs linear layers of the models with packed weights inside the block, on CPUs where oneDNN has them.
 
     A pass over few tokens takes less time. `generate` packs for one call where that pays; hold the block open over many
-    calls to pack once. `model(...)` and `model.generate(...)` work inside the block, but training does not: backward
-    raises RuntimeError.
+    calls to pack once. `model(...)` and `model.generate(...)` work inside the block; backward raises RuntimeError.
 
     Weights are packed one after another and their dense forms freed at once, so the models need no more memory. A
-    matrix that is also the embedding (tied weights) stays dense for the embedding and is packed in addition. So does a
-    weight held elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view
-    or another process shares its memory. It keeps its memory and its bits; a value written to it meanwhile counts after
-    the block. An array passed to `torch.from_numpy` is not detected.
+    matrix that is also the embedding (tied weights) stays dense for the embedding, too. So does a weight held
+    elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view or another
+    process shares its memory; a value written to it meanwhile counts after the block. An array passed to
+    `torch.from_numpy` is not detected.
 
-    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another: the first one called with a
-    tensor multiplies it for all, and the others take their columns of the product if they get the same unchanged
-    tensor. Inside the block `weight` of a packed layer is a parameter of the same shape and dtype in oneDNN's layout,
-    which torch's dense operations refuse with an error: save, move and load weights outside, and keep torch.autocast
-    outside. A model compiled by `torch.compile` runs uncompiled. At the end, also after an exception, the same
-    parameters have the same bits again. Blocks may be nested; the inner one packs the remaining layers. Packing waits
-    for calls of `generate` on the models in other threads. Do not run the models in another thread meanwhile.
+    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another, if they get the same
+    unchanged tensor. Inside the block `weight` of a packed layer has the same shape and dtype in oneDNN's layout, which
+    torch's dense operations refuse: save, move and load weights outside, and keep torch.autocast outside. A model
+    compiled by `torch.compile` runs uncompiled. At the end, also after an exception, the same parameters have the same
+    bits again. Blocks may be nested. Packing waits for calls of `generate` on the models in other threads; do not run
+    the models there meanwhile.
 
     Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
     computes in them), from 524288 in fp32. Others stay unchanged: subclasses, quantised, offloaded, sharded and
     parametrised layers; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly. In fp32
-    and fp16, packed weights slow down passes of one and two tokens and speed up larger ones.
+    and fp16, packed weights slow down passes of one and two tokens. Results differ from dense weights by rounding,
+    which may depend on the number of tokens in the pass, and are reproducible bit for bit.
 
-    Results differ from dense weights by rounding and are reproducible bit for bit. A token's rounding may depend on the
-    number of tokens in the pass, as without packing.
-
-    Args:
-        models: the models, any torch.nn.Module.
-        copy_held: whether to pack weights held elsewhere, too, which doubles their memory; else they stay dense.
-
-    Yields the number of packed layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.
+    copy_held: whether to pack weights held elsewhere, too, which doubles their memory; else they stay dense. Yields the
+    number of packed layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.
     """
     for model in models:
         if not isinstance(model, nn.Module):

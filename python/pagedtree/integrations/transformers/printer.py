@@ -19,10 +19,7 @@ class Printer:
     Progress goes to standard error, unless a terminal shows the text itself. The rate covers decoding only: each
     outcome's first token and its prefill do not count.
 
-    Args:
-        tokenizer: the model's.
-        num_sequences: outcomes.
-        max_tokens: of all outcomes together.
+    num_sequences: outcomes. max_tokens: of all outcomes together.
 
     Attributes:
         tokens: each outcome's tokens so far.

@@ -1,8 +1,7 @@
 """Recurrent layers of transformers 5.23 in packed passes: gated delta rules, Mamba-2, and short convolutions.
 
-Such a layer's forward projects the tokens, calls one function for the convolution and one for the recurrence of a whole
-sequence (none in LFM's layers), and goes on with norms and an output projection. A packed pass runs it with these
-functions replaced by the ops on trees and packed sequences, which find the states in the pass.
+Such a layer's forward calls one function for the convolution and one for the recurrence of a whole sequence (none in
+LFM's layers). A packed pass replaces these by the ops on trees and packed sequences, which find the states in the pass.
 """
 
 from __future__ import annotations

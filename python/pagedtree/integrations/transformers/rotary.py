@@ -1,9 +1,8 @@
 """Rotary embeddings whose frequencies transformers chooses by the longest sequence of a pass.
 
-Embeddings of type "longrope" (Phi-3 and Phi-4-mini with 128k positions) have one set of frequencies for sequences of up
-to `original_max_position_embeddings` tokens and another for longer ones. Type "dynamic" changes with each token past
-`max_position_embeddings`. In a packed pass one sequence would choose for all others. So a call is refused unless all of
-its sequences need the same frequencies from beginning to end.
+Type "longrope" (Phi-3 and Phi-4-mini with 128k positions) has other frequencies for sequences of more than
+`original_max_position_embeddings` tokens. Type "dynamic" changes with each token past `max_position_embeddings`. In a
+packed pass one sequence would choose for all others, so all must need the same frequencies from beginning to end.
 """
 
 from __future__ import annotations
@@ -91,11 +90,8 @@ def check_constant(name: str, model: Any) -> None:
 
 @contextmanager
 def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
-    """Rotates all passes inside the block with one set of frequencies: for long sequences, or for short ones.
-
-    Nodes drafted past the end of a text, which are never kept, do not change that. Only for sequences that
-    `check_rotation` has accepted.
-    """
+    """Rotates all passes inside the block with one set of frequencies, for long or for short sequences, whatever is
+    drafted past their ends. Only for sequences that `check_rotation` has accepted."""
     limit = rotary_limit(model.config)
     handles = []
     for module in model.modules() if limit is not None else ():

@@ -19,9 +19,9 @@ __all__ = ["tensor_parallel"]
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
     """Reduces a model that all ranks of the group have loaded to each rank's part, in place.
 
-    The parts follow the model's own tensor-parallel plan (transformers 5.19 or later), except for the output layer: its
-    columns stay on their ranks and are not gathered in each pass. Tied embedding and output weights are separated. If
-    the group has more ranks than the model has key and value heads, these are repeated.
+    The parts follow the model's own tensor-parallel plan (transformers 5.19 or later), but the output layer's columns
+    stay on their ranks. Tied embedding and output weights are separated. If the group has more ranks than the model has
+    key and value heads, these are repeated.
 
     Args:
         model: a causal language model, the same on every rank.

@@ -26,15 +26,12 @@ class TextStream:
     """Decodes tokens as they come: the return values of `add` and `finish` join to the text of all tokens.
 
     That text is `tokenizer.decode(tokens, skip_special_tokens=True)`. Only the newest tokens are decoded, after a few
-    earlier ones, so the cost of a step does not grow with the text. Characters that later tokens may change are held
-    back: an incomplete character and, if the tokenizer cleans up spaces, four characters.
+    earlier ones. Characters that later tokens may change are held back: an incomplete character and, if the tokenizer
+    cleans up spaces, four characters. If later tokens change returned text nevertheless, they are decoded by
+    themselves, so that no letter is lost or doubled: with byte fallback a wrong byte after a right character turns that
+    character into replacement characters.
 
-    Returned text cannot be taken back. If later tokens change it nevertheless, they are decoded by themselves, so that
-    no letter is lost or doubled. One case is known: a tokenizer with byte fallback decodes neighbouring byte tokens
-    together, and a wrong byte after a right character turns that character into replacement characters.
-
-    Args:
-        tokenizer: anything with transformers' `decode`.
+    tokenizer: anything with transformers' `decode`.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -21,8 +21,7 @@ def can_count() -> bool:
 class WeightHolders:
     """The holders of these modules' weights.
 
-    References do not name their owners. More references than the modules' own plus a fresh weight's mean another
-    holder.
+    More references than the modules' own plus a fresh weight's mean another holder.
 
     Attributes:
         users: by a tensor's id, in how many places of the modules it is.

@@ -12,10 +12,8 @@ __all__ = ["AsyncTreeScheduler"]
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
-    """scheduler_cls with asynchronous scheduling, which only runner V2 has.
-
-    If grammars need the drafts, vLLM waits for them once the target's pass has begun. The masks are filled then.
-    """
+    """scheduler_cls with asynchronous scheduling, which only runner V2 has. Masks of grammars are filled once the
+    target's pass has begun, when vLLM waits for the drafts."""
 
     _fills_early = False
 

@@ -38,24 +38,16 @@ FP8 = ("fp8", "fp8_e4m3")
 
 @dataclass
 class TreeMask:
-    """The drafts of its tree that a query sees, as arguments of `tree_attention`.
-
-    Attributes:
-        tree_mask: int32 [T, W].
-        tree_lens: int32 [R], nodes of each request's tree; -1 = the request has none.
-    """
+    """The drafts of its tree that a query sees, as arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens
+    int32 [R], nodes of each request's tree; -1 = the request has none."""
 
     tree_mask: Tensor
     tree_lens: Tensor
 
 
 class LayerKind(NamedTuple):
-    """The common properties of layers that share the calls of a step.
-
-    Attributes:
-        num_q_heads, num_kv_heads, head_dim, page_size, scale, softcap, window: of their attention.
-        latent_dim: the columns of a latent cache that are also values; None for caches of keys and values.
-    """
+    """The common properties of layers that share the calls of a step. latent_dim: the columns of a latent cache that
+    are also values; None for caches of keys and values."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -88,10 +80,8 @@ class PagedTreeMetadata(AttentionMetadata):
     _calls: dict[LayerKind, PreparedAttention] = field(default_factory=dict)
 
     def attention(self, kind: LayerKind) -> PreparedAttention:
-        """Returns this step's attention of such layers.
-
-        It is made in the first layer that asks, so that a captured graph remakes the plan at each replay.
-        """
+        """Returns this step's attention of such layers, made in the first one, so that a captured graph remakes the
+        plan at each replay."""
         if kind not in self._calls:
             tree_mask, tree_lens = (None, None) if self.tree is None else (self.tree.tree_mask, self.tree.tree_lens)
             plan = attention_plan(
@@ -167,9 +157,8 @@ class PagedTreeBackend(AttentionBackend):
 
 
 class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
-    """tree: set by the model runner: V1 does so before each step that verifies trees, else it is None; V2 once, with
-    buffers for the largest batch (`runner_v2.TreeRunnerV2`).
-    """
+    """tree: set by the model runner: by V1 before each step that verifies trees, else None; by V2 once, with buffers
+    for the largest batch (`runner_v2.TreeRunnerV2`)."""
 
     metadata_class = PagedTreeMetadata
 
@@ -267,11 +256,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         kv_cache: Tensor,
         layer_slot_mapping: Tensor,
     ) -> None:
-        """Rotates the queries in place, and writes the rotated keys and the values to the cache.
-
-        vLLM's pass fuse_rope_kvcache calls it in place of the model's rotary embedding and `do_kv_cache_update`. Keys
-        are left unchanged: `forward` reads the cached ones.
-        """
+        """Rotates the queries in place, and writes the rotated keys and the values to the cache: vLLM's pass
+        fuse_rope_kvcache calls it in place of the model's rotary embedding and `do_kv_cache_update`."""
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
         caches, more = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}

@@ -21,10 +21,8 @@ __all__ = ["DeviceSampling"]
 
 
 class DeviceSampling:
-    """Sampling, options and log-probabilities of V2's batches. Nothing is read from the device.
-
-    sampler: vLLM's, whose state it shares.
-    """
+    """Sampling, options and log-probabilities of V2's batches, from the state of vLLM's sampler. Nothing is read from
+    the device."""
 
     def __init__(self, sampler: Any, device: torch.device) -> None:
         self.sampler, self.device = sampler, device
@@ -88,11 +86,8 @@ class DeviceSampling:
     def logprobs(
         self, logits: Tensor, batch: Any, verdict: Verdict, grammar_mask: Tensor | None
     ) -> LogprobsTensors | None:
-        """Returns the log-probabilities of the batch's new tokens, as vLLM's samplers do; None if not requested.
-
-        An accepted path is a chain. So vLLM's functions see its rows as a chain of drafts, and look up each request's
-        tokens from its first row on.
-        """
+        """Returns the log-probabilities of the batch's new tokens, as vLLM's samplers do; None if not requested. vLLM's
+        functions see an accepted path as a chain of drafts, from the request's first row on."""
         dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
         if dims is None:
             return None

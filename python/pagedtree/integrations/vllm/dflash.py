@@ -16,11 +16,10 @@ __all__ = ["DFlashTreeSpeculator"]
 
 
 class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
-    """Makes trees of the drafts for `num_speculative_tokens` levels, all from one pass of vLLM's block drafter.
+    """Makes the likeliest tree (`pagedtree.best_first_tree`) of `num_speculative_tokens` nodes and as many levels from
+    one pass of vLLM's block drafter.
 
-    The likeliest tree with that many draft tokens is proposed (`pagedtree.best_first_tree`).
-
-    vLLM computes keys and values of the text from the outputs of the target's layers, a chain of rows per request. The
+    vLLM computes keys and values of the text from the outputs of the target's layers, a chain of rows per request: the
     rows of an accepted path, scattered in its tree, are handed over as that chain.
     """
 

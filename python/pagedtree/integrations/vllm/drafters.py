@@ -4,10 +4,9 @@
                                    "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"},
         additional_config={"pagedtree": {"max_branches": 4}})
 
-On model runner V2 the method is "ngram_gpu", and the rest the same (`limits.METHODS`). num_speculative_tokens bounds
-the nodes of a tree, excluding the root. Options go to the entry "pagedtree" of additional_config. Every drafter takes
-the option "tree": "auto" (V1 only, its default) drafts and verifies only nodes that pay (`tuned.BatchTuner`); "whole"
-verifies every node of every tree.
+On model runner V2 the method is "ngram_gpu". num_speculative_tokens bounds the nodes of a tree, excluding the root.
+Options go to the entry "pagedtree" of additional_config. Every drafter takes the option "tree": "auto" (V1 only, its
+default) drafts and verifies only nodes that pay (`tuned.BatchTuner`); "whole" verifies every node of every tree.
 """
 
 from __future__ import annotations
@@ -102,11 +101,9 @@ class ModelTreeDrafter(KnowsTexts):
 
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
     `pagedtree.integrations.transformers.ModelDrafter`. transformers runs the draft model in the target's dtype, with a
-    separate paged cache outside vLLM's memory budget: leave room for it.
-
-    It runs whole on the first tensor-parallel rank, or split over the first draft_tensor_parallel_size ranks of the
-    speculative configuration, a divisor of tensor_parallel_size. Then
-    `pagedtree.integrations.transformers.tensor_parallel` splits it and `pagedtree.distributed.DraftGroup` runs it.
+    separate paged cache outside vLLM's memory budget: leave room for it. It runs whole on the first tensor-parallel
+    rank, or split (`tensor_parallel`, `pagedtree.distributed.DraftGroup`) over the first draft_tensor_parallel_size
+    ranks, a divisor of tensor_parallel_size.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
@@ -173,7 +170,7 @@ class MedusaTreeDrafter(WithoutModel):
 
     Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
     `pagedtree.best_first_tree`. The heads share the target's output layer, which computes over all tensor-parallel
-    ranks; their other weights are replicated on each rank.
+    ranks; each has all other weights.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
@@ -217,9 +214,9 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
     """A head or a block drafter that reads outputs of the target's layers, from a folder of any known format.
 
     Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
-    reads it; needed); depth and width as its drafter takes them, with its defaults. The first tensor-parallel rank runs
-    the whole drafter, with a copy of the target's embedding and output layer if the ranks share these. The copies and
-    the drafter's cache are not part of vLLM's memory budget. Prefix caching must be off.
+    reads it; needed); depth and width as its drafter takes them. The first tensor-parallel rank runs it, with a copy of
+    the target's embedding and output layer if the ranks share these. Copies and cache are not part of vLLM's memory
+    budget. Prefix caching must be off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}

@@ -29,10 +29,7 @@ class Accepted:
 
 
 def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
-    """Raises ValueError, naming the requirement, where a drafter's `feature_layers` are not available.
-
-    model: the target, of vLLM.
-    """
+    """Raises ValueError, naming the requirement, where a drafter's `feature_layers` are not available."""
     if not layers:
         return
     if not supports_eagle3(model):
@@ -48,10 +45,8 @@ def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
 
 
 def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted) -> list[list[int]]:
-    """Returns the rows of a pass whose tokens are kept, for each of R requests.
-
-    counts: [R], each request's queries. num_new: [R], its new tokens from the pass.
-    """
+    """Returns the rows of a pass whose tokens are kept, for each of R requests with `counts` queries and `num_new` new
+    tokens."""
     paths = accepted.accept_index.tolist() if accepted.accept_index is not None else []
     rows, begin = [], 0
     for request, count in enumerate(counts):
@@ -64,10 +59,8 @@ def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted)
 
 
 def kept_features(streams: Sequence[Tensor], layers: Sequence[int], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns [number of rows, layers * H] of each request.
-
-    streams: [T, H] of each of the different layers, in ascending order, as vLLM's model returns them.
-    """
+    """Returns [number of rows, layers * H] of each request. streams: [T, H] of each of the different layers, in
+    ascending order, as vLLM's model returns them."""
     ascending = sorted(set(layers))
     index = torch.tensor([row for of_request in rows for row in of_request], dtype=torch.int64)
     index = index.to(streams[0].device)

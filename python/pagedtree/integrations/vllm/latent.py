@@ -1,8 +1,7 @@
 """The attention backend of models with latent attention (DeepSeek V2 and V3, GLM 4 MoE Lite).
 
-vLLM's layer splits a batch into decoding queries, which it multiplies into the latent space, and prefill, which it
-expands to ordinary heads. Here every query counts as decoding: one `tree_attention` call reads the latent cache for
-prefill chunks, plain decode and trees.
+vLLM's layer multiplies decoding queries into the latent space and expands prefill to ordinary heads. Here every query
+counts as decoding: one `tree_attention` call reads the latent cache.
 """
 
 from __future__ import annotations

@@ -121,9 +121,8 @@ def check_worker(vllm_config: Any) -> None:
 def avoid_rotary_op(vllm_config: Any) -> None:
     """Makes latent models rotate in torch. Raises ValueError if vLLM's op for it is requested.
 
-    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], the rotary part of a latent model's heads, for [tokens *
-    heads, 64] and rotates only the first `tokens` rows, so the text depends on the batch. vLLM uses it when it does not
-    compile, unless the model scales positions by YaRN, which has no op.
+    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], a latent model's rotary part, for [tokens * heads, 64]
+    and rotates only the first `tokens` rows. vLLM uses it when it does not compile, unless the model uses YaRN.
     """
     if not vllm_config.model_config.is_deepseek_mla:
         return
@@ -181,10 +180,7 @@ def _drafts_trees(speculation: Any) -> bool:
 
 
 def check_request(params: Any) -> None:
-    """Raises ValueError, naming the parameter, if a request needs an option that tree verification does not support.
-
-    params: vLLM's SamplingParams.
-    """
+    """Raises ValueError, naming the parameter, if a request needs an option that tree verification does not support."""
     wrong: list[tuple[str, Any, Any]] = [
         ("logprob_token_ids", params.logprob_token_ids or None, None),
         ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),

@@ -20,10 +20,8 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class BatchOptions:
-    """Follows vLLM's batch on runner V1. Builds only the options in use; static ones are built once per batch.
-
-    vLLM's own option tensors are for chains, and vLLM drops some of them under speculation.
-    """
+    """Follows vLLM's batch on runner V1, whose own option tensors are for chains. Static options are built once per
+    batch."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
@@ -34,9 +32,7 @@ class BatchOptions:
         self._counted: list[int] = []  # how many tokens of each request's output are in output_counts
 
     def step(self, requests: Sequence[Any]) -> tuple[SamplingParams | None, RequestOptions | None]:
-        """Returns parameters and options after the requests' outputs so far, including the roots.
-
-        requests: vLLM's `CachedRequestState` of each row of the batch.
+        """Returns parameters and options after the outputs so far, roots included, of vLLM's `CachedRequestState`s.
 
         The parameters are tensors [B], temperature 0 for greedy requests; None if every request takes the argmax of
         unmodified logits.
@@ -81,10 +77,8 @@ class BatchOptions:
 
 
 def is_same_batch(old: Sequence[tuple[Any, ...]] | None, new: Sequence[tuple[Any, ...]]) -> bool:
-    """Returns whether these are the same requests in the same order: compares parameters first, then the other keys.
-
-    Parameters are compared by identity: vLLM replaces the object when a request gets others.
-    """
+    """Returns whether these are the same requests in the same order. Parameters are compared by identity: vLLM replaces
+    the object when a request gets others."""
     if old is None or len(old) != len(new):
         return False
     return all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True))
@@ -96,10 +90,8 @@ def option_rows(
     device: torch.device,
     prompts: Sequence[Sequence[int]] | None = None,
 ) -> OptionRows:
-    """Returns the options of requests given as (parameters, length of the prompt, ...).
-
-    prompts: the tokens that penalties count; None where nothing is counted here.
-    """
+    """Returns the options of requests given as (parameters, length of the prompt, ...). prompts: the tokens that
+    penalties count; None where nothing is counted here."""
     prompt_lens = [length for _, length, *_ in batch]
     lists = option_lists([params for params, *_ in batch], prompt_lens, vocab_size)
     if prompts is not None:
@@ -125,10 +117,8 @@ def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature:
 
 
 def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """Returns R requests' options, except the text-dependent ones, as arguments of `RequestOptions.from_lists`.
-
-    vLLM has checked the ids. Ids in its tokenizer but not in the model are left out.
-    """
+    """Returns R requests' options, except the text-dependent ones, as arguments of `RequestOptions.from_lists`. Ids in
+    vLLM's tokenizer but not in the model are left out."""
     lists: dict[str, Any] = {}
     if any(params.allowed_token_ids for params in given):
         lists["allowed"] = [params.allowed_token_ids or None for params in given]

@@ -7,9 +7,7 @@ __all__ = ["platform", "register"]
 
 def register() -> None:
     """Registers the attention backend as CUSTOM (vllm.general_plugins); requests reach trees with all their options.
-
-    May be called any number of times.
-    """
+    Idempotent."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from pagedtree.integrations.vllm.limits import lift_refusals
@@ -19,10 +17,8 @@ def register() -> None:
 
 
 def platform() -> str | None:
-    """Names our extension of vLLM's CPU platform (vllm.platform_plugins); None on other platforms.
-
-    vLLM's CPU platform ignores the choice of an attention backend. On a GPU vLLM heeds it without our help.
-    """
+    """Names our extension of vLLM's CPU platform (vllm.platform_plugins), which ignores the choice of an attention
+    backend; None on other platforms."""
     from vllm.platforms import cpu_platform_plugin
 
     if cpu_platform_plugin() != "vllm.platforms.cpu.CpuPlatform":

@@ -16,13 +16,8 @@ __all__ = ["Proposal", "cut_at", "host_proposals", "present_nodes", "proposals_o
 
 
 class Proposal(NamedTuple):
-    """A tree under the last token of a request's text.
-
-    Attributes:
-        tokens: of the n draft tokens.
-        parents: int32 [n + 1], of the root (-1) and of each draft token; 0 is the root.
-        log_probs: fp32 [n + 1], the nodes' joint log-probabilities by the drafter, 0 for the root; None: unknown.
-    """
+    """A tree of n draft tokens under the last token of a request's text: parents int32 [n + 1] and log_probs fp32
+    [n + 1] or None, as in `TreeDrafter.draft`."""
 
     tokens: list[int]
     parents: np.ndarray

@@ -57,9 +57,8 @@ class TreeRunnerV2:
         sample                verification, and the accepted rows of all layers moved together
         take_draft_token_ids  sends the trees to the scheduler if there are grammars
 
-    The speculative configuration is vLLM's for n-grams (`limits.METHODS`), so that vLLM schedules asynchronously, or
-    vLLM's for DFlash (`DFlashTreeSpeculator`). Nothing here waits for the device; the drafter may (`TreeSpeculator`).
-    It also works without a drafter: the same seeded sampling, one token per step.
+    The speculative configuration is vLLM's for n-grams (`limits.METHODS`) or for DFlash (`DFlashTreeSpeculator`).
+    Nothing here waits for the device; the drafter may (`TreeSpeculator`). It also works without a drafter.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -241,10 +240,7 @@ class TreeRunnerV2:
 
 
 class _DraftTreesHandler(DraftTokensHandler):
-    """Also sends the trees to the scheduler if it needs draft tokens.
-
-    parents: int32 [max_num_reqs, k + 1].
-    """
+    """Also sends the trees, parents int32 [max_num_reqs, k + 1], to the scheduler if it needs draft tokens."""
 
     def __init__(self, parents: Tensor, device: torch.device) -> None:
         super().__init__(device)

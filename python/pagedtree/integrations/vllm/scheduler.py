@@ -22,11 +22,8 @@ __all__ = ["DraftTrees", "TreeScheduler"]
 
 @dataclass
 class DraftTrees(DraftTokenIds):
-    """The worker's message to the scheduler about its proposals.
-
-    Attributes:
-        parents: int32 [n + 1] of each request, the root included, or None.
-    """
+    """The worker's message to the scheduler about its proposals. parents: int32 [n + 1] of each request, the root
+    included, or None."""
 
     parents: list[np.ndarray | None] = field(default_factory=list)
 
@@ -149,10 +146,8 @@ class _XgrammarMatcher(XGrammarMatcher):
 
 
 class _VllmMatcher(DepthFirstMatcher):
-    """A grammar of any of vLLM's engines, which may begin inside the tree, after a model's reasoning.
-
-    After the grammar's own end vLLM allows every token, so no row of a tree is an end.
-    """
+    """A grammar of any of vLLM's engines, which may begin inside the tree, after a model's reasoning. After its end
+    vLLM allows every token, so no row of a tree is an end."""
 
     stop_token_ids: Sequence[int] = ()
 

@@ -30,8 +30,8 @@ class KeptTrees:
         accepted: of the last pass, set by the runner.
         draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, where vLLM's
             adaptive verification is on: each node's probability divided by its predecessor's. vLLM multiplies them
-            along the nodes, keeps the most probable ones of the batch, and assumes that they are each request's first
-            nodes. They are, because nodes are in descending order of probability (`pagedtree.select_nodes`).
+            along the nodes and keeps the most probable ones of the batch, each request's first ones, because nodes are
+            in descending order of probability (`pagedtree.select_nodes`).
     """
 
     def __init__(self, req_states: Any, device: torch.device, max_depth: int | None = None) -> None:
@@ -60,11 +60,7 @@ class KeptTrees:
 
 
 class TreeSpeculator(KeptTrees, BaseSpeculator):
-    """Asks a drafter for the trees.
-
-    A drafter that is not `on_device` gets the texts on the host, at the cost of one blocking device-to-host copy per
-    step.
-    """
+    """Asks a drafter for the trees; one that is not `on_device` costs a blocking device-to-host copy per step."""
 
     supports_mm_inputs = False
     draft_logits = None

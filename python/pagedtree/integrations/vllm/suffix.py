@@ -13,8 +13,8 @@ __all__ = ["SuffixTreeDrafter"]
 class SuffixTreeDrafter(WithoutModel, KnowsTexts):
     """Prompt lookup in the request's text and in the answers of finished requests.
 
-    Options: as in `pagedtree.integrations.transformers.SuffixDrafter`, without `memory` and `num_nodes`. The first rank
-    keeps the memory, on the host.
+    Options: as in `pagedtree.integrations.transformers.SuffixDrafter`, without `memory` and `num_nodes`. The memory is
+    on the first rank's host.
     """
 
     defaults: ClassVar[dict[str, Any]] = {

@@ -31,8 +31,7 @@ class TreeDrafter:
         feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass;
                         `load_model` may still set it
         on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the
-                        first one alone; for drafters that compute over the ranks, like the target's `compute_logits`.
-                        The first rank's proposals count.
+                        first one alone, whose proposals count; for drafters that compute over the ranks
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
         is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
                         log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes]; vLLM's adaptive
@@ -40,13 +39,12 @@ class TreeDrafter:
 
     Attributes:
         options: `defaults`, updated from additional_config.
-        max_nodes: num_speculative_tokens + 1.
-        max_depth: maximum levels of a tree; default max_nodes - 1.
-        request_ids, hidden: the requests in batch order and their hidden states; set by the runner before `propose`.
-        most_tokens: each request's maximum length, prompt included; set likewise.
+        max_nodes: num_speculative_tokens + 1. max_depth: maximum levels of a tree; default max_nodes - 1.
+        request_ids, hidden, most_tokens: the requests in batch order, their hidden states and maximum lengths, prompts
+            included; set by the runner before `propose`.
         pass_rows, pass_seconds: tokens that the pass read, draft tokens included, and its duration; set likewise.
-        parents: request id -> int32 [n + 1], the tree of the last proposal, root included. The first n nodes form
-            a tree for any n, because vLLM's scheduler may truncate proposals.
+        parents: request id -> int32 [n + 1], the tree of the last proposal, root included; the first n nodes form
+            a tree for any n.
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
@@ -89,10 +87,8 @@ class TreeDrafter:
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
-        """Raises ValueError, naming the setting, for an unsupported configuration.
-
-        Called when vLLM reads its configuration, and again in each worker.
-        """
+        """Raises ValueError, naming the setting, for an unsupported configuration. Called when vLLM reads its
+        configuration, and again in each worker."""
 
     @property
     def drafts_here(self) -> bool:
@@ -118,12 +114,10 @@ class TreeDrafter:
         """Called after each target pass, before `draft`, if the drafter has `feature_layers`.
 
         Args:
-            request_ids: the requests for which the pass read prefill tokens or accepted draft tokens. Not all of them
-                get a new token from this pass.
+            request_ids: those of which the pass read prefill or accepted draft tokens; not all get a new token.
             tokens: integer [length of the text so far] of each, prompt and unread tokens included.
             starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
-            features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers, in
-                order.
+            features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers.
 
         Before `draft` sees a text of n tokens, `read` has seen positions 0 to n - 2.
         """
@@ -150,11 +144,8 @@ class TreeDrafter:
         raise NotImplementedError
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
-        """Drafts as `draft` does, for runner V2, without ever waiting for the device: the host reads nothing.
-
-        tokens: int64 [R, L], their texts. lengths: int32 [R], of the texts. hidden: as in `draft`, with `needs_hidden`.
-        Requests in prefill also get a tree, which is ignored.
-        """
+        """Drafts as `draft` does, for runner V2, without ever waiting for the device. tokens: int64 [R, L], the texts,
+        of these lengths, int32 [R]. Requests in prefill also get a tree, which is ignored."""
         raise NotImplementedError
 
     def limit_depth(self, levels: int) -> None:

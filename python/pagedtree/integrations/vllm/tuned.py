@@ -24,14 +24,8 @@ __all__ = ["BatchTuner", "Pass", "accepted_path"]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the target.
-
-    Attributes:
-        request_ids: the requests that it read tokens of.
-        new_tokens: the new tokens of each; none for a request still in prefill.
-        num_rows: tokens that it read, draft tokens included.
-        seconds: its duration.
-    """
+    """A pass of the target that read `num_rows` tokens of these requests, draft tokens included. new_tokens: of each;
+    none for a request still in prefill."""
 
     request_ids: Sequence[str]
     new_tokens: Sequence[Sequence[int]]
@@ -58,10 +52,7 @@ class BatchTuner:
         if plan.depth is not None:
             proposals = tuner.keep(proposals)
 
-    Args:
-        max_depth: maximum levels of the drafter's trees.
-        grows_by_level: whether trees of fewer levels take the drafter less time.
-        clock: seconds.
+    max_depth, grows_by_level: the drafter's. clock: seconds.
     """
 
     def __init__(
@@ -71,10 +62,8 @@ class BatchTuner:
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
-        """Decides how deep to draft for these requests, the ones that got tokens in this pass.
-
-        unread: how many target tokens the drafter has to read before it can draft.
-        """
+        """Decides how deep to draft for these requests, the ones that got tokens in this pass. unread: how many target
+        tokens the drafter has to read first."""
         now = self._clock()
         self._learn(passed, now)
         # Whatever request ends, another one may come: no token counts more than others.

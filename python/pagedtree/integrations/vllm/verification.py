@@ -38,11 +38,8 @@ def choose_tokens(
     positions: Tensor,
     grammar_mask: Tensor | None,
 ) -> Verdict:
-    """Verifies R trees, or samples a token for each of R rows without trees.
-
-    logits: [N, V], a row for each node. params: None = the argmax of unmodified logits. positions: int64 [R], of the
-    roots, or of the rows without trees.
-    """
+    """Verifies R trees, or samples a token for each of R rows without trees. logits: [N, V], a row for each node.
+    params: None = the argmax of unmodified logits. positions: int64 [R], of the roots or rows."""
     how: dict[str, Any] = {"seeds": seeds, "positions": positions, "grammar_mask": grammar_mask, "options": options}
     if trees is None:
         tokens = sample(logits, params or SamplingParams(temperature=0.0), **how)[:, None]
@@ -55,10 +52,8 @@ def choose_tokens(
 
 
 def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndarray) -> np.ndarray:
-    """Returns int32 [N, ceil(V / 32)]: the scheduler's rows in batch order, all bits set without a grammar.
-
-    sizes: [R], nodes per request of the batch.
-    """
+    """Returns int32 [N, ceil(V / 32)]: the scheduler's rows in batch order, all bits set without a grammar. sizes: [R],
+    nodes per request of the batch."""
     given: np.ndarray = grammar_output.grammar_bitmask
     if grammar_output.structured_output_request_ids == request_ids:
         return given
@@ -71,10 +66,8 @@ def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndar
 
 
 class Compactions:
-    """Moves accepted rows together, in all target layers of a cache group at once.
-
-    layers: vLLM's attention layers by name. groups: its KVCacheGroupSpec.
-    """
+    """Moves accepted rows together, in all target layers of a cache group at once. layers: vLLM's attention layers by
+    name. groups: its KVCacheGroupSpec."""
 
     def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
         found = ([layers[name] for name in group.layer_names if not _drafts(layers[name])] for group in groups)
