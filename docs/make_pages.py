@@ -36,7 +36,6 @@ def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
 PAGES = {
     DOCS / "performance.md": {
         "summary": summary.measured,
-        "summary-gpu": kept("headline_h200", summary.on_gpu),
         "attention": kept("ops_avx512", of_runs.family("tree_attention", plot="Time against context, tree and batch")),
         "latent": kept("latent_cpu", of_runs.family("latent_attention")),
         "recurrent": kept("recurrent_cpu", RECURRENT),

@@ -17,7 +17,7 @@ def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Call
         machine = result["machine"]
         rows = [row for row in result["rows"] if row["op"].startswith(prefixes) and "timings" in row]
         rates = ", ".join(f"{rate:.0f} GFLOP/s {key}" for key, rate in machine["matmul_gflop_per_s"].items())
-        note = f"CPU kernels: {machine['cpu_isa']}; in the same run {machine['read_gb_per_s']:.1f} GB/s read, {rates}."
+        note = f"{machine['cpu_isa']}; {machine['read_gb_per_s']:.1f} GB/s read, {rates}."
         shown = [row for row in rows if row["headline"] and (not points or row["point"] in points)]
         parts = [" ".join([machine_line(machine, name), note, remarks(rows)])]
         if plot:
@@ -28,14 +28,11 @@ def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Call
 
 
 def points_table(rows: list[Row]) -> str:
-    columns: dict[str, Show] = {
-        "op": op_name,
-        "point": field("point"),
-        "ms (spread)": "{ms:.3g} ({spread_ms:.2g})".format_map,
-    }
-    if any(row["flops"] for row in rows):
-        columns["GFLOP/s"] = lambda row: f"{row['gflop_per_s']:.3g}" if row["flops"] else ""
-    columns["floor / time"] = over_floor
+    """Each kind of name, op or point, has a column where the rows differ in it."""
+    columns: dict[str, Show] = {"op": op_name} if len({row["op"] for row in rows}) > 1 else {}
+    if any(row["point"] != "base" for row in rows):
+        columns["point"] = field("point")
+    columns |= {"ms (spread)": "{ms:.3g} ({spread_ms:.2g})".format_map, "floor / time": over_floor}
     for peer in dict.fromkeys(peer for row in rows for peer in row["ratio"]):
         columns[f"vs {peer}"] = lambda row, peer=peer: ratio_text(row, peer)
     return listing(rows, columns)
@@ -47,7 +44,7 @@ def ratio_text(row: Row, peer: str) -> str:
         return ""
     alone = f"{row['ratio'][peer]:.2f}"
     planned = f"{row['ratio_with_plan'].get(peer, row['ratio'][peer]):.2f}"
-    return f"{alone} x" if alone == planned else f"{alone} / {planned} x"
+    return alone if alone == planned else f"{alone}/{planned}"
 
 
 def remarks(rows: list[Row]) -> str:
@@ -58,36 +55,41 @@ def remarks(rows: list[Row]) -> str:
     ops = list(dict.fromkeys(row["op"] for row in rows))
     worst = [row for op in ops for row in [row for row in bounded if row["op"] == op][: 3 // len(ops) or 1]]
     points = "; ".join(f"{op_name(row)}, {row['point']} ({over_floor(row)})" for row in worst)
+    if len(ops) == 1:
+        points = points.replace(f"`{ops[0]}`, ", "")
     behind = [
         f"{op_name(row)}, {row['point']}: {ratio:.2f} x {peer}"
         for row in rows
         for peer, ratio in others(row).items()
         if ratio < 1
     ]
-    faster = "; ".join(behind) or "none"
-    return f"Of all {len(rows)} points, furthest from the floor: {points}. A peer is faster at: {faster}."
+    faster = f"A peer is faster at: {'; '.join(behind)}." if behind else "No peer is faster."
+    return f"Furthest from the floor of {len(rows)} points: {points}. {faster}"
 
 
 def on_gpu(result: Result, name: str) -> str:
-    """The rows of headline.py: our time, and that of the kernel for wgmma and of the fastest other way over ours."""
+    """The rows of headline.py: the times of our two kernels, and the fastest peer's time over ours."""
 
     def of_wgmma(row: Row) -> str:
         ratio = row["ratio"].get("pagedtree by wgmma")
-        return f"{ratio:.2f} x" if ratio else ""
+        return f"{row['ms'] * 1e3 * ratio:.0f}" if ratio else ""
 
     def of_fastest(row: Row) -> str:
         ratio, peer = fastest_other(row)
-        return f"{ratio:.2f} x {peer}" if peer else ""
+        return f"{ratio:.2f} x {peer.removesuffix(' on gathered KV').removesuffix(' on gathered rows')}" if peer else ""
 
-    machine = result["machine"]
+    machine, rows = result["machine"], result["rows"]
     columns: dict[str, Show] = {
         "op": op_name,
         "point": field("point"),
-        "us (spread)": lambda row: f"{row['ms'] * 1e3:.0f} ({row['spread_ms'] * 1e3:.0f})",
+        "us": lambda row: f"{row['ms'] * 1e3:.0f}",
+        "by wgmma": of_wgmma,
         "floor / time": over_floor,
-        "vs its wgmma kernel": of_wgmma,
-        "vs the fastest other": of_fastest,
+        "vs fastest peer": of_fastest,
     }
-    note = f"{machine['cuda']}; a copy reads {machine['read_gb_per_s'] / 1e3:.2f} TB/s, a matmul of bf16 does"
-    rate = f"{machine['matmul_gflop_per_s']['bfloat16'] / 1e3:.0f} TFLOP/s."
-    return f"{note} {rate} {machine_line(machine, name)}\n\n{listing(result['rows'], columns)}"
+    spread = max(row["spread_ms"] / row["ms"] for row in rows)
+    note = (
+        f"{machine['cuda']}; a copy reads {machine['read_gb_per_s'] / 1e3:.2f} TB/s, a bf16 matmul does"
+        f" {machine['matmul_gflop_per_s']['bfloat16'] / 1e3:.0f} TFLOP/s. Spreads are at most {spread:.0%} of the time."
+    )
+    return f"{note} {machine_line(machine, name)}\n\n{listing(rows, columns)}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from tables import Result, Row, field, listing, machine_line, pivot
+from tables import Result, Row, Show, field, listing, machine_line, pivot
 
 KINDS = ("edits", "summaries", "stories")
 RATES = "bfloat16"
@@ -20,54 +20,62 @@ def rows_of(result: Result, dtype: str = RATES) -> list[Row]:
 
 
 def gains(result: Result, name: str) -> str:
-    """Ways in rows, numbers of sequences in columns; then chosen trees beside the best of fixed ones, vLLM with drafts
-    beside vLLM without, and how many texts are those of plain decoding.
+    """Ways in rows, numbers of sequences in columns; then chosen trees against the best fixed ones, vLLM with drafts
+    against vLLM without, and the number of texts that equal plain decoding's.
     """
     machine, rows = result["machine"], rows_of(result)
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
     count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
     note = (
         f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
-        f" tokens per second of all sequences, all others over plain decoding in the same turn: {' / '.join(KINDS)}."
+        f" tokens per second of all sequences, others over plain decoding in the same turn: {'/'.join(KINDS)}."
     )
-    parts = [machine_line(machine, name) + note, in_columns(rows, "over_plain", is_plain_told=True)]
-    for figure, label in (("over_best", "over the best of its own chains and trees, and plain"), ("over_stock", "")):
+    parts = [machine_line(machine, name) + note, by_kind(rows)]
+    for figure, corner in (
+        ("over_best", "over the best of its own chains and trees, and plain"),
+        ("over_stock", "over vLLM without drafts"),
+    ):
         compared = [row for row in rows if figure in row and (figure == "over_best" or row["way"].startswith("vLLM"))]
-        if compared:
-            corner = label or "over vLLM without drafts"
-            parts.append(in_columns(compared, figure, corner=corner, has_all=True))
+        if of_all := [row for row in compared if row["kind"] == "all"]:
+            parts.append(in_columns(corner, of_all, interval(figure)))
     return "\n\n".join([*parts, texts(result)])
 
 
-def in_columns(
-    rows: list[Row], figure: str, corner: str = "way", is_plain_told: bool = False, has_all: bool = False
-) -> str:
-    """The medians of each kind; with has_all also that of all kinds together and its interval."""
+def by_kind(rows: list[Row]) -> str:
+    """The medians of each kind in one cell."""
     found: dict[tuple[str, int], dict[str, Row]] = {}
     for row in rows:
         found.setdefault((row["way"], row["sequences"]), {})[row["kind"]] = row
-    cells = []
-    for (way, sequences), of in sorted(found.items(), key=lambda item: item[0][1]):
-        key, form = ("tokens_per_second", ".0f") if is_plain_told and way == "plain" else (figure, ".2f")
-        text = " / ".join(format(of[kind][key][1], form) if kind in of else "-" for kind in KINDS)
-        if has_all and "all" in of:
-            text += "; all {1:.2f} ({0:.2f} to {2:.2f})".format(*of["all"][figure])
-        cells.append({"way": way, "sequences": f"{sequences} sequence{'s' * (sequences != 1)}", "text": text})
-    return pivot(corner, cells, *map(field, ("way", "sequences", "text")))
+
+    def cell(row: Row) -> str:
+        key, form = ("tokens_per_second", ".0f") if row["way"] == "plain" else ("over_plain", ".2f")
+        of = found[row["way"], row["sequences"]]
+        return "/".join(format(of[kind][key][1], form) if kind in of else "-" for kind in KINDS)
+
+    return in_columns("way", [next(iter(of.values())) for of in found.values()], cell)
+
+
+def interval(figure: str) -> Show:
+    return lambda row: "{1:.2f} ({0:.2f} to {2:.2f})".format(*row[figure])
+
+
+def in_columns(corner: str, rows: list[Row], cell: Show) -> str:
+    """A column for each number of sequences."""
+    rows = sorted(rows, key=field("sequences", "3"))
+    return pivot(corner, rows, field("way"), lambda row: f"batch {row['sequences']}", cell)
 
 
 def texts(result: Result) -> str:
-    """Counts the answers that are plain decoding's, by way and dtype, and tells how nearly tied the others are."""
+    """Counts the answers that equal plain decoding's, by way and dtype, and bounds the ties of the others."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
         rows = [row for row in rows_of(result, dtype) if row["kind"] != "all" and row["way"] != "plain"]
-        told = [
-            f"{way} {same}/{every}" + f" ({margin:.2g})" * (margin > 0)
-            for way, (same, every, margin) in equal_texts(rows).items()
-        ]
-        parts.append(f"Texts that are those of plain decoding, {dtype}: {', '.join(told)}.")
-    note = " In parentheses the largest distance between the logits of the two tokens at which a text parts."
-    return "\n\n".join([*parts[:-1], parts[-1] + note])
+        counts = equal_texts(rows)
+        names = ", ".join(f"{way} {same}/{every}" for way, (same, every, _) in counts.items())
+        parts.append(f"Texts equal to plain decoding's, {dtype}: {names}.")
+        if margin := max(margin for *_, margin in counts.values()):
+            parts[-1] += f" Where texts diverge, the two logits are at most {margin:.2g} apart."
+    return "\n\n".join(parts)
 
 
 def equal_texts(rows: Iterable[Row]) -> dict[str, tuple[int, int, float]]:

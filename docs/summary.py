@@ -1,15 +1,14 @@
-"""The two tables at the head of performance.md: how fast each part is beside the fastest other way to its result."""
+"""The summary of performance.md: each part against its fastest peer."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from real_tables import QUANTISED, rows_of
-from tables import Result, Row, fastest_other, field, listing, load, op_name, over_floor, threads_of
+from tables import Result, Row, fastest_other, field, listing, load, over_floor
 
-COLUMNS = ("measured", "point", "ours", "over the fastest peer", "which", "floor / time", "machine")
-Line = tuple[str, ...]  # of these columns
+COLUMNS = ("measured", "ours", "vs fastest peer", "floor / time")
+Line = tuple[str, str, str, str]  # of these columns
 
 # What, the file, the op, the point.
 OPS = [
@@ -24,28 +23,18 @@ OPS = [
     ("best drafts of a model", "ops_avx512", "expand_tree", "base"),
     ("accepted keys and values moved", "ops_avx512", "compact_kv", "base"),
 ]
-# Rows of headline.py that say how fast a step on a GPU is.
-GPU_POINTS = (
-    *("one sequence, L 8k, T 16", "R 64, 256 MB", "R 64, 1 GB", "R 256, 256 MB", "prefill, empty prefix"),
-    *("latent, R 512", "greedy, a path", "sampled, a path, top-p 0.9", "sampled, all rows, temperature 0.8"),
-    "rejection",
-)
 
 
 def times(ratio: float) -> str:
     return f"{ratio:.{2 if ratio < 10 else 1 if ratio < 100 else 0}f} x"
 
 
-def machine_of(machine: dict[str, Any]) -> str:
-    return f"{machine['processor']}, {machine['cpu_isa']}, {threads_of(machine)}"
-
-
 def op_lines() -> Iterator[Line]:
     for what, name, op, point in OPS:
         if result := load(name):
             row = next(row for row in result["rows"] if (row["op"], row["point"]) == (op, point))
-            (ratio, peer), machine = fastest_other(row), machine_of(result["machine"])
-            yield what, f"`{op}`, {point}", f"{row['ms']:.3g} ms", times(ratio), peer, over_floor(row), machine
+            ratio, peer = fastest_other(row)
+            yield what, f"{row['ms']:.3g} ms", f"{times(ratio)} {peer}", over_floor(row)
 
 
 def fastest(rows: list[Row]) -> Row:
@@ -70,9 +59,9 @@ def real_lines(result: Result) -> Iterator[Line]:
             if ours and peers:
                 mine, peer = fastest(ours), fastest(peers)
                 rate = f"{mine['tokens_per_second'][1]:.0f} tokens/s"
-                ratio = times(mine["over_plain"][1] / peer["over_plain"][1])
-                what, machine = f"generate, {mine['way']}", machine_of(result["machine"])
-                yield what, f"SmolLM2, batch {batch}", rate, ratio, peer["way"], "", machine
+                ratio = mine["over_plain"][1] / peer["over_plain"][1]
+                gain = f"{times(ratio)} {peer['way']}"
+                yield f"generate, {mine['way']} (SmolLM2, batch {batch})", rate, gain, ""
 
 
 def measured() -> str:
@@ -80,17 +69,3 @@ def measured() -> str:
     lines = dict.fromkeys([*op_lines(), *(real_lines(result) if result else ())])  # plain may be the fastest way, too
     rows = [dict(zip(COLUMNS, line, strict=True)) for line in lines]
     return listing(rows, {title: field(title) for title in COLUMNS})
-
-
-def on_gpu(result: Result, name: str) -> str:
-    machine = result["machine"]
-    columns = {
-        "op": op_name,
-        "point": field("point"),
-        machine["cuda"]: lambda row: f"{row['ms'] * 1e3:.0f} us",
-        "over the fastest peer": lambda row: times(fastest_other(row)[0]),
-        "which": lambda row: fastest_other(row)[1],
-        "floor / time": over_floor,
-    }
-    rows = [row for row in result["rows"] if row["point"] in GPU_POINTS]
-    return f"{machine['cuda']}, {machine['date']}, commit {machine['commit']}:\n\n{listing(rows, columns)}"

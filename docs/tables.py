@@ -1,4 +1,4 @@
-"""What the tables of performance.md have in common: where the results lie, and how a table and its conditions look."""
+"""Shared by the tables of performance.md: the folder of results, and the form of a table and its conditions."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def threads_of(machine: dict[str, Any]) -> str:
 
 
 def machine_line(machine: dict[str, Any], name: str) -> str:
-    told = " whose CPU time is told" * bool(machine.get("arguments") and machine["arguments"].get("cpu_time"))
+    unit = " (CPU time)" * bool(machine.get("arguments") and machine["arguments"].get("cpu_time"))
     return (
-        f"{machine['processor']}, {threads_of(machine)}{told}, torch {machine['torch']}, {machine['date']},"
-        f" commit {machine['commit']}, load average {machine['load']:.1f} at the start (`{name}.json`)."
+        f"{machine['processor']}, {threads_of(machine)}{unit}, torch {machine['torch']}, {machine['date']},"
+        f" commit {machine['commit']}, load {machine['load']:.1f} (`{name}.json`)."
     )
 
 
