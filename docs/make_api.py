@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -57,13 +58,14 @@ def sections() -> dict[str, list[tuple[str, Any]]]:
 
 
 def names() -> str:
-    """Each public name, linked to its file, and the first line of its docstring."""
+    """Each public name, linked to its file, and the first clause of its docstring."""
     out: list[str] = []
     for title, entries in sections().items():
         out += ["", f"## {title}", ""]
         for name, thing in entries:
             file = os.path.relpath(inspect.getfile(inspect.unwrap(thing)), DOCS)
-            out.append(f"- [`{name}`]({file}): {(inspect.getdoc(thing) or '').partition(chr(10))[0]}")
+            clause = re.split(r"[.;:]\s|\.$", " ".join((inspect.getdoc(thing) or "").split()), maxsplit=1)[0]
+            out.append(f"- [`{name}`]({file}): {clause}")
     return "\n".join(out[1:])
 
 
