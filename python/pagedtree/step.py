@@ -30,8 +30,8 @@ class Commit(NamedTuple):
         draft_accept_index: int32 [B, S], accept_index for `compact_kv` on the draft model's own cache. This and the
             following are None without node_map.
         draft_num_accepted: int32 [B].
-        draft_missing: int64 [B, S], tokens kept, in order, whose K/V the draft cache still lacks before the new root;
-            then -1. Their positions end at start - 1.
+        draft_missing: int64 [B, S], tokens kept, in order, that the draft cache lacks, up to position start - 1; then
+            -1.
         draft_num_missing: int32 [B].
     """
 
@@ -55,18 +55,16 @@ def prepare_step(
     Args:
         trees: B trees of N rows (padding rows included).
         page_table: int32 [B, max_pages], rows may be strided; pages for start[b] + nodes are reserved.
-        start: int32 [B], position of each root = length of the committed prefix; negative = idle: its rows stay in the
-            batch as padding (position 0, slot -1, seq_lens 0).
+        start: int32 [B], position of each root = length of the committed prefix; negative = idle: its rows are padding
+            (position 0, slot -1, seq_lens 0).
         page_size: positions per page, >= 1.
         total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
 
     Returns (positions, seq_lens, cu_seqlens_q, slots):
-        positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding. The verify
-            ops take only the roots' positions: `start` as it is.
+        positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding.
         seq_lens: int32 [B], start + nodes: the lengths once the tree is appended.
         cu_seqlens_q: int32 [B + 1], the offsets of the rows (cu_nodes, kept inside T).
-        slots: int64 [T], slot of node i of tree b, at position start[b] + i; -1 for padding and where `slot_mapping`
-            returns -1.
+        slots: int64 [T], slot of position start[b] + i; -1 for padding and where `slot_mapping` returns -1.
 
         for b in range(B):
             seq_lens[b] = start[b] + num_nodes[b]
@@ -102,22 +100,19 @@ def commit(
         verdict: a verify op's result for `trees`.
         trees: the B trees that were verified.
         start: int32 [B], position of each root; negative = idle, like a tree of no nodes.
-        history: int64 [B, H], rows may be strided, written: tokens are appended at history_lens[b]. Tokens past H are
-            dropped.
-        history_lens: int32 [B], written: grows by the tokens appended, at most to H. Goes with history.
+        history: int64 [B, H], rows may be strided, written: tokens are appended at history_lens[b], up to H.
+        history_lens: int32 [B], written: grows by the tokens appended. Goes with history.
         eos_ids: int64 [E] for all or [B, E], rows may be strided; -1 = none. The path ends with its first such token.
         node_map: int32 [N], the K/V index in the draft model's tree of each target row, -1 where the draft cache has
-            none (`rerank_tree` returns it). The root always counts as present. Nodes after the first missing one count
-            as missing too.
-        options: its output_counts [B, V], if given, are written: each kept token counts once more. Ids outside 0..V-1
-            count nowhere. Its other fields are not used.
-        tokens_left: int32 [B], the most tokens that this step may keep of each sequence, whether or not the verify op
-            had it too; a sequence that keeps so many is finished. Next step: tokens_left - num_tokens.
-        history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
-            [P]. A sequence whose row is outside 0..P-1 (-1) is not recorded. Rows in use must differ.
+            none (`rerank_tree` returns it). The root counts as present, nodes after the first missing one as missing.
+        options: its output_counts [B, V], if given, are written: each kept token counts once more.
+        tokens_left: int32 [B], the most tokens that this step may keep of each sequence; one that keeps so many is
+            finished. Next step: tokens_left - num_tokens.
+        history_rows: int32 [B], the row of each sequence in history [P, H] and history_lens [P]; outside 0..P-1 it is
+            not recorded. Rows in use must differ.
 
     Returns a `Commit`. An idle sequence, or one with tokens_left <= 0, keeps its start; it is finished, its last_token
-    is -1, nothing is appended. After EOS or at a limit, start and last_token are as usual.
+    is -1, nothing is appended.
 
         for b in range(B):
             nodes, tokens = accept_index[b, : num_accepted[b] + 1], tokens[b, : num_accepted[b] + 1]

@@ -35,8 +35,8 @@ class Verdict(NamedTuple):
             the bonus (the token that the target model adds), then -1.
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
-    A tree of no nodes (an idle sequence) gives only -1 in accept_index and tokens, num_accepted 0 and status 1; see
-    `TreeBatch.active` to distinguish it from a malformed tree. So does a sequence without tokens left, with its tree's
+    A tree of no nodes (an idle sequence) gives only -1 in accept_index and tokens, num_accepted 0 and status 1
+    (`TreeBatch.active` distinguishes it from a malformed tree). So does a sequence without tokens left, with its tree's
     status.
     """
 
@@ -58,20 +58,18 @@ def verify_greedy(
     """Follows the child that drafted the argmax, as long as there is one. Equals greedy decoding token for token.
 
     Args:
-        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n, N the
-            rows of `trees`. Only rows on the accepted path are read.
-        draft_tokens: int32 or int64 [N], the token of each node; the roots' are ignored, ids outside 0..V-1 (-1) are no
-            drafts.
+        logits: [N, V] float16, bfloat16 or float32, row stride >= V; row n is the target's prediction at node n. Only
+            rows on the accepted path are read.
+        draft_tokens: int32 or int64 [N], each node's token; the roots' are ignored, ids outside 0..V-1 are no drafts.
         trees: B trees; a malformed tree's reachable part is verified and its status bit 1 set.
         grammar_mask: bool [N, V] or packed int32 [N, ceil(V / 32)] (bit x % 32 of word x // 32): False reads as a logit
             of -inf.
-        draft_to_target: int32 or int64 [V_draft]: draft_tokens are then ids of a draft vocabulary, and
-            draft_to_target[id] the target's id; an id outside 0..V_draft-1 is no draft.
-        tokens_left: int32 [B], the most output tokens per sequence: paths are cut so that num_accepted + 1 <=
-            tokens_left. The output is a prefix of the unlimited output. At 0 or less it is empty.
+        draft_to_target: int32 or int64 [V_draft], the target's ids of a draft vocabulary, whose ids draft_tokens then
+            has; one outside 0..V_draft-1 is no draft.
+        tokens_left: int32 [B], the most output tokens: the output is cut to such a prefix, empty at 0 or less.
 
-    Returns a `Verdict`. Of equal logits the lowest id is taken. NaN reads as -inf; a row without finite logit gives id
-    0; either sets status bit 2. Of siblings with the same token the first is followed.
+    Returns a `Verdict`. Ties of logits take the lowest id, siblings with the same token the first. NaN reads as -inf; a
+    row without finite logit gives id 0; either sets status bit 2.
 
         node = 0
         while True:
@@ -109,16 +107,14 @@ def verify_sampled(
     """Samples the target at each node of the path, and follows the child that drafted the sampled token.
 
     Lossless for any tree and any drafter: token for token, the output equals `sample` without drafts on the same
-    logits, seeds and positions, whatever else is in the batch. Accepts as many drafts as target-only sampling; no draft
-    probabilities are needed.
+    logits, seeds and positions, whatever else is in the batch. Needs no draft probabilities.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params: scalars, or tensors [B].
         seeds: int64 [B].
-        positions: int32 or int64 [B], the roots' own positions, the `start` of `prepare_step`; node n is sampled at
-            positions[b] + depth(n).
-        options: the B requests' options; see `RequestOptions`. Only rows on the path pay for them.
+        positions: int32 or int64 [B], the roots' positions (`start`); node n is sampled at positions[b] + depth(n).
+        options: the B requests' options; only rows on the path pay for them.
 
     Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit (such a row is uniform).
 
@@ -170,27 +166,24 @@ def verify_rejection(
 ) -> Verdict:
     """Verifies trees by rejection sampling, with draft probabilities for a higher acceptance rate.
 
-    Lossless (the tokens follow the target's distribution exactly) where the drafts were chosen as `draft_law` states,
-    and not dropped or reordered after drawing. "onehot" is lossless for any choice that does not look at this op's
-    random numbers.
+    Lossless (the tokens follow the target's distribution exactly) if the drafts were chosen as `draft_law` states, and
+    not dropped or reordered after drawing.
 
     Args:
-        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`. p_n is the
-            distribution of row n under `params`. An id outside 0..V-1 (-1) uses no coin and changes nothing.
+        logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params, seeds, positions, options: see `verify_sampled`.
         draft_law: how the children of a node were chosen, in index order.
             "iid": drawn independently from q_n; tokens may repeat.
             "swor": drawn from q_n without replacement (a repeated token is rejected).
-            "onehot": chosen deterministically (top-k, EAGLE-2, n-gram); a repeated token counts once.
+            "onehot": chosen without this op's random numbers (top-k, EAGLE-2, n-gram); a repeated token counts once.
         draft_probs: [M, V] float16, bfloat16 or float32, row stride >= V, over the target's ids; the distributions q_n
             for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
-        draft_rows: int32 or int64 [N]; row draft_rows[n] of draft_probs is q_n. Default n, M = N. A row outside 0..M-1
-            has no mass: its children are rejected.
+        draft_rows: int32 or int64 [N], the row of q_n in draft_probs; default n. Children of a row outside 0..M-1 are
+            rejected.
         coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
             ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
-        draft_params: draft_probs then holds the draft model's logits, and q_n is their distribution under these
-            parameters (no penalties).
+        draft_params: draft_probs then holds logits, whose distribution under these parameters (no penalties) is q_n.
 
     Returns a `Verdict`; status bit 2 where a visited row of logits had NaN or no finite logit.
 
@@ -207,14 +200,13 @@ def verify_rejection(
             if x was accepted: emit(node, x); node = child with x
             else: emit(node, first x with cdf(x) > u_final, in id order, of p), stop   # of p_n if nothing is left of p
 
-    Sums over the vocabulary are fp32 within blocks of 1024 tokens and double across blocks, in a fixed order: results
-    do not depend on batch, slot, threads or instruction set. A residual below 1e-6 of p_n (rounding) counts as nothing.
-    No tensor of size [N, V] is allocated.
+    Sums are fp32 within blocks of 1024 tokens and double across blocks, in a fixed order: results do not depend on
+    batch, slot, threads or instruction set. A residual below 1e-6 of p_n (rounding) counts as nothing.
 
     Sources: Leviathan et al., ICML 2023 (chains); SpecInfer, ASPLOS 2024 ("iid"); Sequoia, NeurIPS 2024 ("swor").
 
-    Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot" and for their
-    absence elsewhere; TypeError for wrong types.
+    Raises ValueError for wrong shapes, dtypes or devices, for draft_probs or draft_params under "onehot", and without
+    draft_probs elsewhere; TypeError for wrong types.
     """
     return _by_ratio(
         ops.verify_rejection, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
@@ -243,16 +235,15 @@ def verify_block(
 ) -> Verdict:
     """Verifies chains as blocks: judges prefixes by their joint probability. Lossless for the named `draft_law`.
 
-    Accepts at least as many drafts on average as `verify_rejection`, equally many under "onehot". Reads all rows of a
-    chain whose prefix may still be accepted. Acceptance depends on later drafts, too, so every step needs fresh random
-    numbers for drafting (`expand_tree`: other seeds each step).
+    Accepts at least as many drafts on average as `verify_rejection`, equally many under "onehot". Acceptance depends on
+    later drafts, too, so every step needs fresh random numbers for drafting (`expand_tree`: other seeds each step).
 
     Args:
         trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
             before its first id outside 0..V-1 (-1).
         draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
         coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
-            the node. (With the node's own position, the next step could draw the same coin again.)
+            the node.
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
         The others: see `verify_rejection`.
 
@@ -295,15 +286,14 @@ def verify_traversal(
 ) -> Verdict:
     """Verifies trees by traversal: leaves first, judged by the joint probability of their paths.
 
-    Lossless where the drafts were drawn by `draft_law` "iid" or "swor", independently from node to node: if all nodes
-    of a level share random numbers, cousins agree too often, and the output is biased. On average it accepts at least
-    as many drafts as `verify_rejection`; on a chain it is `verify_block`. Reads the rows of all nodes with children,
-    unless the path to them cannot be accepted. Every step must draw fresh drafts, as for `verify_block`.
+    Lossless if the drafts were drawn by `draft_law` "iid" or "swor", independently from node to node: random numbers
+    shared by the nodes of a level bias the output. On average it accepts at least as many drafts as `verify_rejection`;
+    on a chain it is `verify_block`. Every step must draw fresh drafts, as for `verify_block`.
 
     Args:
         coins: float32 [N] in [0, 1), entry n the u of node n. Default: Philox of seeds[b], positions[b] and the node.
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
-        The others: see `verify_rejection`; draft_law "onehot" is refused, `verify_rejection` accepts as many there.
+        The others: see `verify_rejection`; draft_law "onehot" is refused.
 
     Returns a `Verdict`. From verify(root, 1), the root being accepted whatever its coin:
 
@@ -339,9 +329,9 @@ def verify_typical(
     draft_to_target: Tensor | None = None,
     tokens_left: Tensor | None = None,
 ) -> Verdict:
-    """Verifies by typical acceptance: takes the longest path of sufficiently likely drafts. Not lossless.
+    """Verifies by typical acceptance: takes the longest path of sufficiently likely drafts, then an argmax.
 
-    The tokens do not follow the target's distribution: drafts are favoured, the bonus is an argmax, nothing is random.
+    Not lossless: drafts are favoured, and nothing is random.
 
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
@@ -425,7 +415,7 @@ def _by_ratio(
 
 
 def empty_verdict(logits: Tensor, cu_nodes: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns a verify op's outputs uninitialised, for fake implementations."""
+    """Returns a verify op's outputs uninitialised."""
     batch = cu_nodes.shape[0] - 1
     return (
         logits.new_empty((batch, max_depth + 1), dtype=torch.int32),
