@@ -1,8 +1,8 @@
 """The matrix instructions of attention on a GPU, and the reason for the choice.
 
 `PAGEDTREE_ENGINE` is "mma.sync", "wgmma" or "auto", the default: wgmma on a Hopper GPU whose driver and build have
-passed the self-test of `python -m pagedtree check --engine wgmma`. Its verdict is a file in the user's cache folder.
-Ops read it at their first call on a device, and never run the test (csrc/cuda/engine.h).
+passed `python -m pagedtree check --engine wgmma`. Ops read its verdict, a file in the user's cache folder, at their
+first call on a device (csrc/cuda/engine.h).
 """
 
 from __future__ import annotations

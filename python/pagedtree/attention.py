@@ -42,14 +42,12 @@ def tree_attention(
     (`append_kv`).
 
     Args:
-        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU); the last dimension contiguous. Rows past cu_seqlens_q[-1] are
-            padding.
-        k_cache: [pages, page_size, Hkv, D] with any strides but a contiguous last dimension; q's dtype or
-            float8_e4m3fn; Hq a multiple of Hkv, any page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
+        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU), last dimension contiguous; rows past cu_seqlens_q[-1] pad.
+        k_cache: [pages, page_size, Hkv, D], any strides but a contiguous last dimension; q's dtype or float8_e4m3fn; Hq
+            a multiple of Hkv, page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
         v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. Either D = Dv in 64, 96, 128, 192, 256, 512,
             or (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
-            *latent* (multi-head latent attention): each cached row is read once, as key and value (on CUDA where Dv is
-            512; narrower values are read again, from L2).
+            *latent* (multi-head latent attention): each cached row is read once (on CUDA if Dv is 512).
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, its queries' included; clamped to max_pages * page_size.
@@ -57,25 +55,22 @@ def tree_attention(
         tree_mask: int32 [T, W], one row per query: bit j % 32 of word j // 32 = the query sees key seq_lens[b] -
             tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or past
             tree_lens[b] are ignored. None: every sequence is causal.
-        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. A larger value means
-            a rectangular mask: the queries are the newest level of a bigger tree. -1 = sequence b is causal and its
-            mask rows are ignored. Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
+        tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. With a larger value
+            the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows are ignored.
+            Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
         max_seqlen_q: a hint for the choice of tiles, the most queries of a sequence, default ceil(T / B); it never
-            changes the result. For a batch of short and long sequences pass the true maximum: on CUDA, sequences of at
-            most 32 rows (queries x Hq / Hkv) then get small tiles.
-        scale: factor of q.k, default D ** -0.5. Models with latent attention define another, from the head size before
-            absorption.
+            changes the result. If lengths differ much, pass the maximum: on CUDA, sequences of at most 32 rows (queries
+            x Hq / Hkv) then get small tiles.
+        scale: factor of q.k, default D ** -0.5. Latent attention needs the model's, of the size before absorption.
         softcap: > 0: scores are softcap * tanh(scale * q.k / softcap); not in a latent call.
         window: > 0: a query sees only keys whose position is less than `window` behind its own. A prefix key's position
             is its index; a tree node's is seq_lens - tree_lens + depth, where a key's depth is the number of set bits
-            below its own in the query's row, and the query's depth is the number of the row's set bits - 1. So siblings
-            share a position.
+            below its own in the query's row, the query's that of all the row's set bits - 1.
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
             heads); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths, shared by the layers of a step. A plan for other lengths
-            costs speed only.
-        out: [T, Hq, Dv] of q's dtype, written and returned; the last dimension contiguous.
+        plan: the tensor of `attention_plan` for these lengths. A plan for other lengths costs speed only.
+        out: [T, Hq, Dv] of q's dtype, written and returned; last dimension contiguous.
         return_lse: also return lse.
 
     Returns:
@@ -83,8 +78,8 @@ def tree_attention(
         scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
         rows give out 0 and lse -inf.
 
-    Softmax and accumulation are fp32. Slots that no row of a sequence may see change nothing, even if they hold NaN.
-    Results are bitwise the same for any number of threads.
+    Softmax and accumulation are fp32. NaN in slots that no row may see changes nothing. Results are bitwise the same
+    for any number of threads.
 
         for b, i, h in queries of each sequence and head:
             s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]
@@ -129,15 +124,10 @@ class PreparedAttention:
             out = attend(q, k_cache, v_cache)       # tree_attention(q, k_cache, v_cache, page_table, seq_lens, ...)
 
     Halves the host time of a call; results are bitwise equal. Each call reads the current contents of the tensors
-    passed here, even after writes, resizes or `.data` replacement. So one object serves all replays of a captured
-    graph, and all steps that reuse the tensors. New tensors need a new object.
+    passed here, even after writes, resizes or `.data` replacement; new tensors need a new object. With gradients
+    enabled or under compilation each call is a plain `tree_attention`: use `torch.no_grad`.
 
-    With gradients enabled or under compilation each call is a plain `tree_attention`: use `torch.no_grad` or
-    `torch.inference_mode`.
-
-    Args:
-        page_table, seq_lens, cu_seqlens_q, tree_mask, tree_lens, max_seqlen_q, scale, softcap, window, plan: as for
-            `tree_attention`. Without a plan each call makes one.
+    Args: as for `tree_attention`. Without a plan each call makes one.
 
     Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap.
     """
@@ -184,13 +174,7 @@ class PreparedAttention:
         v_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Returns the attention of one layer: out [T, Hq, Dv].
-
-        Args:
-            q, k_cache, v_cache, sinks, k_scale, v_scale, out: as for `tree_attention`.
-
-        Raises ValueError as `tree_attention` does.
-        """
+        """Returns the attention of one layer, out [T, Hq, Dv]. Arguments and errors are `tree_attention`'s."""
         if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
             return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[return-value]
@@ -230,23 +214,21 @@ def attention_plan(
     """Cuts the work of `tree_attention` into ranges of equal cost, for all layers of a step that have the same window.
 
     Args:
-        seq_lens: int32 [B]; cu_seqlens_q: int32 [B + 1]; tree_lens: int32 [B] or None. As for `tree_attention`; without
-            tree_lens queries count as causal, which makes no difference to trees of up to 64 nodes.
+        seq_lens, cu_seqlens_q, tree_lens: as for `tree_attention`; without tree_lens queries count as causal, which
+            makes no difference to trees of up to 64 nodes.
         num_q_heads, num_kv_heads, head_dim, page_size: as in the planned calls; head_dim is K's.
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
-        max_seqlen_q: the hint of the calls. On CUDA another hint means other tiles, which the plan then does not
-            balance.
+        max_seqlen_q: the hint of the calls; on CUDA another hint means other tiles.
         window: the calls' window, 0: none. Models with two kinds of layers make two plans a step.
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
-    or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host. Raises
-    ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
+    or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host.
 
-    Linear order: (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler. A row
-    tile holds query rows of one KV head, or of several with few rows each. The order is cut into ranges of equal cost:
-    one per visible key tile, plus a constant per piece of a row tile. The plan holds the start of each range, which
-    ends the one before. On CUDA two to eight CTAs share a range if heads have several row tiles and more keys than L2
-    holds: each has its own rows, and memory is read once for all.
+    The order (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler, is cut into
+    ranges of equal cost: one per visible key tile, plus a constant per piece of a row tile. The plan holds their
+    starts. On CUDA two to eight CTAs share a range if heads have several row tiles and more keys than L2 holds.
+
+    Raises ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
     """
     return call(
         ops.attention_plan,
@@ -269,8 +251,8 @@ def merge_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> 
 
     Args:
         out_a, out_b: [T, H, D], fp32, fp16 or bf16, the same dtype; any strides but a contiguous last dimension.
-        lse_a, lse_b: fp32 [T, H], natural logarithms as `tree_attention` returns them. A side of lse -inf has no weight
-            and its out is not read. Give sinks to one of the parts only.
+        lse_a, lse_b: fp32 [T, H], natural logarithms as `tree_attention` returns them. The out of a side of lse -inf is
+            not read. Give sinks to one of the parts only.
 
         lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
 

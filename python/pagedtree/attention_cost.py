@@ -23,8 +23,8 @@ class AttentionLaunch:
         m_tile: rows (query tokens x heads of a KV head) of a tile.
         row_warps, key_warps, column_warps: warps of a CTA along the rows, along the keys of a stage, and along V's
             columns.
-        keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys; with wgmma and with
-            column_warps, one of the two (a latent cache's rows are both).
+        keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys, or one of the two (with
+            wgmma or column_warps).
         shared_bytes: shared memory of a CTA.
         ctas_per_sm: resident CTAs per multiprocessor.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
@@ -68,15 +68,12 @@ class AttentionCost:
     """Work, traffic and schedule of one call; returned by `explain`.
 
     Attributes:
-        launches: empty without queries, else one or two. Two if max_seqlen_q times the heads of a KV head exceeds 32
-            and the batch has fewer than B * max_seqlen_q queries: sequences of at most 32 rows (query tokens x heads of
-            a KV head) get small tiles, the others large ones. One more launch joins the pieces.
+        launches: none without queries, else one or two: sequences of at most 32 rows (query tokens x heads of a KV
+            head) get small tiles, the others large ones. One more launch joins the pieces.
         balance: balance of the launches, run one after the other; 1.0 is even.
-        idle: the sum over all launches.
         kv_reads: bytes of K and V read from memory in all launches, over their size.
-        bytes: the sum over all launches.
+        idle, bytes, executed_flops: the sums over all launches.
         flops: flops of the actual rows; each query counts all keys of its sequence, or of its window.
-        executed_flops: the sum over all launches.
         floor_seconds: sum over launches of max(bytes / bandwidth, executed_flops / rate): a lower bound on the time.
     """
 
@@ -113,8 +110,8 @@ def explain(
 ) -> AttentionCost:
     """Returns launches, tiles, cuts, balance, bytes, flops and floor time of a `tree_attention` call on CUDA.
 
-    Needs no GPU: simulates the CTAs in lockstep, one KV tile of 64 keys each at a time. L2 holds the data read last. A
-    tile counts if a row sees one of its keys under a causal mask; the kernel skips the others.
+    Needs no GPU: simulates the CTAs in lockstep, one KV tile of 64 keys each at a time. A tile counts if a row sees one
+    of its keys under a causal mask; the kernel skips the others.
 
     Args:
         query_lens, seq_lens: one entry per sequence; seq_lens count all keys, new tokens included.
@@ -127,8 +124,7 @@ def explain(
         num_sms, max_shared_bytes: the device's multiprocessors and maximum shared memory per CTA.
         l2_bytes: L2 cache size, all of it available to K and V.
         bandwidth, flops_per_second: device peaks in bytes and flops per second; default: nominal H200.
-        engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice, from
-            PAGEDTREE_ENGINE or the resolution of "auto" on the current GPU (mma.sync without a GPU).
+        engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice (PAGEDTREE_ENGINE).
 
     Raises ValueError for sizes that `tree_attention` refuses, and for more than 65536 multiprocessors.
     """

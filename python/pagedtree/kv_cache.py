@@ -28,11 +28,10 @@ def slot_mapping(
         cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
         page_size: positions per page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
-            synchronises, cannot be captured in a graph or compiled with fullgraph=True, and must fit page_table's
-            positions.
+            synchronises, cannot be captured or compiled with fullgraph=True, and must fit page_table's positions.
 
     Returns int64 [T]; -1 for padding rows past cu_seqlens_q[-1], for positions below 0 or past the table, and for
-    negative page ids. Page ids have no upper bound here: `append_kv` skips slots outside its cache.
+    negative page ids. Page ids have no upper bound here.
 
         for b in range(B):
             n = cu_seqlens_q[b + 1] - cu_seqlens_q[b]
@@ -78,17 +77,15 @@ def append_kv(
     """Writes one row of K and one of V for each token into the cache, or one row of a cache that is a single tensor.
 
     Args:
-        k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any T, Hkv and D; any token and head strides, last
-            dimension contiguous.
-        v: [T, Hkv, Dv] of k's dtype, any Dv and strides. None: the cache holds only k, as in MLA's latent cache, whose
-            rows are k [T, 1, 576].
+        k: [T, Hkv, D] of fp32, fp16, bf16 or float8_e4m3fn, any sizes; any strides but a contiguous last dimension.
+        v: [T, Hkv, Dv] of k's dtype. None: the cache holds only k, as MLA's latent cache does, of rows k [T, 1, 576].
         k_cache, v_cache: [pages, page_size, Hkv, D] and [pages, page_size, Hkv, Dv], written; any strides but a
             contiguous last dimension. Their dtype is k.dtype (rows are copied bit by bit) or float8_e4m3fn (rows are
-            converted). v_cache is None where v is.
+            converted). v_cache is None if v is.
         slots: int64 [T], slot = page * page_size + offset; -1 skips the token. So does a slot outside the cache
             (PAGEDTREE_CHECK=1 raises). Of several tokens with one slot any may stay.
-        k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv]; the factors by which attention multiplies the cache. Only
-            for converted rows, else ValueError; None = 1. v_scale only with v.
+        k_scale, v_scale: fp32, scalar ([] or [1]) or [Hkv], factors by which attention multiplies the cache; only for
+            converted rows, v_scale only with v. None = 1.
 
     Conversion stores saturate(k / k_scale), divided in fp32: the nearest e4m3 value, ties to even, infinities saturated
     to 448; NaN stays NaN.
@@ -101,8 +98,8 @@ def append_kv(
 
     Sources: PagedAttention (Kwon et al., SOSP 2023); the slots are vLLM's; the latent cache is DeepSeek-V2's.
 
-    Raises ValueError for wrong shapes, dtypes, devices or strides, and for one of v and v_cache without the other,
-    before anything is written.
+    Raises ValueError for wrong shapes, dtypes, devices or strides, a scale without conversion, and one of v and v_cache
+    without the other, before anything is written.
     """
     call(ops.append_kv, k, v, k_cache, v_cache, slots, k_scale=k_scale, v_scale=v_scale)
 
@@ -126,20 +123,19 @@ def rope_append(
     """Rotates queries and keys by their positions (rotary embedding) and appends keys and values, in one launch.
 
     Args:
-        q: [T, Hq, D] of fp32, fp16 or bf16, any T, Hq and D; any token and head strides, last dimension contiguous.
+        q: [T, Hq, D] of fp32, fp16 or bf16, any sizes; any strides but a contiguous last dimension.
         k: [T, Hkv, D] of q's dtype, strides as for q; not written.
-        v: [T, Hkv, Dv] of q's dtype, or None with v_cache None; see `append_kv`.
+        v: [T, Hkv, Dv] of q's dtype, or None; see `append_kv`.
         positions: int64 [T], rows of cos_sin. One outside reads the nearest row (PAGEDTREE_CHECK=1 raises).
         cos_sin: [P, rotary_dim] of fp32 or q's dtype, any row stride: for each position the cosines of the rotary_dim /
-            2 frequencies, then their sines. P >= 1 if T > 0; rotary_dim is even and at most D. Includes scaling factors
-            of the rotation (e.g. YaRN's).
+            2 frequencies, then their sines, scaling factors (YaRN's) included. P >= 1 if T > 0; rotary_dim is even and
+            at most D.
         k_cache, v_cache, slots, k_scale, v_scale: as for `append_kv`. The query of a skipped token is still rotated.
         interleaved: whether pairs are neighbours, as in GPT-J and DeepSeek; else they span the two halves of the rotary
             columns, as in GPT-NeoX and Llama.
-        rotary_start: the first rotary column; columns before and after them pass unchanged. rotary_start + rotary_dim
-            <= D.
-        q_out: of q's shape and dtype, written; the last dimension is contiguous. May be q itself, else shares no memory
-            with it. Default: a new tensor.
+        rotary_start: the first rotary column; columns before and after them pass unchanged.
+        q_out: of q's shape and dtype, last dimension contiguous, written: q itself, or memory that q does not share.
+            Default: a new tensor.
 
     Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype.
     Appended rows equal `append_kv` of the rotated keys bitwise, NaN payloads aside.
@@ -176,15 +172,14 @@ def compact_kv(
     Args:
         caches: tensors [pages, page_size, ...], written: all layers, K and V, latent caches, scales; any dtypes, any
             strides (at most three strided dimensions per row besides contiguous runs), the same pages and page_size.
-            Tensors may be views of one storage, but their elements must not overlap. One launch takes up to 128
-            tensors.
+            Elements must not overlap. One launch takes up to 128 tensors.
         page_table: int32 [B, max_pages], rows may be strided.
         start: int32 [B], position of node 0; negative = idle.
         accept_index: int32 [B, S], S <= 1024, rows may be strided: node ids of the path, [b, 0] = 0, or -1 = idle.
         num_accepted: int32 [B]; clamped to 0..S - 1.
 
     Returns the new seq_lens, int32 [B]: start + num_accepted + 1. An idle sequence keeps its start, and nothing moves.
-    Pages past ceil(new seq_lens / page_size) hold no live rows. All other slots keep their bits.
+    All other slots keep their bits.
 
         for cache in caches:
             for b in range(B):
@@ -212,15 +207,8 @@ class PreparedCompaction:
             seq_lens = compact(page_table, start, accept_index, num_accepted)   # compact_kv(caches, page_table, ...)
 
     Takes a tenth of the host time with many caches; results are bitwise equal. Caches are validated once, and again
-    after a resize or new memory. New tensors need a new object.
-
-    With gradients enabled or under compilation each call is a plain `compact_kv`: use `torch.no_grad` or
-    `torch.inference_mode`.
-
-    Args:
-        caches: as for `compact_kv`.
-
-    Raises ValueError for wrong shapes, strides or devices.
+    after a resize or new memory; new tensors need a new object. With gradients enabled or under compilation each call
+    is a plain `compact_kv`: use `torch.no_grad`. Raises ValueError for wrong shapes, strides or devices.
     """
 
     def __init__(self, caches: Sequence[Tensor]) -> None:
@@ -237,13 +225,7 @@ class PreparedCompaction:
         return PreparedCompaction, (self._caches,)
 
     def __call__(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> Tensor:
-        """Moves the rows of one step's accepted paths; returns the new seq_lens, int32 [B].
-
-        Args:
-            page_table, start, accept_index, num_accepted: as for `compact_kv`.
-
-        Raises ValueError as `compact_kv` does.
-        """
+        """Moves the rows of one step's accepted paths, as `compact_kv` does; returns the new seq_lens, int32 [B]."""
         if self._prepared is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
             return compact_kv(self._caches, page_table, start, accept_index, num_accepted)
         moves = (page_table, start, accept_index, num_accepted, self._prepared.number)

@@ -29,18 +29,16 @@ def token_logprobs(
     Args:
         logits: [N, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.
         tokens: int32 or int64 [R].
-        rows: int32 or int64 [R], the row of logits of each; default r, N = R. `Commit.accept_rows` are the rows of
-            accepted paths, of which -1 is no row.
+        rows: int32 or int64 [R], the row of logits of each, such as `Commit.accept_rows`; default r.
         params: scalars, or tensors [R]: scores the sampling distribution, penalties and filters included. None: the
             softmax of the logits as they are (options' logits, if there are any).
-        options: the R requests' options; stop ids do not apply here. A row knows no path: for the nodes of one,
-            output_counts and history must have its tokens.
+        options: the R requests' options, without stop ids; output_counts and history must have the tokens of a row's
+            path.
         top_n: number of top tokens, 0..min(V, 1024).
 
     Returns:
         logprobs: float32 [R], natural logarithms; -inf for a token that the filters drop.
-        ranks: int64 [R], how many tokens have a logit >= the token's, itself included, before filters (the rank that
-            vLLM reports).
+        ranks: int64 [R], how many tokens have a logit >= the token's, itself included, before filters, as in vLLM.
         top_tokens: int64 [R, top_n], the largest logits first, the lower id first on ties; -1 where fewer are finite,
             and 0, 1, 2, ... in a row with no finite logit.
         top_logprobs: float32 [R, top_n]; -inf where the filters drop a token.
@@ -52,8 +50,6 @@ def token_logprobs(
         logprobs[r] = x[tokens[r]]
         ranks[r] = sum(logits[rows[r]] >= logits[rows[r], tokens[r]])
         top_tokens[r] = argsort(-logits[rows[r]], stable)[:top_n]
-
-    No tensor of size [R, V] is allocated.
 
     Raises ValueError for wrong shapes, dtypes or devices and a top_n out of range, TypeError for wrong types.
     """

@@ -33,23 +33,22 @@ def tree_delta_rule(
 ) -> Tensor:
     """Applies the gated delta rule at each node of draft trees, starting from the parent's state.
 
-    Gated DeltaNet has one decay for each head, Kimi Delta Attention one for each key channel, Mamba-2 no delta (beta
-    None; q = C, k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` is not changed: once a path is
-    accepted, `advance_state` applies it.
+    Gated DeltaNet has one decay per head, Kimi Delta Attention one per key channel, Mamba-2 no delta (beta None; q = C,
+    k = B, v = dt * x, g = dt * A, scale 1; D * x is the caller's). `state` is not changed: see `advance_state`.
 
     Args:
         q, k: fp16, bf16, on the CPU also fp32 [T, Hk, Dk], last dimension contiguous.
         v: their dtype, [T, H, Dv], last dimension contiguous; H % Hk == 0, and head h reads key head h // (H // Hk). Dk
             and Dv are multiples of 8 up to 256.
-        g: fp32 [T, H], any strides, or [T, H, Dk], last dimension contiguous: logarithms of the decays, at most 0; -inf
-            forgets all. Values above 0, or NaN, give unspecified but bounded decays.
+        g: fp32 [T, H], any strides, or [T, H, Dk], last dimension contiguous: logarithms of the decays, at most 0 (else
+            unspecified but bounded decays); -inf forgets all.
         beta: fp32 [T, H], any strides, how far v replaces the prediction for k; None: v is added.
         state: fp32 [slots, H, Dk, Dv], any strides (transformers keeps [H, Dv, Dk]: pass its transpose).
         state_index: int32 [B], the slot of each sequence's state; -1 or outside: zeros.
         trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
         cu_seqlens: int32 [B + 1], first 0, with trees=None: sequences of any length, each row after the one before it.
         scale: factor of the outputs, default Dk ** -0.5.
-        l2norm, l2norm_eps: q and k are first normalised, x / sqrt(sum(x ** 2) + l2norm_eps), in fp32; l2norm_eps > 0.
+        l2norm, l2norm_eps: normalise q and k first: x / sqrt(sum(x ** 2) + l2norm_eps) in fp32; l2norm_eps > 0.
 
     Returns [T, H, Dv] of v's dtype; 0 for unreachable nodes and rows past the last sequence.
 
@@ -62,9 +61,9 @@ def tree_delta_rule(
                     S[n][h] = decayed + outer(k[n, h // (H // Hk)], u)
                     out[n, h] = scale * S[n][h].T @ q[n, h // (H // Hk)]
 
-    Computed in fp32 without materialising a state per node (docs/notes/recurrent.md); the relative root mean square
-    error against float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes
-    and the number of threads. NaN in unreachable nodes changes nothing.
+    Computed in fp32 without a state per node (docs/notes/recurrent.md); the relative root mean square error against
+    float64 is at most 1e-2 (bf16), 2.5e-3 (fp16) or 1e-4 (fp32). Invariant to the batch, the other nodes and the number
+    of threads. NaN in unreachable nodes changes nothing.
 
     Sources: Gated DeltaNet (Yang et al., 2024), Kimi Linear (Kimi Team, 2025), Mamba-2 (Dao and Gu, 2024).
 
@@ -98,7 +97,7 @@ def advance_state(
         state_index: int32 [B]; no slot may appear twice.
         k, v, g, beta, trees, cu_seqlens, l2norm, l2norm_eps: the arguments of `tree_delta_rule`.
         accept_index: int32 [B, S], rows may be strided, the nodes of the path: [b, 0] = 0, each next one a child of the
-            one before; None without trees, where the whole sequence is applied.
+            one before; None without trees: the whole sequence is applied.
         num_accepted: int32 [B], 0..S - 1; None without trees.
 
         for b in range(B):
@@ -107,8 +106,6 @@ def advance_state(
 
     Nothing is written for a sequence with a slot outside 0..slots - 1, without a node or token, or with a path that
     does not lead from the root from child to child (idle: accept_index[b, 0] = -1).
-
-    Sources: see `tree_delta_rule`.
 
     Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1
     also for slots outside -1..slots - 1, paths that do not ascend and offsets that descend or pass T.

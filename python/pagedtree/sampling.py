@@ -28,18 +28,17 @@ def sample(
         logits: [R, V] float16, bfloat16 or float32, read in their own dtype; row stride >= V, V in 1..2^20.
         params: scalars, or tensors [R].
         seeds: int64 [R], any value; the same seed and position draw the same token from the same logits.
-        positions: int32 or int64 [R], the position whose successor is drawn (`verify_sampled` draws at a node's
-            position).
+        positions: int32 or int64 [R], the position whose successor is drawn.
         grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)], as for `verify_greedy`.
         options: the R requests' options; see `RequestOptions`.
 
-    The noise of token x depends only on (seed, position, x). So the result does not depend on batch, slot, threads or
+    The noise of token x depends only on (seed, position, x), so the result does not depend on batch, slot, threads or
     instruction set, and equals the token of `verify_sampled` at that position:
 
         v[x] = (philox(key=seed, counter=(position, x // 4, gumbel))[x % 4] + 1/2) * 2**-32
         token = argmax over kept x of (logits[x] - max) / temperature - log(-log1p(-v[x]))     # lowest id on ties
 
-    This is a draw from the filtered softmax. No tensor of size [R, V] is allocated.
+    This is a draw from the filtered softmax.
 
     Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 

@@ -34,9 +34,8 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 class SamplingParams:
     """Temperature, filters and penalties that turn a row of logits into the sampling distribution.
 
-    Each number is a host scalar for the whole batch or a tensor [B] (or [1]) on the logits' device, float32 (top_k:
-    int32, or int64, which is converted), with one value per sequence; tensors may change between replays of a captured
-    graph.
+    Each number is a host scalar or a tensor [B] (or [1]) on the logits' device, float32 (top_k: int32, or int64, which
+    is converted), whose values may change between replays of a captured graph.
 
     Attributes:
         temperature: divides the logits; 0 = greedy, the lowest id of equal logits.
@@ -48,8 +47,8 @@ class SamplingParams:
             each filter looks at the unfiltered distribution, and a token stays if all of them keep it.
         repetition_penalty: divides positive and multiplies negative logits of the tokens in the prompt or the output; 1
             turns it off (CTRL, Keskar et al., 2019).
-        frequency_penalty: subtracted from a token's logit for each of its occurrences in the output; 0 turns it off.
-        presence_penalty: subtracted once if a token is in the output at all; 0 turns it off.
+        frequency_penalty, presence_penalty: subtracted from a token's logit for each of its occurrences in the output,
+            and once if there is any; 0 turns them off.
 
     Penalties precede the temperature, in this order; `RequestOptions` holds prompt and output. Only `sample`,
     `token_logprobs` and the lossless verify ops support them; other ops raise ValueError for a penalty that is on.

@@ -60,9 +60,8 @@ def decoy_propose(
     """Drafts the known continuation of each text, every right token behind siblings that are wrong.
 
     Tests an engine: generate without drafts, then propose these texts with this drafter. A correct engine gives the
-    same texts and accepts max_depth drafts in every step with enough text left. An engine that forgets `compact_kv`, or
-    takes a node's row for its depth, passes with mostly chain-like drafts. Here no accepted node's row equals its
-    depth, so its texts diverge or its drafts are refused.
+    same texts and accepts max_depth drafts in every step with enough text left. No accepted node's row equals its
+    depth, so the texts of an engine that forgets `compact_kv` diverge, or its drafts are refused.
 
     Args:
         texts: int32 or int64 [B, L], prompt and continuation; negative where a text has ended.

@@ -30,8 +30,7 @@ def _assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 class DraftTree:
     """The shape of one draft tree. Node 0 is the root; a node's parent has a smaller index.
 
-    Make trees outside of compiled code: inside, they break the graph, and raise under fullgraph=True. Compiled
-    functions may use an existing tree, and make a `TreeBatch` with `build_trees`.
+    Inside compiled code a new tree breaks the graph, and raises under fullgraph=True; `build_trees` does not.
 
     Attributes (int32 numpy arrays of length `num_nodes`, local indices, -1 = none):
         parents, depths, first_child, next_sibling; siblings are in index order.
@@ -224,7 +223,7 @@ class TreeBatch:
     ) -> TreeBatch:
         """Returns the batch of host trees, on `device` (default cpu).
 
-        max_nodes, max_depth: bounds to keep when other trees are to be copied in (`copy_`); default the trees' own.
+        max_nodes, max_depth: bounds, for `copy_` of larger trees; default the trees' own.
         capacity: rows N, at least the sum of the trees' nodes (default); rows past the last tree are padding.
         Raises ValueError where a tree exceeds a bound.
         """
@@ -255,10 +254,9 @@ class TreeBatch:
     def concatenate(cls, batches: Sequence[TreeBatch]) -> TreeBatch:
         """Returns the trees of all `batches`, at least one, in order: a batch of B_1 + B_2 + ... trees in new tensors.
 
-        Trees are not linked again; max_nodes and max_depth are the largest of the batches'. Only the last batch may
-        have padding rows (`narrow` drops them). This is checked on the CPU; elsewhere such rows become unreachable
-        nodes of the preceding tree. Raises ValueError for no batch, misplaced padding, batches on different devices, or
-        inconsistent tensors.
+        max_nodes and max_depth are the largest of the batches'. Only the last batch may have padding rows (`narrow`
+        drops them); on a GPU, where this is not checked, such rows become unreachable nodes of the preceding tree.
+        Raises ValueError for no batch, misplaced padding, batches on different devices, or inconsistent tensors.
         """
         if not batches:
             raise ValueError("batches: expected at least one, got none")
@@ -331,8 +329,7 @@ class TreeBatch:
     def copy_(self, other: TreeBatch) -> TreeBatch:
         """Writes `other` into this batch's tensors, which keep their addresses and shapes (for replayed graphs).
 
-        `other` must have the same B, max_nodes and max_depth at most this batch's, and no more rows; the remaining rows
-        become padding.
+        `other` must have the same B, and at most this batch's max_nodes, max_depth and rows; other rows become padding.
         """
         expect_type("other", other, TreeBatch)
         self._check()
@@ -381,7 +378,7 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
 
     A malformed tree sets valid[b] = False: a parent out of range or not smaller than its node, a root whose parent is
     not -1, a second root, more than max_nodes nodes, a node deeper than max_depth, or no node at all. Such a node and
-    its descendants are unreachable: depth -1, an empty mask row, no link to them. Node 0 is always the root.
+    its descendants are unreachable: depth -1, an empty mask row, no link to them.
 
         for i, p in enumerate(parents_of_tree):
             if i == 0: depth, mask = 0, {0}

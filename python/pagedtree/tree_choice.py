@@ -25,14 +25,14 @@ def choose_tree(
     """Returns the tree with the most expected tokens per second; the root alone where drafting does not pay.
 
     Source: Sequoia (Chen et al., NeurIPS 2024): dynamic programming finds the best tree of each size; the step cost
-    decides the size. Here acceptance may also depend on the depth, and each level may cost a pass of the draft model.
+    decides the size.
 
     Args:
         acceptance: probability that the child of each rank is accepted if its parent was, [R]: rank 0 is the drafter's
             first choice. Or [D, R], one row per depth, the root's children first; then D bounds the depth. A row sums
-            to at most 1: at most one child is accepted.
-        step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included; one node
-            is plain decoding. Measured costs are noisy, so a size costs at least as much as any smaller size.
+            to at most 1.
+        step_cost: seconds of a step in which the target verifies a tree of that many nodes, the root included. A size
+            counts as at least as expensive as any smaller size, because measured costs are noisy.
         max_nodes: most nodes, the root included, 1..1024.
         max_depth: most levels below the root.
         level_cost: additional seconds per level.
