@@ -24,6 +24,8 @@ EXTRA_MODULES = {
     "FlashInfer": "pagedtree.integrations.flashinfer",
     "FlashAttention": "pagedtree.integrations.flash_attn",
 }
+# Sections whose functions are the engine's, by its names.
+ENGINES = ("SGLang", "FlashInfer", "FlashAttention")
 # Order and titles of the package's own modules; one that is missing here is listed under its own name.
 TITLES = {
     "tree": "Trees",
@@ -58,10 +60,14 @@ def sections() -> dict[str, list[tuple[str, Any]]]:
 
 
 def names() -> str:
-    """Each public name, linked to its file, and the first clause of its docstring."""
+    """Each public name, linked to its file, and the first clause of its docstring; of engines' functions the name."""
     out: list[str] = []
     for title, entries in sections().items():
         out += ["", f"## {title}", ""]
+        if title.startswith(ENGINES):
+            files = [os.path.relpath(inspect.getfile(inspect.unwrap(thing)), DOCS) for _, thing in entries]
+            out.append(", ".join(f"[`{name}`]({file})" for (name, _), file in zip(entries, files, strict=True)))
+            continue
         for name, thing in entries:
             file = os.path.relpath(inspect.getfile(inspect.unwrap(thing)), DOCS)
             clause = re.split(r"[.;:]\s|\.$", " ".join((inspect.getdoc(thing) or "").split()), maxsplit=1)[0]
