@@ -11,9 +11,11 @@ import real_tables as of_model
 import summary
 from tables import DOCS, Result, load
 
+SAME_RUN = "The run of [attention](#attention-on-the-cpu)."
 RECURRENT = of_runs.family("recurrent_", points=("base", "tree binary 8", "tree binary 128", "rule kimi delta"))
-VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"))
-DRAFTING = of_runs.family("append_kv", "rope_append", "compact_kv", "merge_states", "build", "expand", "ngram")
+VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"), run=SAME_RUN)
+OPS = ("append_kv", "rope_append", "compact_kv", "merge_states", "build", "expand", "ngram")
+DRAFTING = of_runs.family(*OPS, run=SAME_RUN)
 DRAFTERS = (("n-gram tree", "n-gram trees"), ("EAGLE-3 tree", "trees of a small EAGLE-3 head"))
 COMBINED = ("n-gram or EAGLE-3 tree", "n-grams, or else the head")
 FIRST_LOOK = (

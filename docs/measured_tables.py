@@ -10,8 +10,11 @@ from collections.abc import Callable
 from tables import Result, Row, Show, fastest_other, field, listing, machine_line, op_name, others, over_floor
 
 
-def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Callable[[Result, str], str]:
-    """The headline points, or of these the named ones, of the ops of bench_ops.py whose names begin with a prefix."""
+def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "", run: str = "") -> Callable[[Result, str], str]:
+    """The headline points, or of these the named ones, of the ops of bench_ops.py whose names begin with a prefix.
+
+    run: in place of the line about the machine.
+    """
 
     def render(result: Result, name: str) -> str:
         machine = result["machine"]
@@ -19,7 +22,7 @@ def family(*prefixes: str, points: tuple[str, ...] = (), plot: str = "") -> Call
         rates = ", ".join(f"{rate:.0f} GFLOP/s {key}" for key, rate in machine["matmul_gflop_per_s"].items())
         note = f"{machine['cpu_isa']}; {machine['read_gb_per_s']:.1f} GB/s read, {rates}."
         shown = [row for row in rows if row["headline"] and (not points or row["point"] in points)]
-        parts = [" ".join([machine_line(machine, name), note, remarks(rows)])]
+        parts = [" ".join([run or f"{machine_line(machine, name)} {note}", remarks(rows)])]
         if plot:
             parts.append(f"![{plot}](img/{name}_attention.svg)")
         return "\n\n".join([*parts, points_table(shown)])
@@ -78,7 +81,8 @@ def on_gpu(result: Result, name: str) -> str:
         ratio, peer = fastest_other(row)
         return f"{ratio:.2f} x {peer.removesuffix(' on gathered KV').removesuffix(' on gathered rows')}" if peer else ""
 
-    machine, rows = result["machine"], result["rows"]
+    machine = result["machine"]
+    rows = [row for row in result["rows"] if not row["point"].startswith("page size")]  # in words on the page
     columns: dict[str, Show] = {
         "op": op_name,
         "point": field("point"),

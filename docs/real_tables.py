@@ -5,7 +5,7 @@ Rows of the kind "all" are over the prompts of all kinds. Each figure is a media
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from tables import Result, Row, Show, field, listing, machine_line, pivot
 
@@ -66,26 +66,15 @@ def in_columns(corner: str, rows: list[Row], cell: Show) -> str:
 
 
 def texts(result: Result) -> str:
-    """Counts the answers that equal plain decoding's, by way and dtype, and bounds the ties of the others."""
+    """Counts the answers that equal plain decoding's, by dtype, and bounds the ties of the others."""
     parts = []
     for dtype in dict.fromkeys(row["dtype"] for row in result["rows"]):
         rows = [row for row in rows_of(result, dtype) if row["kind"] != "all" and row["way"] != "plain"]
-        counts = equal_texts(rows)
-        names = ", ".join(f"{way} {same}/{every}" for way, (same, every, _) in counts.items())
-        parts.append(f"Texts equal to plain decoding's, {dtype}: {names}.")
-        if margin := max(margin for *_, margin in counts.values()):
+        same, every = (sum(int(row["texts_equal"].split("/")[i]) for row in rows) for i in range(2))
+        parts.append(f"Texts equal to plain decoding's in {dtype}: {same} of {every}.")
+        if margin := max(row.get("largest_margin", 0.0) for row in rows):
             parts[-1] += f" Where texts diverge, the two logits are at most {margin:.2g} apart."
-    return "\n\n".join(parts)
-
-
-def equal_texts(rows: Iterable[Row]) -> dict[str, tuple[int, int, float]]:
-    """Way -> equal texts, all texts, and the largest margin."""
-    found: dict[str, tuple[int, int, float]] = {}
-    for row in rows:
-        same, every, margin = found.get(row["way"], (0, 0, 0.0))
-        a, b = map(int, row["texts_equal"].split("/"))
-        found[row["way"]] = same + a, every + b, max(margin, row.get("largest_margin", 0.0))
-    return found
+    return " ".join(parts)
 
 
 def at_once(*shown: tuple[str, str]) -> Callable[[Result, str], str]:
