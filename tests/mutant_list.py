@@ -29,8 +29,13 @@ def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tok
     return Mutant(name, file, line, broken, (GROWN, LOGPROBS, CASES), "simt", only)
 
 
-def of_drafting(name: str, file: str, line: str, broken: str, tests: tuple[str, ...] = PROPOSALS) -> Mutant:
-    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, tests, "simt", "simt")
+def of_drafting(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, PROPOSALS, "simt", "simt")
+
+
+def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
+    only = "simt and (best_first or select_nodes)"
+    return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, (CASES,), "simt", only)
 
 
 def of_values(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -305,23 +310,16 @@ DRAFTED = [
         "tokens of half a pair are left out", "ngram",
         "if (newer - 1 == newest) pairs[i].older = text.tokens[newest];", "",
     ),
-    of_drafting(
-        "trees of the first round alone are counted", "select_nodes", "    before += total;\n", "",
-        ("tests/ops/test_select_nodes.py",),
-    ),
-    of_drafting(
+    of_fitting("trees of the first round alone are counted", "select_nodes", "    before += total;\n", ""),
+    of_fitting(
         "trees end where their first thread's nodes do", "select_nodes",
-        "thread_of_tree == kThreadsOfTree - 1", "thread_of_tree == 0", ("tests/ops/test_select_nodes.py",),
+        "thread_of_tree == kThreadsOfTree - 1", "thread_of_tree == 0",
     ),
-    of_drafting(
+    of_fitting(
         "ties of one lane's nodes are not seen", "best_first",
         "ties = joints[slot] > joint ? false : ties || joints[slot] == joint;", "ties = false;",
-        ("tests/ops/test_best_first_tree.py",),
     ),
-    of_drafting(
-        "a parent that is as good as before", "best_first", "    open.set(parent, next.joint);\n", "",
-        ("tests/ops/test_best_first_tree.py",),
-    ),
+    of_fitting("a parent that is as good as before", "best_first", "    open.set(parent, next.joint);\n", ""),
 ]  # fmt: skip
 
 

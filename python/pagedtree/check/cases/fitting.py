@@ -27,6 +27,9 @@ def cases() -> Iterator[Case]:
         log_probs = normal(*shape, seed=num_nodes).mul(2)
         yield _best_first(name, log_probs.log_softmax(-1) if log_probs.numel() else log_probs, num_nodes)
     steps = float32([0.0, -0.25, -0.5, -1.0, -1e-8, -3e-8, -50.0])
+    for num_nodes, parts in ((64, 64), (257, 1024), (700, 64)):
+        log_probs = normal(4, 6, 9, seed=num_nodes).log_softmax(-1).mul(parts).round() / parts
+        yield _best_first(f"ties of {num_nodes} nodes", log_probs, num_nodes)
     yield _best_first("ties", steps[torch.randint(0, 7, (5, 4, 9), generator=seeded(1))], 60)
     hostile = float32([math.nan, -math.inf, math.inf, 3.0, -1.0, -2e38, 0.0, -1e-45])
     yield _best_first("hostile", hostile[torch.randint(0, 8, (5, 3, 7), generator=seeded(2))], 40)
