@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from device_case import slow_on_simt
-from draft_checks import ToyModel, packed_trees, seeded
+from draft_checks import seeded
 from torch import Tensor
 
 from pagedtree import (
@@ -25,7 +25,6 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
-from pagedtree.check.cases.drafting import drawn
 
 pytestmark = pytest.mark.usefixtures("on_device")
 
@@ -72,48 +71,6 @@ def assert_distribution(observed: np.ndarray, expected: np.ndarray) -> None:
     degrees = possible.sum() - 1
     statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
     assert statistic < degrees + 10 * math.sqrt(2 * degrees)
-
-
-@pytest.mark.parametrize("law", ["iid", "swor"])
-def test_sampled_growing_loop(backend: str, law: str) -> None:
-    """Every node is drawn from the distribution of its path, noise is that of its position and its place in the
-    frontier, the tree has a shape fixed in advance.
-    """
-    model = ToyModel(vocab=12)
-    roots = [4, 6, 8]
-    params = {"top_k": 9, "temperature": 1.3}
-    seeds, positions = torch.tensor([5, -6, 2**62]), torch.tensor([10, 0, 2**33])
-    sampled = {"law": law, "params": SamplingParams(**params), "seeds": seeds, "positions": positions}
-    levels = [(3, 2), (2, 3), (2, 0)]
-    state, _ = model.grow(roots, levels, **sampled)
-    assert state.frontier.shape == (3, 0)
-    draft = rerank_tree(state, state.num_candidates, active=torch.tensor([True, False, True]))
-    assert draft.draft_probs is not None and draft.draft_rows is not None and draft.node_map is not None
-    assert draft.draft_probs.shape == (3 * 6, 12) and draft.draft_rows.shape == draft.draft_tokens.shape
-    assert ((draft.draft_rows >= 0) & (draft.draft_rows < 18)).all()
-    # First draws first: the shape of the tree.
-    shape = [-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6, 5, 5]
-    places = {0: 0, 1: 0, 2: 1, 4: 0, 6: 1, 5: 2}  # in their frontiers, of the nodes that have children
-    for b, (tokens, parents) in enumerate(packed_trees(draft)):
-        if b == 1:
-            assert tokens == []
-            continue
-        assert parents == shape
-        begin = int(draft.trees.cu_nodes[b])
-        paths: list[list[int]] = []
-        for token, parent in zip(tokens, parents, strict=True):
-            paths.append([*(paths[parent] if parent >= 0 else []), token])
-        for node, path in enumerate(paths):
-            children = [tokens[i] for i in range(len(tokens)) if parents[i] == node]
-            if not children:
-                continue
-            q = reference.distribution(reference.clean_logits(model.logits(path)), **params)
-            np.testing.assert_allclose(draft.draft_probs[draft.draft_rows[begin + node]].cpu().numpy(), q, rtol=1e-5)
-            position = int(positions[b]) + len(path) - 1
-            assert children == drawn(q, len(children), law, int(seeds[b]), position, places[node])
-    # Fewer nodes: the first ones, whatever was drawn.
-    fewer = rerank_tree(state, 9)
-    assert [parents for _, parents in packed_trees(fewer)] == [shape[:9]] * 3
 
 
 @pytest.mark.parametrize("law", ["iid", "swor", "coupled"])

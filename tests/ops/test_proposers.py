@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import calls
 import pytest
 import torch
 from draft_checks import packed_trees
@@ -130,15 +131,6 @@ def test_rejected_predictions_without_rows(device: torch.device) -> None:
 # medusa_propose -------------------------------------------------------------------------------------------------------
 
 
-def test_medusa_edges(backend: str) -> None:
-    root_only = medusa_propose(torch.randn(2, 3, 8), DraftTree.chain(0), root_tokens=torch.tensor([4, 5]))
-    assert packed_trees(root_only) == [([4], [-1]), ([5], [-1])]
-    whole = medusa_propose(torch.arange(6.0).reshape(1, 1, 6), DraftTree.full([6]))
-    assert packed_trees(whole)[0][0] == [-1, 5, 4, 3, 2, 1, 0]
-    empty = medusa_propose(torch.randn(0, 3, 8), DraftTree.full([2, 2]))
-    assert empty.draft_tokens.shape == (0,) and empty.trees.cu_nodes.tolist() == [0]
-
-
 def test_medusa_ranks_with_gaps(backend: str) -> None:
     """A node takes the rank that its path names, however many siblings it has."""
     tree = DraftTree.from_paths([[0], [4], [4, 2]])
@@ -180,49 +172,15 @@ def test_decoys(device: torch.device, max_nodes: int) -> None:
     assert decoy_propose(texts[:0], int32([]), max_nodes=7, max_depth=3).draft_tokens.shape == (0,)
 
 
-# Refusals, schemas ----------------------------------------------------------------------------------------------------
-
-
-def test_refusals(device: torch.device) -> None:
-    history, lens = torch.zeros(2, 5, dtype=torch.int64), int32([5, 5])
-    for match, options in [
-        (r"ngram_propose: `max_nodes` must be in 1\.\.1024, got 0", {"max_nodes": 0}),
-        (r"`max_depth` must be in 0\.\.1023, got 1024", {"max_depth": 1024}),
-        (r"`min_ngram` must be at least 1, got 0", {"min_ngram": 0}),
-        (r"`max_ngram` must be in min_ngram\.\.64, got 1", {"min_ngram": 2, "max_ngram": 1}),
-        (r"`max_branches` must be at least 0, got -1", {"max_branches": -1}),
-        (r"`extra` must be of shape \[2, \*\] .*, got \[3, 4\]", {"extra": torch.zeros(3, 4, dtype=torch.int64)}),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            ngram_propose(history, lens, **({"max_nodes": 4, "max_depth": 4} | options))
-    with pytest.raises(ValueError, match=r"`history_lens` must be of dtype torch.int32, got torch.int64"):
-        ngram_propose(history, lens.long(), max_nodes=4, max_depth=4)
-    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have depth <= 2 \(the heads\), got 3"):
-        medusa_propose(torch.randn(1, 2, 8), DraftTree.chain(3))
-    with pytest.raises(ValueError, match=r"medusa_propose: `tree` must have child ranks below 8 \(V\), got 8"):
-        medusa_propose(torch.randn(1, 2, 8), DraftTree.full([9]))
-    with pytest.raises(ValueError, match=r"medusa_propose: `head_logits` must be of shape \[\*, \*, \*\]"):
-        medusa_propose(torch.randn(1, 8), DraftTree.full([2]))
-    trees = TreeBatch.from_trees([DraftTree.chain(1)], device=device)
-    tokens = torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"rejected_predictions: `predictions` must be of shape \[2\]"):
-        rejected_predictions(trees, tokens, tokens[:1], int32([[0]]))
-    with pytest.raises(ValueError, match=r"rejected_predictions: `accept_index` must be of shape \[1, S\]"):
-        rejected_predictions(trees, tokens, tokens, int32([[0], [0]]))
-    with pytest.raises(ValueError, match=r"rejected_predictions: `context` must be in 1..1023"):
-        rejected_predictions(trees, tokens, tokens, int32([[0]]), context=0)
-    for match, options in [
-        ("max_nodes: expected 9 to 1024, got 8", {"max_nodes": 8}),
-        ("max_depth: expected at least 1, got 0", {"max_depth": 0}),
-        (r"lengths: expected shape \[2\], got \[1\]", {"lengths": lens[:1]}),
-        ("active: expected torch.bool, got torch.int32", {"active": lens}),
-    ]:
-        with pytest.raises(ValueError, match=match):
-            decoy_propose(**({"texts": history, "lengths": lens, "max_nodes": 9, "max_depth": 4} | options))
-    with pytest.raises(TypeError):
-        ngram_propose(history, lens, max_nodes="4", max_depth=4)  # type: ignore[arg-type]
-
-
-def test_value_checks(value_checks: None) -> None:
-    with pytest.raises(ValueError, match=r"ngram_propose: `history_lens\[1\]` must be in 0\.\.5, got 6"):
-        ngram_propose(torch.zeros(2, 5, dtype=torch.int64), int32([5, 6]), max_nodes=4, max_depth=4)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_nodes": 8}, "max_nodes: expected 9 to 1024, got 8"),
+        ({"max_depth": 0}, "max_depth: expected at least 1, got 0"),
+        ({"lengths": torch.zeros(1, dtype=torch.int32)}, r"lengths: expected shape \[2\], got \[1\]"),
+        ({"active": torch.zeros(2, dtype=torch.int32)}, "active: expected torch.bool, got torch.int32"),
+    ],
+)
+def test_decoys_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoy_propose(**{**calls.make("decoy_propose").arguments, **changes})

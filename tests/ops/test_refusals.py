@@ -1,4 +1,4 @@
-"""A wrong argument of a valid call and what is said of it: attention, caches, recurrent layers, steps and trees.
+"""A wrong argument of a valid call and what is said of it; the verify ops: `test_verify_hostile.py`.
 
 A refused call writes nothing. `test_calls.py` has values of no type that anything takes.
 """
@@ -20,7 +20,7 @@ from calls import tensors_of
 from step_case import int32
 from torch import Tensor
 
-from pagedtree import RequestOptions, Verdict
+from pagedtree import DraftState, DraftTree, RequestOptions, SamplingParams, Verdict
 
 Changes = dict[str, Any]  # argument -> its new value, or a function that makes it of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
@@ -42,6 +42,10 @@ def four_strides(t: Tensor) -> Tensor:
 def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], RequestOptions]:
     """Makes a function that changes `output_counts` of request options."""
     return lambda options: replace(options, output_counts=change(options.output_counts))
+
+
+def with_frontier(count: int) -> Callable[[DraftState], DraftState]:
+    return lambda state: replace(state, frontier=state.frontier[:, :count])
 
 
 def with_prepared_step(return_lse: bool = True, **arguments: Any) -> Tensor:
@@ -228,6 +232,82 @@ REFUSALS: Table = {
         ({"x": by_columns}, "`x` contiguous in its last dimension"),
         ({"activation": "gelu"}, '`activation` None or "silu", got "gelu"'),
     ],
+    "sample": [
+        ({"logits": Tensor.double}, "`logits` of dtype torch.float32 or ...bfloat16, got torch.float64"),
+        ({"logits": lambda t: t[0]}, "`logits` of shape [*, *] ..., got [40]"),
+        ({"logits": lambda t: t[:, :0]}, "`logits` of at least one column, got [2, 0]"),
+        ({"logits": lambda t: t.new_empty(2, 2**20 + 1)}, "`logits` of at most 2^20 columns, got [2, 1048577]"),
+        ({"logits": by_columns}, "`logits` contiguous in its last dimension"),
+        ({"params": SamplingParams(top_k=torch.zeros(2))}, "`top_k` of dtype torch.int32"),
+        ({"params": SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape [1] or [2], got [3]"),
+        ({"seeds": Tensor.int}, "`seeds` of dtype torch.int64, got torch.int32"),
+        ({"positions": lambda t: t[:1]}, "`positions` of shape [2] ..., got [1]"),
+    ],
+    "token_logprobs": [
+        ({"logits": Tensor.int}, "`logits` of dtype ..., got torch.int32"),
+        ({"tokens": Tensor.float}, "`tokens` of dtype torch.int32 or torch.int64, got torch.float32"),
+        ({"tokens": lambda t: t[None]}, "`tokens` of shape [*] ..., got [1, 2]"),
+        ({"rows": lambda t: t[:1]}, "`rows` of shape [2] ..., got [1]"),
+        ({"rows": Tensor.float}, "`rows` of dtype torch.int32 or torch.int64, got torch.float32"),
+        *(({"top_n": n}, f"`top_n` in 0..40, got {n}") for n in (-1, 41)),
+        ({"logits": lambda t: t.new_zeros(4, 2000), "top_n": 1025}, "`top_n` in 0..1024, got 1025"),
+        ({"params": SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape"),
+        ({"params": SamplingParams(presence_penalty=torch.ones(3))}, "`presence_penalty` of shape"),
+        ({"options": counts(lambda t: t[:1])}, "`output_counts` of shape"),
+        ({"options": lambda o: replace(o, allowed_mask=o.allowed_mask.repeat(1, 2))}, "`allowed_mask` of shape"),
+    ],
+    "token_logprobs_of_all_rows": [
+        ({"tokens": lambda t: t[:1]}, "`tokens` of shape [2] ..., got [1]"),
+    ],
+    "start_draft": [
+        ({"root_tokens": Tensor.int}, "`root_tokens` int64 ..."),
+        ({"max_kv_nodes": 0}, "`max_kv_nodes` in 1..1024, got 0"),
+        ({"active": lambda t: t[:1]}, "`active` bool [B]..."),
+    ],
+    "expand_tree": [
+        ({"logits": lambda t: t[:3]}, "`logits` of shape [4, *] ..., got [3, 40]"),
+        ({"logits": Tensor.double}, "`logits` of dtype torch.float32 or ...bfloat16, got torch.float64"),
+        ({"logits": by_columns}, "`logits` contiguous in its last dimension"),
+        *(({"num_children": n}, f"`num_children` in 1..40, got {n}") for n in (0, 41)),
+        *(({"num_frontier": n}, f"`num_frontier` in 0..4, got {n}") for n in (-1, 5)),
+        ({"num_children": 40, "num_frontier": 32}, "`num_frontier` at most 4 (max_kv_nodes less those fed), got 32"),
+        ({"state": with_frontier(0)}, "`frontier` of at least one node, got 0"),
+        ({"law": "iid", "params": SamplingParams()}, "`law` 'topk' as in the levels before, got 'iid'"),
+    ],
+    "expand_tree_by_draws": [
+        ({"law": "greedy"}, '`law` "topk", "iid", "swor" or "coupled", got "greedy"'),
+        ({"law": "topk"}, '`temperature` None under law "topk", got a tensor'),
+        ({"params": None}, "`params` SamplingParams under law 'swor', got None"),
+        ({"seeds": None}, "`seeds` a tensor under this law, got None"),
+        ({"seeds": Tensor.int}, "`seeds` of dtype torch.int64, got torch.int32"),
+        ({"positions": lambda t: t[:1]}, "`positions` of shape [2] ..., got [1]"),
+        ({"params": SamplingParams(top_k=int32([1, 2, 3]))}, "`top_k` of shape [1] or [2], got [3]"),
+        ({"num_children": 41}, "`num_children` in 1..40, got 41"),
+        ({"law": "iid", "num_children": 1025}, "`num_children` in 1..1024, got 1025"),
+    ],
+    "rerank_tree": [
+        ({"num_nodes": 1025}, "`num_nodes` in 1..1024, got 1025"),
+        ({"active": lambda t: t[:1]}, "`active` of shape [2]..."),
+    ],
+    "ngram_propose": [
+        ({"max_nodes": 0}, "`max_nodes` in 1..1024, got 0"),
+        ({"max_depth": 1024}, "`max_depth` in 0..1023, got 1024"),
+        ({"min_ngram": 0}, "`min_ngram` at least 1, got 0"),
+        ({"min_ngram": 2, "max_ngram": 1}, "`max_ngram` in min_ngram..64, got 1"),
+        ({"max_branches": -1}, "`max_branches` at least 0, got -1"),
+        ({"extra": lambda t: t.repeat(2, 1)}, "`extra` of shape [2, *] ..., got [4, 20]"),
+        ({"history_lens": Tensor.long}, "`history_lens` of dtype torch.int32, got torch.int64"),
+    ],
+    "medusa_propose": [
+        ({"tree": DraftTree.chain(4)}, "`tree` must have depth <= 3 (the heads), got 4"),
+        ({"tree": DraftTree.full([41])}, "`tree` must have child ranks below 40 (V), got 40"),
+        ({"head_logits": lambda t: t[0]}, "`head_logits` of shape [*, *, *] ..., got [3, 40]"),
+    ],
+    "rejected_predictions": [
+        ({"predictions": lambda t: t[:1]}, "`predictions` of shape [8]..."),
+        ({"accept_index": lambda t: t[:1]}, "`accept_index` of shape [2, S]..."),
+        ({"context": 0}, "`context` in 1..1023..."),
+    ],
     "build_trees": [
         ({"parents": Tensor.float}, "`parents` of dtype torch.int32, got torch.float32"),
         ({"parents": lambda t: t[None]}, "`parents` of shape [*] ..., got [1, 7]"),
@@ -392,6 +472,9 @@ BAD_VALUES: Table = {
         ({"node_map": lambda t: t[:2]}, "`cu_nodes` at most 2 rows, got 3"),
         ({"history_rows": with_value((0,), 1)}, "`history_rows[0]` in -1..0, got 1"),
     ],
+    "ngram_propose": [
+        ({"history_lens": with_value((2,), 31)}, "`history_lens[2]` in 0..30, got 31"),
+    ],
     "select_nodes": [
         ({"trees": lambda t: replace(t, cu_nodes=with_value((1,), 9)(t.cu_nodes))}, "`cu_nodes` non-descending"),
     ],
@@ -406,7 +489,7 @@ def refuses(device: torch.device, name: str, changes: Changes, message: str) -> 
     written = [t for key in call.written for t in tensors_of(call.arguments[key])]
     before = [raw(t).clone() for t in written]
     op = call.function.__name__
-    said = message.replace("` ", "` must be ", 1)
+    said = message if "must have" in message else message.replace("` ", "` must be ", 1)
     expected = f"^{op}: {re.escape(said)}".replace(re.escape("..."), ".*")
     for form in (call.function, *(FORMS[op] for _ in range(op in FORMS))):
         with pytest.raises(ValueError, match=expected):

@@ -39,6 +39,8 @@ SAMPLINGS: dict[str, Sampling] = {
     "tiny top-p": {"top_p": 1e-6},
     "min-p": {"min_p": 0.07},
     "min-p 1": {"min_p": 1.0},
+    "top-k 129": {"top_k": 129},
+    "top-k 1000": {"top_k": 1000, "top_p": 0.5, "min_p": 1e-3, "temperature": 1.5},
     "all filters": {"top_k": 30, "top_p": 0.8, "min_p": 0.02, "temperature": 1.2},
     "all filters, joint": {"top_k": 30, "top_p": 0.8, "min_p": 0.02, "temperature": 1.2, "filter_order": "joint"},
 }
@@ -63,7 +65,8 @@ def cases() -> Iterator[Case]:
     yield _walk("parameters per sequence", forest("", 4), tensors_of(4))
 
 
-FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in ("plain", "all filters", "all filters, joint")}
+FEW = ("plain", "tiny top-p", "top-k 129", "top-k 1000", "all filters", "all filters, joint")
+FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in FEW}
 
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
