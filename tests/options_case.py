@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,10 @@ from pagedtree import (
     RequestOptions,
     SamplingParams,
     TreeBatch,
-    Verdict,
     build_trees,
     reference,
-    sample,
     verify_block,
     verify_rejection,
-    verify_sampled,
     verify_traversal,
 )
 from pagedtree.check.cases.inputs import as_words
@@ -239,59 +236,6 @@ def strided(t: Tensor) -> Tensor:
     wide = torch.full((t.shape[0], t.shape[1] + 7), fill, dtype=t.dtype, device=t.device)
     wide[:, 3 : 3 + t.shape[1]] = t
     return wide[:, 3 : 3 + t.shape[1]]
-
-
-def calls_of(case: Case) -> dict[str, tuple[Callable, SamplingParams, dict[str, Any]]]:
-    """Every op that takes options on trees: its parameters and keywords, by name."""
-    found: dict[str, tuple[Callable, SamplingParams, dict[str, Any]]] = {}
-    for name, params in SAMPLED.items():
-        found[name] = verify_sampled, params, {}
-    for op, law in OF_CHAINS if case.is_chain else WEIGHED:
-        drawn = {} if law == "onehot" else {"draft_probs": case.probs}
-        params = SAMPLED["filtered" if law == "swor" else "sampled"]
-        found[f"{op.__name__} {law}"] = op, params, {"draft_law": law, **drawn}
-    return found
-
-
-def verify(case: Case, name: str) -> Verdict:
-    """Returns what the op makes of logits and options."""
-    op, params, keywords = calls_of(case)[name]
-    given = {"grammar_mask": case.grammar_mask, "draft_to_target": case.draft_to_target, "options": case.options}
-    params = replace(params, **case.penalties)
-    return op(case.logits, case.drafts, case.trees, params, **case.streams, **keywords, **given)
-
-
-def expected(case: Case, name: str, applied: Tensor) -> Verdict:
-    """Returns what it makes of logits to which the options have been applied."""
-    op, params, keywords = calls_of(case)[name]
-    given = {**case.streams, **keywords, "draft_to_target": case.draft_to_target}
-    return op(applied, case.drafts, case.trees, params, **given)
-
-
-def drawn(case: Case, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Returns what `sample` draws from as many rows as there are sequences, and what it should."""
-    rows = slice(len(case.seeds))
-    logits, mask = case.logits[rows], None if case.grammar_mask is None else case.grammar_mask[rows]
-    given = {"grammar_mask": mask, "options": case.options}
-    got = sample(logits, replace(params, **case.penalties), **case.streams, **given)
-    applied = reference.apply_options(logits, case.params, **given, positions=case.positions)
-    return got, sample(applied, params, **case.streams)
-
-
-def differences(case: Case) -> list[str]:
-    """The ops that do not give what they give for logits to which the options have been applied."""
-    applied, wrong = case.applied(), []
-    for name in calls_of(case):
-        got, wanted = verify(case, name), expected(case, name, applied)
-        wrong += [
-            f"{name}: {column} {a.tolist()}, expected {b.tolist()}"
-            for column, a, b in zip(Verdict._fields, got, wanted, strict=True)
-            if not torch.equal(a, b)
-        ]
-    for name, params in SAMPLED.items():
-        got, wanted = drawn(case, params)
-        wrong += [] if torch.equal(got, wanted) else [f"sample {name}: {got.tolist()}, expected {wanted.tolist()}"]
-    return wrong
 
 
 # Values of any kind --------------------------------------------------------------------------------------------------

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 import time
-from unittest import mock
+from dataclasses import replace
 
 import lossless_case
 import pytest
 import torch
 from ranks import Ranks
-from shard_case import SPLITS, Case, make_case, per_request, shards_of
+from shard_case import SPLITS, make_case, per_request, shards_of
 
 import pagedtree
-from pagedtree import SamplingParams, distributed
+from pagedtree import RequestOptions, SamplingParams, distributed
 from pagedtree._ops import ops
 from pagedtree.check.cases.inputs import as_words
 from pagedtree.distributed import GroupError, Traffic, VocabShards
-from pagedtree.distributed.protocol import END_WORDS, LEFT_WORDS, ROW_WORDS, Round, Weigh, num_digits
+from pagedtree.distributed.protocol import ROW_WORDS
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -56,10 +56,6 @@ def same(a: tuple, b: tuple) -> bool:
 # ---- greedy and sampled
 
 
-def limits_of(case: Case) -> torch.Tensor:
-    return torch.arange(case.trees.batch_size, dtype=torch.int32) % 4 - 1
-
-
 def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
     """Lists the results that differ from the whole ops, over splits and grammar masks."""
     wrong = []
@@ -73,7 +69,7 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
         for mask, packed in (("none", False), ("bool", False), ("bool", True)):
             allowed = case.masks[mask]
             whole_mask = as_words(allowed) if packed else allowed
-            limit = {"tokens_left": limits_of(case) if packed else None}
+            limit = {"tokens_left": torch.arange(case.trees.batch_size).int() % 4 - 1 if packed else None}
             masked = {"grammar_mask": whole_mask, **limit}
             whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams, **masked)
             greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, **masked)
@@ -106,87 +102,6 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
 def test_sampled_and_greedy_are_those_of_the_whole(ranks, size, backend, dtype, name):
     for wrong in ranks.run(compare_sampled, size, backend, size, dtype, name):
         assert wrong == []
-
-
-def compare_in_clusters(group: object, name: str) -> list[str]:
-    """Parts of 8192 tokens and more, which up to four CTAs read together."""
-    vocab, wrong = 40_009, []
-    case = make_case(vocab, torch.bfloat16, seed=4)
-    params, rows = params_of(name, case.trees.batch_size), case.logits.shape[0]
-    whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams)
-    with use_backend("simt"), mock.patch.dict(os.environ, PAGEDTREE_SIMT_DEVICE=f"{4 * rows}:227:4"):
-        for fractions in ([0.5, 0.3], [0.0, 1.0]):
-            shards = shards_of(group, fractions, vocab)
-            got = distributed.verify_sampled(
-                shards.own(case.logits), case.drafts, case.trees, params, shards=shards, **case.streams
-            )
-            if not same(got, whole):
-                wrong.append(f"{fractions}: {got} {whole}")
-    return wrong
-
-
-@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize("name", [*PARAMS])
-def test_clusters_do_not_matter(ranks, name):
-    for wrong in ranks.run(compare_in_clusters, 3, name):
-        assert wrong == []
-
-
-# ---- rejection
-
-
-def draft_laws(case: Case, law: str, dtype: torch.dtype) -> dict:
-    """The distributions that drafts may come from; some rows have no mass, others only some tokens."""
-    if law == "onehot":
-        return {"draft_law": law}
-    vocab = case.logits.shape[1]
-    generator = torch.Generator().manual_seed(7)
-    near = case.logits.float().nan_to_num(-5.0, posinf=9.0, neginf=-9.0)
-    probs = (near + torch.randn(near.shape, generator=generator)).softmax(dim=1)
-    probs[0] = 0.0
-    probs[2, : vocab // 2] = 0.0
-    return {"draft_law": law, "draft_probs": probs.to(dtype), "draft_rows": torch.arange(probs.shape[0]).flip(0)}
-
-
-def compare_rejection(group: object, backend: str, size: int, dtype: torch.dtype, law: str) -> tuple[list, int, int]:
-    """Returns what all splits give, how many trees were verified, and how many differ from the whole op."""
-    seen, different, total = [], 0, 0
-    with use_backend(backend):
-        vocab = vocab_of(backend)
-        for seed in range(6) if backend == "cpu" and size == 3 else (1, 2):
-            case = make_case(vocab, dtype, seed)
-            drafts = draft_laws(case, law, torch.float32 if seed % 2 else torch.bfloat16)
-            params = params_of(["plain", "both", "each"][seed % 3], case.trees.batch_size)
-            drafts["tokens_left"] = limits_of(case) if seed == 2 else None
-            whole = pagedtree.verify_rejection(case.logits, case.drafts, case.trees, params, **drafts, **case.streams)
-            for i, fractions in enumerate(SPLITS[size]):
-                shards = shards_of(group, fractions, vocab)
-                mine = dict(drafts)
-                if i % 2 and "draft_probs" in mine:
-                    mine["draft_probs"] = shards.own(mine["draft_probs"])
-                got = distributed.verify_rejection(
-                    shards.own(case.logits), case.drafts, case.trees, params, **mine, **case.streams, shards=shards
-                )
-                seen.append([tensor.tolist() for tensor in got])
-                total += case.trees.batch_size
-                different += sum(
-                    not all(torch.equal(a[b], c[b]) for a, c in zip(got, whole, strict=True))
-                    for b in range(case.trees.batch_size)
-                )
-    return seen, total, different
-
-
-@pytest.mark.parametrize("backend", HOST_BACKENDS)
-@pytest.mark.parametrize("law", ["iid", "swor", "onehot"])
-def test_rejection_is_the_same_on_every_rank(ranks, backend, law):
-    first, *others = ranks.run(compare_rejection, 3, backend, 3, torch.float32, law)
-    assert all(other == first for other in others)
-    seen, total, different = first
-    splits = len(SPLITS[3])
-    for i in range(0, len(seen), splits):
-        assert all(verdict == seen[i] for verdict in seen[i : i + splits])  # the split does not matter either
-    # The whole op adds floats: a coin within 1e-6 of a boundary may fall otherwise, which here none does.
-    assert different == 0 and total > 0
 
 
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
@@ -254,14 +169,6 @@ def test_words_do_not_grow_with_the_vocabulary(ranks):
 # ---- raw ops
 
 
-def raw_arguments(device: str = "cpu") -> tuple[Case, tuple, dict]:
-    case = make_case(33, torch.float32, 0, device=device)
-    trees = case.trees
-    tree = (case.drafts, trees.cu_nodes, trees.depths, trees.first_child, trees.next_sibling, trees.valid, 7, 3)
-    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
-    return case, tree, part
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -273,100 +180,55 @@ def raw_arguments(device: str = "cpu") -> tuple[Case, tuple, dict]:
     ],
 )
 def test_raw_ops_refuse(change, message):
-    case, _, part = raw_arguments()
-    count = case.logits.shape[0]
-    rows, words = (torch.zeros(count, n, dtype=torch.int64) for n in (ROW_WORDS, 2))
-    given = {"round": 1, "digit": 0, "last": 0, **part} | change
+    logits = torch.zeros(9, 33)
+    rows, words = (torch.zeros(9, n, dtype=torch.int64) for n in (ROW_WORDS, 2))
+    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
+    rounds = {"round": 1, "digit": 0, "last": 0}
     with pytest.raises(RuntimeError, match=message):
-        ops.step_shards(case.logits, rows, None, words, *per_request(count).on(case.logits.device), **given)
-
-
-def accepts(op, *arguments, **options) -> bool:
-    """Tells whether a raw op takes these; False where the number of words or the digit is not the op's."""
-    try:
-        op(*arguments, **options)
-    except RuntimeError as error:
-        assert "`words` must be" in str(error) or "`digit` must be" in str(error), error
-        return False
-    return True
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_protocols_numbers_are_those_of_the_ops(dtype):
-    case, tree, part = raw_arguments()
-    logits, count, batch = case.logits.to(dtype), case.logits.shape[0], case.trees.batch_size
-    sampling, at = PARAMS["both"].on(logits.device), {"cu_nodes": case.trees.cu_nodes, "depths": case.trees.depths}
-
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int64)
-
-    for round_ in Round:
-        taken = [
-            words
-            for words in range(1, 40)
-            if accepts(
-                ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, words), *sampling, round=round_,
-                digit=0, last=0, **part, **at, **case.streams,
-            )
-        ]  # fmt: skip
-        assert taken == [round_.words], round_
-    digits = [
-        digit
-        for digit in range(40)
-        if accepts(
-            ops.step_shards, logits, zeros(count, ROW_WORDS), None, zeros(count, Round.COUNT.words), *sampling,
-            round=Round.COUNT, digit=digit, last=0, **part, **at,
-        )
-    ]  # fmt: skip
-    assert digits == list(range(num_digits(dtype)))
-    for round_ in Weigh:
-        of_trees = round_ in (Weigh.SUMS, Weigh.DRAW)
-        ends = zeros(batch, END_WORDS) - 1 if of_trees else None
-        received = {Weigh.RESIDUAL: zeros(count, 2), Weigh.DRAW: zeros(1, batch, 2).flatten(0, 1)}.get(round_)
-        taken = [
-            words
-            for words in range(1, 8)
-            if accepts(
-                ops.weigh_shards, logits, zeros(count, ROW_WORDS), zeros(count, LEFT_WORDS), ends, received,
-                zeros(batch if of_trees else count, words), *tree, *sampling, round=round_, index=0, **part,
-                draft_law="onehot",
-            )
-        ]  # fmt: skip
-        assert taken == [round_.words], round_
+        ops.step_shards(logits, rows, None, words, *SamplingParams().on(logits.device), **{**part, **rounds, **change})
 
 
 # ---- ranks that disagree or die
 
 
 def disagree(group: object, what: str) -> None:
-    rank = torch.distributed.get_rank(group)
     vocab = 1003
     case = make_case(vocab, torch.float32, 0)
     shards = shards_of(group, [0.3, 0.4], vocab)
-    logits, params, streams = shards.own(case.logits), PARAMS["both"], case.streams
-    if rank == 1:
-        if what == "top_p":
-            params = SamplingParams(temperature=0.9, top_k=12, top_p=0.71, min_p=0.01)
-        elif what == "seeds":
-            streams = streams | {"seeds": case.seeds + 1}
-        elif what == "draft_tokens":
-            case.drafts[2] += 1
-        elif what == "rows":
-            logits = logits[:-1]
-        elif what == "dtype":
-            logits = logits.bfloat16()
-        elif what == "columns":
-            logits = logits[:, :-1]
-        elif what == "call":
-            distributed.verify_greedy(logits, case.drafts, case.trees, shards=shards)
+    params, batch = PARAMS["both"], case.trees.batch_size
+    options = RequestOptions.from_lists(
+        vocab, bias=[{1: 0.5, 7: 2.0}] * batch, stop_ids=[[1]] * batch, min_positions=[5] * batch
+    )
+    logits, drafts, seeds = shards.own(case.logits), case.drafts, case.seeds
+    changes = {
+        "top_p": {"params": replace(params, top_p=0.71)},
+        "presence_penalty": {"params": replace(params, presence_penalty=0.125)},
+        "options": {"options": None},
+        "bias_tokens": {"options": replace(options, bias_tokens=options.bias_tokens + 1)},
+        "min_position": {"options": replace(options, min_position=options.min_position + 1)},
+        "seeds": {"seeds": seeds + 1},
+        "draft_tokens": {"draft_tokens": torch.where(torch.arange(len(drafts)) == 2, drafts + 1, drafts)},
+        "rows": {"logits": logits[:-1]},
+        "dtype": {"logits": logits.bfloat16()},
+        "columns": {"logits": logits[:, :-1]},
+    }
+    arguments = {"logits": logits, "draft_tokens": drafts, "params": params, "options": options, **case.streams}
+    if torch.distributed.get_rank(group) == 1:
+        if what == "call":
+            distributed.verify_greedy(logits, drafts, case.trees, shards=shards)
             return
-    distributed.verify_sampled(logits, case.drafts, case.trees, params, **streams, shards=shards)
+        arguments |= changes[what]
+    distributed.verify_sampled(trees=case.trees, **arguments, shards=shards)
 
 
 @pytest.mark.parametrize(
     ("what", "named"),
     [
         ("top_p", "`top_p`"),
+        ("presence_penalty", "`presence_penalty`"),
+        ("options", "`bias_tokens`"),
+        ("bias_tokens", "`bias_tokens`"),
+        ("min_position", "`min_position`"),
         ("seeds", "`seeds`"),
         ("draft_tokens", "`draft_tokens`"),
         ("rows", "`logits`"),

@@ -3,60 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from calls import mapped
-from device_case import placed
 from options_case import (
-    CHAINS,
     OF_CHAINS,
-    PARTS,
-    TREES,
     WEIGHED,
-    Case,
     batch_of,
-    differences,
-    make_case,
-    strided,
 )
 from verify_case import check
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
-from pagedtree.check.cases.inputs import as_words
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-GREEDY = SamplingParams(temperature=0.0)
 INF = float("inf")
-
-
-def case_of(vocab: int, parts: Iterable[str], parents: list[list[int]], seed: int) -> Case:
-    """With NaN and infinities, a packed grammar, drafts of another vocabulary and strided rows, each in half of all."""
-    case = make_case(vocab, parts, seed=seed, parents=parents, dtype=DTYPES[seed % 3])
-    generator = torch.Generator().manual_seed(seed)
-    if seed & 1:
-        for row in case.logits:
-            strange = torch.tensor([float("nan"), INF, -INF])[torch.randint(3, (2,), generator=generator)]
-            row[torch.randint(vocab, (2,), generator=generator)] = strange.to(row.dtype)
-    if seed & 2 and case.grammar_mask is not None:
-        case = replace(case, grammar_mask=as_words(case.grammar_mask))
-    if seed & 4:  # path tokens count as the target's ids
-        to_target = torch.randperm(vocab, generator=generator)
-        ids = torch.where(case.drafts < 0, -1, to_target.argsort()[case.drafts])
-        case = replace(case, drafts=ids, draft_to_target=to_target)
-    return mapped(case, strided) if seed & 8 else case
-
-
-@pytest.mark.parametrize("vocab", [1, 5, 64, 333, pytest.param(5003, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [0, *range(11, 14), *(pytest.param(s, marks=pytest.mark.slow) for s in range(14, 40))])
-@pytest.mark.parametrize("parents", [TREES, CHAINS], ids=["trees", "chains"])
-def test_random_options(device, vocab, seed, parents):
-    generator = torch.Generator().manual_seed(seed)
-    parts = [part for part in PARTS if seed == 0 or torch.rand((), generator=generator) < 0.5]
-    assert differences(mapped(case_of(vocab, parts, parents, seed), lambda t: placed(t, device))) == []
 
 
 # By hand --------------------------------------------------------------------------------------------------------------
@@ -184,65 +144,6 @@ def test_deep_paths(device):
             keywords["draft_probs"] = torch.full((count, 5), 0.2, device=device)
         verdict = op(logits, drafts, chain, params, seeds=zero, positions=zero, **keywords)
         check(verdict, 0, path, [2] * turn + [3])
-
-
-def word_row(device: torch.device, text: list[int], words: list[list[int]], start: int | None = None, **given) -> int:
-    """Returns what is left of tokens 0 and 1, of which 1 is better, after the text; without one of them, token 2."""
-    options = RequestOptions.from_lists(9, prompts=[text], outputs=[[]], bad_words=[words], device=device)
-    if start is not None:
-        options = replace(options, history_start=torch.tensor([start], dtype=torch.int32, device=device))
-    zero = torch.zeros(1, dtype=torch.int64, device=device)
-    logits = torch.tensor([[1.0, 2.0, *[0.0] * 7]], device=device)
-    return int(sample(logits, GREEDY, seeds=zero, positions=zero, options=options))
-
-
-def test_bad_words_by_hand(device):
-    assert word_row(device, [5, 6], [[1]]) == 0
-    assert word_row(device, [5, 6], [[6, 1]]) == 0
-    assert word_row(device, [5, 6], [[5, 6, 1]]) == 0
-    assert word_row(device, [5, 6], [[5, 6, 1], [0]]) == 2
-    assert word_row(device, [5, 6], [[5, 1]]) == 1
-    assert word_row(device, [5, 6], [[4, 5, 6, 1]]) == 1  # longer than the text
-    assert word_row(device, [], [[6, 1]]) == 1
-    assert word_row(device, [], [[1]]) == 0
-    # A word that begins before history_start does not count, one of a token always does.
-    assert word_row(device, [5, 6], [[5, 6, 1]], start=0) == 0
-    assert word_row(device, [5, 6], [[5, 6, 1]], start=1) == 1
-    assert word_row(device, [5, 6], [[6, 1]], start=1) == 0
-    assert word_row(device, [5, 6], [[6, 1]], start=2) == 1
-    assert word_row(device, [5, 6], [[1]], start=2) == 0
-
-
-def test_minimum_length_by_hand(device):
-    """Node n predicts positions[b] + depth + 1; position 10 is the first at which token 1 may come."""
-    stops = {"stop_ids": [[1]], "min_positions": [10]}
-    for position, token in ((7, 0), (8, 0), (9, 1), (10, 1)):
-        assert greedy([1.0, 2.0], device, position=position, **stops) == token
-    logits = torch.tensor([0.0, 1.0, 2.0], device=device).expand(4, 3)
-    options = RequestOptions.from_lists(3, stop_ids=[[2]], min_positions=[10], device=device)
-    seeds = torch.zeros(1, dtype=torch.int64, device=device)
-    drafts, trees = torch.tensor([0, 1, 1, 1], device=device), batch_of([[-1, 0, 1, 2]], device)
-    for position, tokens in ((6, [1, 1, 1, 2]), (7, [1, 1, 2]), (8, [1, 2]), (9, [2]), (5, [1, 1, 1, 1])):
-        verdict = verify_sampled(
-            logits, drafts, trees, GREEDY, seeds=seeds, positions=seeds + position, options=options
-        )
-        assert verdict.tokens[0, : len(tokens) + 1].tolist() == [*tokens, -1]
-
-
-def test_stop_ids_stay_where_nothing_else_is_left(device):
-    stops = {"stop_ids": [[1, 3]], "min_positions": [10]}
-    row = [1.0, 2.0, 0.0, 3.0]
-    assert greedy(row, device, **stops) == 0
-    assert greedy(row, device, **stops, allowed=[[1, 2, 3]]) == 2
-    assert greedy(row, device, **stops, allowed=[[1, 3]]) == 3
-    assert greedy(row, device, **stops, bad_words=[[[0], [2]]]) == 3
-    # What bias forbids counts, too; it comes later, but "at the end" nothing else is left.
-    assert greedy(row, device, **stops, bias=[{0: -INF, 2: -INF}]) == 3
-    assert greedy(row, device, **stops, bias=[{0: -INF}]) == 2
-    assert greedy([-INF, 2.0, float("nan"), 3.0], device, **stops) == 3
-    assert greedy([-INF, 2.0, INF, 3.0], device, **stops) == 2
-    # What was forbidden otherwise stays so.
-    assert greedy(row, device, **stops, allowed=[[1]]) == 1
 
 
 def resident(which: str) -> int:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from calls import mapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from options_case import VOCAB, Case, good_case, hostile_options
@@ -19,7 +18,6 @@ from verify_case import check_bounds
 from pagedtree import (
     RequestOptions,
     SamplingParams,
-    Verdict,
     expand_tree,
     sample,
     start_draft,
@@ -29,7 +27,6 @@ from pagedtree import (
     verify_traversal,
     verify_typical,
 )
-from pagedtree.check.cases.capture import captured
 
 FAR = 2**31 - 1
 OPS = [verify_sampled, verify_rejection, verify_block, verify_traversal]
@@ -216,50 +213,3 @@ def test_positions_at_the_ends(device):
 
 
 # Torch ----------------------------------------------------------------------------------------------------------------
-
-
-class Steps:
-    """Ops on buffers that stay where they are, for `captured`."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.results: list[Verdict] = []
-
-    def step(self) -> None:
-        self.results = [run(op, self.case) for op in OPS]
-
-    def copy_(self, other: Case) -> None:
-        for mine, its in ((self.case, other), (self.case.options, other.options), (self.case.trees, other.trees)):
-            for name, t in vars(mine).items():
-                if isinstance(t, Tensor):
-                    t.copy_(getattr(its, name))
-        for name, t in self.case.penalties.items():
-            t.copy_(other.penalties[name])
-
-
-def of_fixed_size(case: Case) -> Case:
-    """The same numbers in tensors of one size for all cases."""
-
-    def longer(t: Tensor, size: int) -> Tensor:
-        return torch.cat([t, t.new_full((size - len(t),), t[-1] if len(t) else 0)])
-
-    o = case.options
-    sizes = {"bias_tokens": 64, "bias_values": 64, "bad_tokens": 400, "cu_bad_words": 100}
-    options = replace(o, **{name: longer(getattr(o, name), size) for name, size in sizes.items()})
-    wide = {}
-    for name, neutral in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
-        value = case.penalties.get(name, neutral)
-        wide[name] = torch.as_tensor(value, device=case.logits.device).float().flatten().expand(6).clone()
-    return replace(case, options=options, penalties=wide)
-
-
-def test_replays_take_other_options(device):
-    """One captured call, in which every tensor changes between replays."""
-    first, *others = (of_fixed_size(good_case(device, seed)) for seed in (1, 2, 3, 4))
-    steps = Steps(mapped(first, Tensor.clone))
-    replay = captured(steps, device)
-    for other in (*others, first):
-        steps.copy_(other)
-        replay()
-        for op, verdict in zip(OPS, steps.results, strict=True):
-            assert same(verdict, run(op, other)), op

@@ -143,7 +143,7 @@ def cases() -> Iterator[Case]:
     yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _verify("greedy", "no sequence", problem_of("", []), [20, 20])
     yield _rejection("no sequence", problem_of("", []), SAMPLINGS["plain"], "onehot", [20, 20])
-    for sizes in ([0, 1], [2, 0, 3]):
+    for sizes in ([0, 1], [2, 0, 3], [20_004, 12_002, 8_003]):
         yield _verify("sampled", f"V {sum(sizes)}", forest("", 4, sum(sizes)), sizes, SAMPLINGS["all filters"])
 
 
