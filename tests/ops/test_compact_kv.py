@@ -7,16 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_case import compact_arguments, payload, prepared_compact, raw
-from hypothesis import example, given
-from hypothesis import strategies as st
+from cache_case import compact_arguments, payload, prepared_compact
 from step_case import int32
 from torch import Tensor
 
 from pagedtree import PreparedCompaction, compact_kv
 from pagedtree._ops import ops
-from pagedtree.check.case import Place
-from pagedtree.check.cases.cache import compaction
 from pagedtree.reference import kv_cache as loops
 
 Compact = Callable[..., Tensor]
@@ -25,22 +21,6 @@ Compact = Callable[..., Tensor]
 @pytest.fixture(params=[compact_kv, prepared_compact], ids=["op", "prepared"])
 def compact(request: pytest.FixtureRequest) -> Compact:
     return request.param
-
-
-@given(
-    start=st.lists(st.sampled_from([-(2**31), -3, 0, 5, 9, 17, 2**31 - 1]), min_size=2, max_size=2),
-    paths=st.lists(st.lists(st.integers(-2, 9), min_size=5, max_size=5), min_size=2, max_size=2),
-    num_accepted=st.lists(st.sampled_from([-5, 0, 2, 3, 4, 5, 2**31 - 1]), min_size=2, max_size=2),
-    holes=st.lists(st.sampled_from([-1, 6, 99, 2**31 - 1]), max_size=2),
-)
-@example(start=[3, 0], paths=[[0, 2, 3, 5, 6], [0, 2, 3, 5, 6]], num_accepted=[4, 4], holes=[6, 6])
-def test_compact_kv_bad_values(backend, device, start, paths, num_accepted, holes) -> None:
-    table = [[0, 1, 2], [3, 4, 5]]
-    for i, hole in enumerate(holes):
-        table[i][1] = hole
-    for prepared in (False, True):
-        case = compaction("any", table, start, paths, num_accepted, 4, pages=6, prepared=prepared)
-        assert case.loops is not None and case.difference(case.run(Place(device, backend)), case.loops()) == ""
 
 
 def test_compact_kv_many_tensors(compact, backend, device) -> None:
@@ -52,19 +32,6 @@ def test_compact_kv_many_tensors(compact, backend, device) -> None:
     assert seq_lens.tolist() == lengths == [7]
     assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
     assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
-
-
-def test_compact_kv_without_work(compact, backend, device) -> None:
-    no_table, nothing = torch.zeros((0, 4), dtype=torch.int32, device=device), int32([], device)
-    cache = payload((2, 2, 3), torch.float32, 0, device)
-    before = cache.clone()
-    assert compact([cache], no_table, nothing, no_table, nothing).shape == (0,)
-    one = (int32([[0, 1]], device), int32([1], device), int32([[0, 2]], device), int32([1], device))
-    assert compact([], *one).tolist() == [3]
-    assert compact([cache], one[0], one[1], int32([[]], device), one[3]).tolist() == [1]
-    assert torch.equal(raw(cache), raw(before))
-    for shape in ((2, 2, 0, 3), (0, 2, 3), (2, 0, 3)):
-        assert compact([torch.zeros(shape, device=device)], *one).tolist() == [3]
 
 
 def test_a_path_is_moved_once(compact, value_checks, device) -> None:

@@ -65,41 +65,6 @@ def test_invariance(channels: bool) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-@pytest.mark.parametrize("rows", ["trees", "sequences"])
-def test_value_heads_share_nothing_but_keys(channels: bool, rows: str) -> None:
-    """Each value head has the same bits in a call of its own."""
-    of = layer(trees_of([30, 1, 17], 6) if rows == "trees" else [5, 40], heads=(2, 6), channels=channels)
-    path = paths_to(of.trees, [29, 0, 16], 30) if of.trees is not None else ()
-    out, state = of.run(), of.advance(pt.advance_state, *path)
-    for head in range(6):
-        mine, key = slice(head, head + 1), slice(head // 3, head // 3 + 1)
-        places = {"q": key, "k": key, **dict.fromkeys(("v", "g", "beta", "state"), mine)}
-        alone = replace(of, **{name: getattr(of, name)[:, heads] for name, heads in places.items()})
-        assert torch.equal(alone.run(), out[:, mine])
-        assert torch.equal(alone.advance(pt.advance_state, *path), state[:, mine])
-
-
-def test_what_cannot_be_reached() -> None:
-    """Unreachable nodes and padding give 0 and may hold NaN; nothing else changes."""
-    parents = int32([-1, 0, 5, 2, 1, 3, 0, -1, 0, 0, 1, 9, 9])
-    trees = build_trees(parents, int32([0, 7, 11]), max_nodes=6, max_depth=2)
-    hidden = trees.depths < 0
-    hidden[11:] = True
-    assert hidden.sum() >= 5
-    of = layer(trees)
-    out = of.run()
-    assert not out[hidden].any() and out[~hidden].all()
-    for t in (of.q, of.k, of.v, of.g, of.beta):
-        t[hidden] = math.nan  # type: ignore[index]
-    assert torch.equal(of.run(), out)
-    x = torch.randn(13, 20, generator=seeded(1)).to(case.PLAIN)
-    conv = (torch.randn(20, 4), None, torch.randn(5, 20, 3).to(case.PLAIN), int32([1, 0]), trees)
-    convolved = pt.tree_conv1d(x, *conv)
-    x[hidden] = math.nan
-    assert torch.equal(pt.tree_conv1d(x, *conv), convolved) and not convolved[hidden].any()
-
-
-@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
 def test_nan_goes_down_alone(channels: bool) -> None:
     """What a node holds changes its own outputs and those below it; the bits of all others stay."""
     trees = trees_of([40, 9], 3, reach=4)
@@ -110,34 +75,6 @@ def test_nan_goes_down_alone(channels: bool) -> None:
     found = of.run()
     assert 1 < below.sum() < 30 and found[:40][below].isnan().any(2).all()
     assert torch.equal(found[:40][~below], out[:40][~below]) and torch.equal(found[40:], out[40:])
-
-
-def test_nothing_below_what_cannot_be_reached() -> None:
-    """Also where the depths of such nodes say otherwise."""
-    trees = trees_of([24, 9], 2, reach=3)
-    trees.depths[[4, 27]] = -1
-    of = layer(trees)
-    out = of.run()
-    assert (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1).sum() > 4
-    assert torch.equal((out == 0).flatten(1).all(1), (of.run(loops.tree_delta_rule) == 0).flatten(1).all(1))
-    expect(of, *paths_to(trees, [23, 8], 24))
-    arguments = (
-        torch.randn(33, 20).to(case.PLAIN),
-        torch.randn(20, 4),
-        None,
-        torch.randn(2, 20, 3).to(case.PLAIN),
-    )
-    found = pt.tree_conv1d(*arguments, int32([0, 1]), trees)
-    assert error(found, loops.tree_conv1d(*arguments, int32([0, 1]), trees)) <= BOUNDS[case.PLAIN]
-
-
-def test_slots() -> None:
-    """Of -1 or outside: zeros, and nothing is written."""
-    trees = trees_of([6, 4, 5, 3], 1)
-    of = layer(trees, slots=[-1, 7, 2**31 - 1, 3])
-    expect(of, *paths_to(trees, [5, 3, 2, 1], 6))
-    found = of.advance(pt.advance_state, *paths_to(trees, [5, 3, 2, 1], 6))
-    assert (found != of.state).flatten(1).any(1).nonzero().flatten().tolist() == [3]
 
 
 BAD_PATHS = {
@@ -165,31 +102,6 @@ def test_bad_paths_write_nothing(name: str) -> None:
     kept = conv_state.clone()
     pt.advance_conv(conv_state, int32([0, 1]), x, trees, *path)
     assert torch.equal(conv_state[0], kept[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
-
-
-def test_conv_paths_equal_the_causal_op() -> None:
-    trees = trees_of([40], 11, reach=6)
-    x, weight, bias = torch.randn(40, 48).to(case.PLAIN), torch.randn(48, 4), torch.randn(48)
-    state, slot = torch.randn(2, 48, 3).to(case.PLAIN), int32([1])
-    out = pt.tree_conv1d(x, weight, bias, state, slot, trees, activation="silu")
-    for leaf in sorted(set(range(40)) - set(trees.parents.tolist())):
-        accept, accepted = paths_to(trees, [leaf], 40)
-        path = accept[0, : int(accepted) + 1].long()
-        cut = int32([0, len(path)])
-        causal = pt.tree_conv1d(x[path], weight, bias, state, slot, None, cu_seqlens=cut, activation="silu")
-        assert torch.equal(causal, out[path])
-
-
-def test_a_sequence_may_come_in_parts() -> None:
-    """Advancing by one part after the other gives the states of the whole, and the second part's outputs."""
-    of = layer([100], slots=[0])
-    whole, state = of.run(), of.advance()
-    parts = [
-        of.part(part, options={"cu_seqlens": int32([0, n])}) for part, n in ((slice(37), 37), (slice(37, 100), 63))
-    ]
-    parts[1].state = parts[0].advance()
-    assert error(parts[1].run(), whole[37:].double()) < (1e-5 if torch.float32 == case.PLAIN else 1e-3)
-    assert error(parts[1].advance(), state.double()) < 1e-5
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
@@ -271,13 +183,3 @@ def test_float32_is_for_the_cpu() -> None:
     else:
         with pytest.raises(ValueError, match=r"tree_delta_rule: `q` must be of dtype .*bfloat16, got torch\.float32"):
             of.run()
-
-
-def test_empty() -> None:
-    for sizes, padding in [([], 0), ([], 3), ([0, 0], 0), ([0], 2)]:
-        trees = trees_of(sizes, padding=padding)
-        of = layer(trees)
-        assert of.run().shape == (padding, 4, 24) and not of.run().any()
-        none = int32([[-1]] * len(sizes)).reshape(len(sizes), 1), int32([0] * len(sizes))
-        assert torch.equal(of.advance(pt.advance_state, *none), of.state)
-    assert layer([]).run().shape == (0, 4, 24)

@@ -12,7 +12,6 @@ from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of 
 from step_case import int32
 
 import pagedtree as pt
-from pagedtree import _C
 from pagedtree.reference import recurrent as loops
 
 BOUNDS = {torch.float32: 2e-6, torch.float16: 2.5e-3}
@@ -41,15 +40,6 @@ def test_equals_loops(strength: float, with_beta: bool) -> None:
     causal = decayed([70, 3], strength, with_beta=with_beta)
     assert error(causal.run(), causal.run(loops.tree_delta_rule)) <= bound
     assert error(causal.advance(), causal.advance(loops.advance_state)) <= bound
-
-
-@pytest.mark.parametrize("isa", [isa for isa in _C.available_isas() if not isa.startswith("amx")])
-def test_each_instruction_set(isa: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if backend != "cpu":
-        pytest.skip("instruction sets are the cpu backend's")
-    monkeypatch.setenv("PAGEDTREE_CPU_ISA", isa)
-    of = decayed(trees_of([40, 70], 3, reach=3), 3.0, dims=(40, 72))
-    assert error(of.run(), of.run(loops.tree_delta_rule)) <= BOUNDS[torch.float32]
 
 
 @pytest.mark.each_value

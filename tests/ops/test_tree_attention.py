@@ -10,8 +10,6 @@ import pytest
 import torch
 from attention_case import Target, check, once_per_backend, random_tree
 from device_case import to_device
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pagedtree import DraftTree, reference, tree_attention
 from pagedtree.check.cases.inputs import as_words
@@ -162,24 +160,6 @@ def test_half_values_are_exact(target: Target) -> None:
             assert torch.equal(out[0][normal], values[:, 0][normal])
 
 
-def test_fingerprint(target: Target) -> None:
-    """Q = K = 0 and V of node i is unit vector i: the output, times the number of visible keys, is the mask."""
-    for prefix in (0, 45, 64, 100):
-        tree = random_tree(np.random.default_rng(5), 60)
-        case = target.case([prefix], [tree], heads=(1, 1)).build()
-        for name in ("q", "k_cache", "v_cache"):
-            case[name].zero_()
-        nodes = torch.arange(60)
-        pages, slots = case["page_table"][0].long()[(prefix + nodes) // 16], (prefix + nodes) % 16
-        case["v_cache"][pages, slots, 0, nodes] = 1
-        out, lse = tree_attention(**case, return_lse=True)
-        mask = torch.from_numpy(tree.mask).to(out.device)
-        visible = prefix + mask.sum(1)
-        torch.testing.assert_close(lse[:, 0], visible.float().log())
-        shares = out[:, 0, :60].double() * visible[:, None]
-        torch.testing.assert_close(shares, mask.double(), atol=0, rtol=0.004)
-
-
 def test_a_mask_without_words(target: Target) -> None:
     """Missing words are 0: nobody sees a node. A mask of no words has no memory, and still is one."""
     case = target.case([20, 3, 9], [BINARY, CHAIN, "causal"]).build()
@@ -187,21 +167,6 @@ def test_a_mask_without_words(target: Target) -> None:
         blank = dict(case, tree_lens=tree_lens, tree_mask=torch.zeros_like(case["tree_mask"]))
         out = tree_attention(**dict(blank, tree_mask=case["tree_mask"].new_zeros(case["q"].shape[0], 0)))
         assert torch.equal(out, tree_attention(**blank))
-
-
-def test_strided_q_and_mask(target: Target) -> None:
-    case = target.case([70, 3], [BINARY, CHAIN]).build()
-    expected = tree_attention(**case)
-    tokens, heads, _ = case["q"].shape
-    qkv = torch.randn(tokens, heads + 5, 67).to(case["q"])
-    q = qkv[:, 2 : 2 + heads, 1:65]
-    q.copy_(case["q"])
-    mask = torch.full((tokens, 5), -1, dtype=torch.int32)
-    mask[:, :2] = case["tree_mask"]
-    table = torch.full((2, 99), -5, dtype=torch.int32)
-    table[:, : case["page_table"].shape[1]] = case["page_table"]
-    strided = {"q": q, "tree_mask": mask[:, :2], "page_table": table[:, :40]}
-    assert torch.equal(tree_attention(**dict(case, **strided)), expected)
 
 
 @pytest.mark.parametrize("head_dim", [*(pytest.param(size, marks=pytest.mark.slow) for size in (64, 128)), 256])
@@ -255,46 +220,6 @@ def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
     tolerance = target.tolerance if dtype != torch.bfloat16 else {**target.tolerance, "rtol": 2**-7}
     for a, b in zip(far, near, strict=True):
         torch.testing.assert_close(a, b, **tolerance)
-
-
-def test_many_keys_are_counted(target: Target) -> None:
-    """Q = 0: lse is the logarithm of the number of keys, the output how often each of the few pages is named."""
-    length, pages, page_size = 2**20 - 5 if target.backend != "simt" else 2**14 - 5, 8, 16
-    dtype = target.dtypes[-1]
-    cache = torch.zeros(pages, page_size, 1, 64, dtype=dtype)
-    cache[torch.arange(pages), :, :, torch.arange(pages)] = 1
-    named = torch.arange(-(-length // page_size), dtype=torch.int32) ** 2 % 7
-    q, lengths = torch.zeros(1, 2, 64, dtype=dtype), torch.tensor([length], dtype=torch.int32)
-    out, lse = tree_attention(
-        q, cache, cache, named[None], lengths, torch.tensor([0, 1], dtype=torch.int32), return_lse=True
-    )
-    counts = torch.bincount(named.repeat_interleave(page_size)[:length], minlength=64)
-    torch.testing.assert_close(lse, lengths.float().log().expand(1, 2), atol=1e-5, rtol=1e-6)
-    torch.testing.assert_close(out[0].double(), (counts / length).double().expand(2, 64), atol=1e-6, rtol=4e-3)
-
-
-@settings(max_examples=30)
-@given(data=st.data())
-def test_random_batches(target: Target, data: st.DataObject) -> None:
-    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    batch = data.draw(st.integers(0, 5))
-    kinds = []
-    for _ in range(batch):
-        tree = random_tree(rng, data.draw(st.integers(1, 70)))
-        rectangular = (tree, data.draw(st.integers(0, tree.num_nodes)))
-        kinds.append(data.draw(st.sampled_from(["causal", tree, rectangular])))
-    case = target.case(
-        [data.draw(st.integers(0, 200)) for _ in kinds],
-        kinds,
-        page_size=data.draw(st.integers(1, 70)),
-        heads=data.draw(st.sampled_from([(1, 1), (4, 2), (5, 1)])),
-        layout=data.draw(st.sampled_from(target.layouts)),
-        causal_queries=data.draw(st.integers(0, 40)),
-        poison=float("nan"),
-        padding=data.draw(st.integers(0, 2)),
-        seed=int(rng.integers(2**31)),
-    )
-    check(case.build(window=data.draw(st.sampled_from([0, 0, 1, 3, 50]))))
 
 
 def test_reference_on_a_known_tree() -> None:

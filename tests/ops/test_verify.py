@@ -7,56 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from verify_case import batch_of
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, sample, verify_sampled
-
-
-@pytest.mark.parametrize("drafter", ["best", "worst", "all_siblings", "duplicates", "none"])
-def test_output_does_not_depend_on_the_drafter(device, drafter):
-    """A seeded generation step by step: always the tokens of plain sampling."""
-    vocab, length, generator = 7, 24, torch.Generator().manual_seed(1)
-    table = (torch.randn(vocab, vocab, generator=generator) * 1.5).to(device)  # logits after each token
-    seed = torch.tensor([42], device=device)
-    params = SamplingParams(top_p=0.9)
-
-    def plain() -> list[int]:
-        tokens, last = [], 0
-        for position in range(length):
-            at = torch.tensor([position], device=device)
-            last = int(sample(table[last : last + 1], params, seeds=seed, positions=at))
-            tokens.append(last)
-        return tokens
-
-    tokens, position, steps = [0], 0, 0
-    while position < length:
-        last = tokens[-1]
-        if drafter == "all_siblings":
-            parents, drafts = [-1] + [0] * vocab, [last, *range(vocab)]
-        elif drafter == "duplicates":
-            parents, drafts = [-1, 0, 0, 0, 1, 2, 2, 5], [last, 3, 3, 3, 1, 3, 3, 3]
-        elif drafter == "none":
-            parents, drafts = [-1], [last]
-        else:  # a chain of the likeliest or the least likely successors
-            parents, drafts = [-1, 0, 1, 2], [last]
-            for _ in range(3):
-                row = table[drafts[-1]]
-                drafts.append(int(row.argmax() if drafter == "best" else row.argmin()))
-        trees = batch_of([parents], device)
-        verdict = verify_sampled(
-            table[drafts],
-            torch.tensor(drafts, device=device),
-            trees,
-            params,
-            seeds=seed,
-            positions=torch.tensor([position], device=device),
-        )
-        count = int(verdict.num_accepted[0]) + 1
-        tokens += verdict.tokens[0, :count].tolist()
-        position += count
-        steps += 1
-    assert tokens[1 : length + 1] == plain()
-    assert steps < length if drafter in ("best", "all_siblings") else steps <= length
 
 
 @pytest.mark.parametrize(
