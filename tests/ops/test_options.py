@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from options_case import (
-    OF_CHAINS,
     WEIGHED,
     batch_of,
 )
@@ -138,7 +137,7 @@ def test_deep_paths(device):
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     chain, path = batch_of([list(range(-1, count - 1))], device, count), list(range(turn + 1))
     params = SamplingParams(temperature=0.0, frequency_penalty=1 / 64)
-    for op, law in [(verify_sampled, None), *OF_CHAINS, *WEIGHED]:
+    for op, law in [(verify_sampled, None), *WEIGHED]:
         keywords = {} if law is None else {"draft_law": law}
         if law in ("iid", "swor"):
             keywords["draft_probs"] = torch.full((count, 5), 0.2, device=device)

@@ -13,7 +13,7 @@ import torch
 from calls import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, good_case
+from options_case import VOCAB, WEIGHED, good_case
 from step_case import int32
 from torch import Tensor
 from verify_case import BAD_ROW, MALFORMED, batch_of, check, check_bounds, streams
@@ -23,19 +23,12 @@ from pagedtree import (
     TreeBatch,
     verify_block,
     verify_greedy,
-    verify_rejection,
     verify_sampled,
-    verify_traversal,
     verify_typical,
 )
 
 FAR = 2**31 - 1
 STRANGE = [math.nan, math.inf, -math.inf, -1.0, 0.0, 0.2, 0.5, 1.0, 3e38, 1e-45]
-WEIGHED = [
-    *[(verify_rejection, law) for law in ("iid", "swor", "onehot")],
-    *[(verify_block, law) for law in ("iid", "onehot")],
-    *[(verify_traversal, law) for law in ("iid", "swor")],
-]
 
 
 @given(st.integers(0, 2**32))
