@@ -6,7 +6,6 @@ The core suite makes the same comparisons at a few ten thousand draws, which sho
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -97,9 +96,7 @@ def redrawn(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows.view(-1, VOCAB).to(device), drafts.view(-1).to(device)
 
 
-def pairs_of(
-    device: torch.device, sampling: dict, count: int = COUNT, next_position: int = 1
-) -> tuple[np.ndarray, Verdict]:
+def pairs_of(device: torch.device, sampling: dict, count: int = COUNT) -> tuple[np.ndarray, Verdict]:
     """Counts of the first two tokens; where verification gave one, plain sampling draws the second."""
     counts = np.zeros(VOCAB * VOCAB)
     chunk, params = 100_000, SamplingParams(**sampling)
@@ -112,7 +109,7 @@ def pairs_of(
         positions = torch.full((chunk,), 7, device=device)
         verdict = verify_sampled(logits, drafts, trees, params, seeds=seeds, positions=positions)
         first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
-        rest = sample(TABLE[first].to(device), params, seeds=seeds, positions=positions + next_position).cpu()
+        rest = sample(TABLE[first].to(device), params, seeds=seeds, positions=positions + 1).cpu()
         second = torch.where(second >= 0, second, rest)
         counts += np.bincount((first * VOCAB + second).numpy(), minlength=VOCAB * VOCAB)
     return counts, verdict
@@ -155,60 +152,11 @@ def test_a_wrong_draft_law_is_seen(device, rule, told, drawn):
 # Errors that the comparisons must see -------------------------------------------------------------------------------
 
 
-def one_more_kept(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    row = row_of(17)
-    return draw(row, device, top_k=5), exact(row, top_k=4)
-
-
-def one_fewer_kept(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    row = row_of(17)
-    p = np.sort(exact(row))[::-1].cumsum()
-    assert p[11] > 0.9, "the token that is lost is a rare one"
-    return draw(row, device, top_p=float(p[11] - 1e-3)), exact(row, top_p=float(p[11] + 1e-3))
-
-
-def a_hotter_distribution(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    row = row_of(17)
-    return draw(row, device, temperature=1.01), exact(row)
-
-
-def noise_reused_at_the_next_position(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    return pairs_of(device, {}, count=200_000, next_position=0)[0], pair_distribution({})
-
-
-def one_draw_in_a_hundred_takes_the_draft(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+def test_one_draft_in_a_hundred_is_seen() -> None:
     generator = torch.Generator().manual_seed(0)
     target = TABLE[VOCAB].softmax(0)
     tokens = torch.multinomial(target, COUNT, replacement=True, generator=generator)
     drafts = torch.multinomial((-TABLE[VOCAB]).softmax(0), COUNT, replacement=True, generator=generator)
     wrong = torch.rand(COUNT, generator=generator) < 0.01
-    return np.bincount(torch.where(wrong, drafts, tokens).numpy(), minlength=VOCAB), exact(TABLE[VOCAB])
-
-
-def noise_without_log1p(device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-    """The far tail with -log(1 - v) in float32: v below 2^-25 is lost. Only words below 2^-14 can win."""
-    generator = np.random.default_rng(0)
-    count, bound = 60_000, 2.0**-14
-    far = 0
-    for n in generator.binomial(100_000, bound, size=count):
-        v = generator.random(n) * bound
-        with np.errstate(divide="ignore"):
-            noise = -np.log(-np.log((1 - v.astype(np.float32)).astype(np.float32)))
-        far += -18 + noise.max(initial=-np.inf) > -math.log(generator.exponential())
-    return np.array([count - far, far]), grouped_tail()
-
-
-MUTANTS: list[Callable] = [
-    one_more_kept,
-    one_fewer_kept,
-    a_hotter_distribution,
-    noise_reused_at_the_next_position,
-    one_draw_in_a_hundred_takes_the_draft,
-    noise_without_log1p,
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_small_errors_are_seen(device, mutant):
-    observed, distribution = mutant(device)
-    assert excess(observed, distribution) > LIMIT
+    seen = np.bincount(torch.where(wrong, drafts, tokens).numpy(), minlength=VOCAB)
+    assert excess(seen, exact(TABLE[VOCAB])) > LIMIT
