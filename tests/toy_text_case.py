@@ -68,6 +68,7 @@ DRAFTERS = {
     "swor chains": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=13, depth=3, width=4),
     "swor deep tree": lambda toy, draft: ModelDrafter(draft, law="swor", num_nodes=22, branching=[3, 2, 2]),
     "two iid trees": lambda toy, draft: InTurn(*two_drawn(draft)),
+    "combined": lambda toy, draft: CombinedDrafter(*two_drawn(draft), costs=(0.0, 0.0)),
 }
 CASES = [
     *[("sampled", name) for name in ("iid tree", "coupled tree")],  # test_generate has the others
@@ -77,7 +78,10 @@ CASES = [
 ]
 # In the core suite: each drafter, and each rule with drafts that are drawn and with others.
 CORE = [("sampled", "coupled tree"), ("block", "n-gram"), ("block", "iid chain"), ("traversal", "swor tree")]
-CORE += [("rejection", name) for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees")]
+CORE += [
+    ("rejection", name)
+    for name in ("none", "Medusa", "top-k tree", "iid tree", "swor tree", "two iid trees", "combined")
+]
 
 
 def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 from block_case import CONFIG, block_model, dense_logits
-from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, room_of, tiny
+from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 from safetensors.torch import save_file
 
 from pagedtree.generation.drafters import NoDrafter, waiting_features
@@ -107,49 +106,6 @@ def test_other_layers(model, texts, changes):
     assert all(recorder.is_dense(model))
 
 
-def test_one_pass_of_the_draft_model_gives_all_levels(model, texts):
-    drafter = BlockDrafter(block_model(model), num_nodes=12)
-    passes = []
-    drafter.model.register_forward_hook(lambda *args: passes.append(1))
-    stats = decode(model, drafter, texts)
-    assert len(passes) == stats.steps  # in the first one the prompt of a single token is a root already
-
-
-def best_first(log_probs, num_nodes):
-    """Paths of candidates' ranks, the likeliest first; each is popped from a heap of all that could follow."""
-    taken, queue = [], [(0.0, 0, ())]
-    while queue and len(taken) < num_nodes:
-        cost, depth, path = heapq.heappop(queue)
-        taken.append(path)
-        if depth < len(log_probs):
-            for rank, value in enumerate(log_probs[depth]):
-                heapq.heappush(queue, (cost - value, depth + 1, (*path, rank)))
-    return taken
-
-
-@pytest.mark.parametrize("options", [{}, {"num_nodes": 30, "width": 2}, {"num_nodes": 7, "depth": 2, "width": 3}])
-def test_the_tree_is_the_likeliest_of_its_marginals(model, options):
-    drafter = BlockDrafter(block_model(model), **options)
-    seen = []
-    guess = drafter._guess
-    drafter._guess = lambda *arguments: (seen.append(guess(*arguments)), seen[-1])[1]
-    steps, confidence = [], drafter.confidence
-    on_step = lambda result: steps.append((result, confidence()))  # noqa: E731
-    generate(model, prompts_of([9]), drafter=drafter, max_new_tokens=9, on_step=on_step)
-    assert len(seen) == len(steps) - 1
-    for states, (result, log_probs) in zip(seen, steps[1:], strict=True):
-        tokens, parents = result.draft_tokens.tolist(), result.trees.parents.tolist()
-        best = drafter.model.logits(states)[0].detach().log_softmax(-1).topk(drafter.width)
-        paths = best_first(best.values.tolist(), drafter.max_nodes)
-        assert len(paths) == drafter.max_nodes
-        kept = [i for i, path in enumerate(paths) if len(path) <= room_of(result)[0]]
-        paths = [paths[i] for i in kept]
-        assert tokens[1:] == [int(best.indices[len(path) - 1, path[-1]]) for path in paths[1:]]
-        assert parents[1:] == [paths.index(path[:-1]) for path in paths[1:]]
-        expected = [sum(best.values[level, rank] for level, rank in enumerate(path)) for path in paths]
-        torch.testing.assert_close(log_probs[kept], torch.tensor(expected, dtype=torch.float32))
-
-
 def test_sizes_that_are_not_possible_become_smaller(model, texts):
     drafter = BlockDrafter(block_model(model), num_nodes=100, depth=2, width=3)
     assert (drafter.max_nodes, drafter.max_depth) == (13, 2)
@@ -161,22 +117,6 @@ def test_sizes_that_are_not_possible_become_smaller(model, texts):
         sizes = set()
         decode(model, each, texts, on_step=lambda result, sizes=sizes: sizes.add(result.trees.max_nodes))
     assert max(sizes) == 200
-
-
-def test_fewer_levels_for_a_while(model, texts):
-    drafter = BlockDrafter(block_model(model), num_nodes=16, width=3)
-    shapes = []
-
-    def watch(result):
-        shapes.append((result.trees.max_nodes, max(result.trees.depths.tolist())))
-        drafter.limit_depth(2 if len(shapes) < 4 else None)
-        if len(shapes) == 8:  # more nodes than this depth has room for
-            drafter.limit_depth(1)
-
-    decode(model, drafter, texts, on_step=watch)
-    assert all(shape == (13, 2) for shape in shapes[1:4])
-    assert shapes[0][0] == 16 and max(nodes for nodes, _ in shapes[4:8]) == 16
-    assert shapes[8] == (4, 1)
 
 
 @pytest.mark.each_value
@@ -204,20 +144,6 @@ def test_half_precision_turns_by_the_same_angles(model):
     half = block_model(model).to(torch.bfloat16).context(features, positions)
     for (keys, _), (rounded, _) in zip(exact, half, strict=True):
         torch.testing.assert_close(rounded.float(), keys, atol=0.1, rtol=0.05)
-
-
-def test_a_text_that_was_not_seen_from_its_start(model, texts):
-    """The context then begins later: drafts get worse, and the text stays."""
-    recorder = Recorder(block_model(model), Oracle(texts, hit=0.8))
-    calls = []
-
-    def forget(result):
-        calls.append(result)
-        if len(calls) == 3:
-            recorder.forget(result.sequences[1])
-
-    stats = decode(model, recorder, texts, on_step=forget, page_size=4)
-    assert 0 < recorder.is_dense(model).count(False) <= stats.sequences[1].decode_steps
 
 
 def test_checkpoints_are_saved_and_loaded(model, tmp_path):

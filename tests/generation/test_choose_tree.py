@@ -63,15 +63,6 @@ def test_no_tree_has_a_higher_rate(problem):
     assert rate(chosen, levels, costs, level_cost) == pytest.approx(max(rates), rel=1e-9)
 
 
-def test_ranks_that_no_tree_can_have_cost_nothing():
-    """A row over a whole vocabulary: a tree of 5 nodes has at most 4 children of a node."""
-    acceptance = np.full((3, 1_000_000), 1e-7)
-    acceptance[:, :2] = 0.5, 0.2
-    costs = [1.0, 1.1, 1.2, 1.3, 1.4]
-    few = choose_tree(acceptance[:, :4], lambda n: costs[n - 1], max_nodes=5)
-    assert choose_tree(acceptance, lambda n: costs[n - 1], max_nodes=5).parents.tolist() == few.parents.tolist()
-
-
 def test_every_depth_takes_the_same_row_of_one():
     tree = choose_tree([0.6, 0.2], lambda n: 1.0, max_nodes=40, max_depth=5)
     assert tree.num_nodes == 40 and tree.max_depth == 5

@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import SAMPLING, greedy, lists, prompts_of, tiny, tiny_eagle, tiny_heads
+from generate_case import greedy, lists, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,16 +18,11 @@ from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.drafters import Drafter
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import (
-    BlockDrafter,
     CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
-    SuffixDrafter,
     generate,
 )
-from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -108,21 +102,6 @@ def test_guesses_are_rated_by_the_text_before_them(texts, most, branches):
             assert depths[row] <= 0 or joint[row] < joint[offsets[b] + parents[row]]
 
 
-def test_without_levels_nobody_is_asked():
-    """What is copied costs no pass of a model, whatever `min_match` asks for."""
-    other, texts = Recorder(), [[1, 2, 3, 1], [4, 5, 6, 7]]
-    drafter = CombinedDrafter(other, NgramDrafter(6, max_branches=1), min_match=4)
-    drafter.select(endless(texts))
-    drafter.limit_depth(0)
-    draft = drafter.propose(*padded(texts))
-    assert other.asked == [] and drafter.has_free_guesses
-    assert torch.equal(draft.draft_tokens, NgramDrafter(6, max_branches=1).propose(*padded(texts)).draft_tokens)
-    assert len(drafter.confidence()) == int(draft.trees.cu_nodes[-1])
-    drafter.limit_depth(None)
-    drafter.propose(*padded(texts))
-    assert other.asked == [texts]
-
-
 @given(texts=TEXTS, least=st.integers(1, 4))
 def test_only_texts_that_do_not_repeat_themselves_are_guessed(texts, least):
     other, lookup = Recorder(), NgramDrafter(6, max_branches=1)
@@ -176,39 +155,6 @@ def repeating(count: int) -> list[list[int]]:
 
 
 FREE = (0.0, 0.0)  # the drafters' networks are as large as the tiny target
-
-
-def eagle(model):
-    return EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2)
-
-
-def chains():
-    return NgramDrafter(5, max_branches=1)
-
-
-PAIRS = {
-    "EAGLE": lambda model: (eagle(model), chains()),
-    "Medusa": lambda model: (MedusaDrafter(tiny_heads(model), 9), chains()),
-    "block and memory": lambda m: (BlockDrafter(block_model(m), num_nodes=9, width=3), SuffixDrafter(400, num_nodes=5)),
-    "draft model": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3, width=2), chains()),
-    "EAGLE and block": lambda model: (eagle(model), BlockDrafter(block_model(model), num_nodes=6)),
-    "two draft models": lambda model: (ModelDrafter(tiny(1), num_nodes=9, depth=3), ModelDrafter(tiny(2), num_nodes=4)),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_the_text_is_that_of_plain_decoding(model, name):
-    params = None if name in ("EAGLE", "draft model") else SAMPLING
-    drafter = CombinedDrafter(*PAIRS[name](model), min_match=1, costs=FREE)
-    shares = set()
-    for options in ({"n": 2, "page_size": 4}, {"page_size": 4, "num_pages": 30}, {"max_batch_tokens": 8}):
-        options |= {"max_new_tokens": 16, "params": params, "tree": None}
-        plain, _ = generate(model, repeating(4), **options)
-        found, _ = generate(
-            model, repeating(4), drafter=drafter, **options, on_step=lambda step: shares.add(frozenset(drafter._chosen))
-        )
-        assert lists(found) == lists(plain)
-    assert frozenset((0, 1)) in shares  # some sequences of a step were guessed by the one, some by the other
 
 
 class InTurn(CombinedDrafter):
@@ -287,17 +233,6 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
     assert len(usual) > 3 and all(each == asked for each in usual)
 
 
-def test_a_model_is_weighed_by_its_passes(model):
-    """Per level where it grows trees, and as many levels as it may."""
-    drafter = CombinedDrafter(ModelDrafter(tiny(1), depth=3), EagleDrafter(tiny_eagle(model)))
-    drafter.check_target(TransformersModel(model))
-    weights = [sum(each.numel() for each in network.parameters()) for network in drafter.networks]
-    shares = [weight / sum(each.numel() for each in model.parameters()) for weight in weights]
-    assert [drafter._cost(which) for which in (0, 1)] == pytest.approx([3 * shares[0], 5 * shares[1]])
-    drafter.limit_depth(2)
-    assert [drafter._cost(which) for which in (0, 1)] == pytest.approx([2 * shares[0], 2 * shares[1]])
-
-
 def test_who_was_bad_is_asked_again(model):
     """A drafter that turned right while nobody asked it is found out about."""
     (prompt,) = prompts_of((9,), seed=5)
@@ -312,15 +247,6 @@ def test_who_was_bad_is_asked_again(model):
     generate(model, [prompt], drafter=drafter, max_new_tokens=140, tree=None, on_step=turn)
     first = next(i for i, each in enumerate(steps[12:]) if each == [1])
     assert 16 < first < 33 and steps[-10:].count([1]) > 7
-
-
-def test_a_repeated_call_makes_the_same_choices(model):
-    drafter = CombinedDrafter(*PAIRS["EAGLE"](model), min_match=2, costs=(0.3, 0.0))
-    calls, options = [[], []], {"max_new_tokens": 24, "tree": None}
-    for chosen in calls:
-        note = lambda step, chosen=chosen: chosen.append(tuple(drafter._chosen))  # noqa: E731
-        generate(model, repeating(4), drafter=drafter, on_step=note, **options)
-    assert calls[0] == calls[1] and len(set(calls[0])) > 3
 
 
 @pytest.mark.parametrize(

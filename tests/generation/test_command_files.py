@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from command_case import calls_of_generate, check_refused, command_of
 from generate_case import tiny
 from tokenizers import Tokenizer, decoders, models, processors
@@ -107,22 +106,6 @@ def test_folders_that_are_not_there(run, tmp_path, option):
     check_refused(run, option, file, message=f"{option}: expected {kind}, got {file}, {found}\n")
     message = f"{option}: expected a checkpoint, got {tmp_path}, a folder without config.json\n"
     check_refused(run, option, tmp_path, message=message)
-
-
-@pytest.mark.parametrize(("option", "loader"), [("--model", "AutoTokenizer"), ("--draft", "AutoModelForCausalLM")])
-def test_names_on_the_hub(folder, run, monkeypatch, option, loader):
-    """A name is asked for there; what goes wrong is one line that names the option."""
-
-    def load(name, **more):
-        if name == str(folder):
-            return own(name, **more)
-        raise OSError(f"{name} is not a local folder\nand more")
-
-    own = getattr(transformers, loader).from_pretrained
-    monkeypatch.setattr(getattr(transformers, loader), "from_pretrained", load)
-    for name in ("owner/nowhere-1.5b", "nowhere"):
-        reason = f"no folder here, and not loaded from the hub: {name} is not a local folder and more\n"
-        check_refused(run, option, name, message=f"{option} {name}: {reason}")
 
 
 @pytest.mark.parametrize("option", ["--medusa", "--eagle"])

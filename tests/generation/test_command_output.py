@@ -26,16 +26,6 @@ def test_rate_is_that_of_decoding():
     assert stats.summary().startswith("11 tokens in 4.00 s: first token after 3000 ms, then 10.0 tokens/s\n")
 
 
-def test_rate_of_several_sequences():
-    """It counts from the first token of all, and none of the first tokens."""
-    assert stats_of([11, 5, 1], [2.0, 3.0, 3.5]).decode_tokens_per_second == 7.0
-    # One that got no token has no time of a first one.
-    assert stats_of([11, 0], [3.0, 0.0]).decode_tokens_per_second == 10.0
-    for empty in (stats_of([1, 1], [3.0, 3.0]), stats_of([], [], 0.0), stats_of([0], [0.0])):
-        assert empty.decode_tokens_per_second == 0.0
-        assert "tokens/s" not in empty.summary()
-
-
 @pytest.mark.parametrize("num_sequences", [1, 2])
 def test_progress_tells_the_rate_of_decoding(capsys, monkeypatch, num_sequences):
     """No rate is told with the first tokens, however long the prompt was read."""

@@ -6,10 +6,8 @@ The engine runs here on the backend of the CPU in fp32; the ops have their own t
 from __future__ import annotations
 
 from functools import cache
-from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,13 +17,10 @@ from generate_case import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
-    VOCAB,
     Oracle,
     check_the_model_is_as_it_was,
-    common_prefix,
     generated,
     greedy,
-    poisoned_caches,
     prompts_of,
     seeded,
     tiny,
@@ -35,7 +30,6 @@ from hybrid_case import MODELS as HYBRIDS
 from latent_case import MODELS as LATENTS
 from subject_case import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
 
-from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate
 
@@ -148,46 +142,6 @@ def test_any_mix_of_settings(subject, kind, data):
         assert texts[own.start : own.stop] == generated(model, None, [prompt], seeds=own, **options)[0]
 
 
-def test_slots_without_live_tokens_are_never_read(model, texts, monkeypatch):
-    poisoned_caches(monkeypatch)
-    for name in ("none", "ngram tree", "block", "itself", "oracle"):
-        assert generated(model, SUBJECTS["full"].drafter(name), n=2)[0] == twice(texts)
-
-
-HALVES = {"full": [0], "hybrid": ["qwen3_next", "nemotron_h"], "latent": ["deepseek_v3, halves"]}
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize(("kind", "name"), cases(HALVES))
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_differs_only_where_logits_are_nearly_tied(subject, name, dtype):
-    half = subject.make(name).to(dtype)
-    plain, _ = generated(half)
-    drafted, stats = generated(half, Oracle(plain, 0.9))
-    assert stats.mean_accepted > 1.0
-    for a, b in zip(plain, drafted, strict=True):
-        same = common_prefix(a, b)
-        if same < len(a):
-            with torch.no_grad():
-                top = half(torch.tensor([a[:same]])).logits[0, -1].float().topk(2).values
-            assert top[0] - top[1] < 0.05 * top.abs().max()
-
-
-def test_batch_composition_and_seeds(model):
-    order = [2, 0, 3]
-    prompts = [prompts_of(LENGTHS)[i] for i in order]
-    texts, _ = generated(model, NgramDrafter(8), prompts, params=SAMPLING, seeds=order)
-    assert texts == [SUBJECTS["full"].seeded_texts[i] for i in order]
-
-
-def test_parameters_of_each_prompt(model):
-    """They are also those of all its outcomes."""
-    prompts, temperatures = prompts_of(LENGTHS[:2]), [0.0, 1.5]
-    texts, _ = generated(model, None, prompts, 8, params=SamplingParams(temperature=torch.tensor(temperatures)), n=2)
-    each = [SamplingParams(temperature=temperatures[i // 2]) for i in range(4)]
-    assert texts == [seeded(model, prompts[i // 2], i, params, 8) for i, params in enumerate(each)]
-
-
 EVICTED = {**DISTINCT, "hybrid": ["ngram tree", "EAGLE", "draft model", "oracle"], "latent": ["ngram tree", "oracle"]}
 
 
@@ -224,19 +178,6 @@ def test_sequences_wait_for_a_place(model, texts, name):
         assert max(together) == count and stats.evictions == 0
 
 
-def test_sequences_restore_while_others_decode(model):
-    prompts = prompts_of((9, 4, 13, 6, 8, 11, 3))
-    mixed = []
-
-    def watch(result):
-        restored = any(sequence.was_evicted for sequence in result.sequences[: result.num_read])
-        mixed.append(restored and result.num_read < len(result.sequences))
-
-    texts, _ = generated(model, NgramDrafter(4), prompts, page_size=4, num_pages=17, on_step=watch)
-    assert any(mixed)
-    assert texts == generated(model, NgramDrafter(4), prompts, page_size=4)[0]
-
-
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])
 def test_prompt_that_never_fits(model, drafter):
     nodes = 8 if drafter else 1
@@ -249,53 +190,6 @@ def test_prompt_that_never_fits(model, drafter):
 def test_undeclared_trees_that_never_fit(model, texts):
     with pytest.raises(ValueError, match=r"num_pages: expected at least 16 pages .* a tree of 11 nodes"):
         generated(model, Oracle(texts, 1.0), page_size=4, num_pages=15)
-
-
-@pytest.mark.parametrize(("kind", "max_batch_tokens"), cases({"full": [8], "hybrid": [1, 40]}))
-def test_prompts_in_chunks(subject, max_batch_tokens):
-    texts, _ = generated(subject.model, NgramDrafter(4), page_size=3, max_batch_tokens=max_batch_tokens)
-    assert texts == subject.texts
-
-
-@pytest.mark.parametrize("name", ["none", "oracle", "medusa"])
-def test_eos_ends_a_sequence(model, texts, name):
-    eos = [texts[0][5 + 7], texts[3][33 + 2]]
-    sequences, stats = generated(model, SUBJECTS["full"].drafter(name), eos_token_id=eos)
-    for text, length, sequence, found in zip(texts, LENGTHS, sequences, stats.sequences, strict=True):
-        stop = next((i for i in range(length, len(text)) if text[i] in eos), None)
-        assert sequence == (text if stop is None else text[: stop + 1])
-        assert found.finish_reason == ("length" if stop is None else "eos")
-        assert found.num_tokens == len(sequence) - length
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("count", [1, 2, 3])
-@pytest.mark.parametrize("name", ["none", "oracle", "itself"])
-def test_max_new_tokens_is_exact(model, texts, name, count):
-    found, _ = generated(model, SUBJECTS["full"].drafter(name), count=count)
-    assert found == [text[: length + count] for text, length in zip(texts, LENGTHS, strict=True)]
-
-
-def test_a_tensor_gives_what_the_model_gives(model):
-    torch.manual_seed(7)
-    input_ids = torch.randint(1, VOCAB, (3, 9))
-    mask = torch.ones_like(input_ids)
-    mask[0, :4] = mask[2, :1] = 0
-    eos = greedy(model, input_ids[1], 5)[-1]
-    options = {"attention_mask": mask, "eos_token_id": eos}
-    expected = model.generate(input_ids, do_sample=False, pad_token_id=eos, max_new_tokens=12, **options)
-    texts, stats = generated(model, NgramDrafter(8), input_ids, 12, **options)
-    assert texts == expected.tolist() and stats.sequences[1].finish_reason == "eos"
-
-
-def test_callback_streams_in_order(model, texts):
-    events = []
-    sequences, stats = generated(model, Oracle(texts, 0.8), callback=lambda *event: events.append(event))
-    for b, sequence in enumerate(sequences):
-        assert [token for index, tokens in events if index == b for token in tokens] == sequence[LENGTHS[b] :]
-    assert all(tokens for _, tokens in events)
-    descents = sum(1 for (a, _), (b, _) in pairwise(events) if b <= a)
-    assert descents == stats.steps - 1
 
 
 @pytest.mark.parametrize("kind", kinds("full", "hybrid"))

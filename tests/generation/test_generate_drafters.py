@@ -12,8 +12,7 @@ pytest.importorskip("transformers")
 from draft_checks import paths_of
 from generate_case import VOCAB, prompts_of, room_of, tiny
 
-from pagedtree import DraftTree, SamplingParams
-from pagedtree.generation import drafters
+from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
     MedusaDrafter,
     MedusaHeads,
@@ -60,25 +59,6 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, options):
         assert stats.evictions > 0
 
 
-def test_wider_trees_keep_the_draft_models_cache_right(model):
-    """Accepted nodes are moved together from all over the tree: the following trees are as good as fresh ones."""
-    runs = []
-
-    class Fresh(ModelDrafter):
-        def observe(self, result):
-            for sequence in result.sequences:
-                self.forget(sequence)
-
-    for kind in (ModelDrafter, Fresh):
-        drafter = kind(model, num_nodes=20, depth=4, width=4)
-        run = []
-        on_step = lambda result, run=run: run.append((result.draft_tokens.tolist(), result.trees.parents.tolist()))  # noqa: E731
-        params = SamplingParams(temperature=0.5)
-        generate(model, prompts(), drafter=drafter, max_new_tokens=30, params=params, on_step=on_step)
-        runs.append(run)
-    assert runs[0] == runs[1]
-
-
 def test_medusa_heads_see_the_last_accepted_state(model):
     """The state given to the heads is what the output layer read at the token before the root."""
     given = []
@@ -102,36 +82,6 @@ def test_medusa_heads_see_the_last_accepted_state(model):
             with torch.no_grad():
                 expected = model.model(torch.tensor([row])).last_hidden_state[0, -2]
             torch.testing.assert_close(state, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])
-def test_medusa_states_of_plain_steps_are_the_newest(model, options):
-    """Proposals in every fifth step; in between sequences come, go and are evicted."""
-    compared = []
-
-    class Seldom(MedusaDrafter):
-        turn, newest = 0, {}
-
-        def observe(self, result):
-            super().observe(result)
-            ends = result.commit.accept_rows.gather(1, result.commit.num_accepted[:, None].long())[:, 0]
-            states = result.hidden[ends.long()]
-            self.newest |= {sequence.index: state for sequence, state in zip(result.sequences, states, strict=True)}
-
-        def propose(self, tokens, lengths):
-            self.turn += 1
-            if self.turn % 5:
-                return drafters.NoDrafter().propose(tokens, lengths)
-            draft = super().propose(tokens, lengths)
-            for sequence in self._selected:
-                if sequence.index in self._known:
-                    assert torch.equal(self._hidden[sequence.index], self.newest[sequence.index])
-                    compared.append(sequence.index)
-            return draft
-
-    drafter = Seldom(MedusaHeads(128, 3, model.lm_head).requires_grad_(False), 9)
-    _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=30, **options)
-    assert len(compared) > 8 and len(set(compared)) > 3 and (stats.evictions > 0) == ("num_pages" in options)
 
 
 def test_medusa_keeps_states_of_sequences_that_a_pass_leaves_out():
@@ -200,32 +150,6 @@ def test_medusa_tree_takes_the_likeliest_paths():
     assert sum(1 for depth in tree.depths if depth == 1) >= 2
     assert medusa_tree(4, 2).num_nodes == 2
     assert medusa_tree(3, 64).max_depth == 3
-
-
-def test_medusa_heads_are_saved_and_loaded(model, tmp_path):
-    heads = MedusaHeads(128, 3, model.lm_head)
-    torch.nn.init.normal_(heads.weight)
-    heads.save_pretrained(tmp_path, dtype=torch.float32)
-    loaded = MedusaHeads.from_pretrained(tmp_path, model)
-    states = torch.randn(4, 128)
-    with torch.no_grad():
-        assert torch.equal(loaded(states), heads(states))
-    assert loaded.num_heads == 3 and not loaded.training
-    assert set(loaded.state_dict()) == {"weight", "bias"}
-
-
-def test_remembered_predictions_are_looked_up(model):
-    drafter = NgramDrafter(8, remember=3)
-    widths = []
-    extra = drafter._extra
-    drafter._extra = lambda tokens: (widths.append(extra(tokens)), widths[-1])[1]
-    generate(model, prompts(), drafter=drafter, max_new_tokens=20)
-    run = 8 * (drafter.max_ngram + 2)
-    assert widths[0] is None  # nothing was rejected yet
-    texts = [text for text in widths if text is not None]
-    assert {text.shape[1] for text in texts} == {run, 2 * run, 3 * run}
-    assert any((text >= 0).any() for text in texts)
-    assert not drafter._rejected
 
 
 @pytest.mark.parametrize(

@@ -122,13 +122,6 @@ def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypat
     assert runs[0] == runs[1]
 
 
-def test_features_of_finished_sequences_do_not_count(head):
-    drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
-    drafter._waiting._num_bytes = 1 << 40  # as if nobody had those any more
-    drafter._waiting._read_if_many()
-    assert drafter._waiting._num_bytes == 0
-
-
 def test_the_heads_cache_is_given_back(model, head):
     drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
     held = []

@@ -9,8 +9,6 @@ pytest.importorskip("transformers")
 
 from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
 
-from pagedtree.generation.drafters import NoDrafter
-from pagedtree.generation.drafters.waiting_features import WaitingFeatures
 from pagedtree.integrations.transformers import Drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,58 +78,6 @@ def test_features_are_those_of_transformers(name, options):
             torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
 
 
-class Reader(Recorder):
-    """Drafts in every fourth step, and takes out all or half of the features that wait then."""
-
-    def __init__(self, oracle, layers):
-        super().__init__(oracle, layers)
-        self.waiting, self.first, self.turn = WaitingFeatures(self.enter, lambda: None), {}, 0
-
-    def enter(self, sequence, begin):
-        assert self.first.setdefault(sequence.index, begin) == begin
-
-    def select(self, sequences, batch_size=None):
-        self.selected = sequences
-
-    def read(self, rows):
-        super().read(rows)
-        self.waiting.read(rows)
-
-    def observe(self, result, rows=None):
-        super().observe(result)
-        self.waiting.observe(result)
-
-    def propose(self, tokens, lengths, active=None, rows=None):
-        self.turn += 1
-        if self.turn % 4:
-            return NoDrafter().propose(tokens, lengths)
-        counts = {s.index: s.root - self.first[s.index] for s in self.selected if s.index in self.first}
-        assert self.waiting.unread(self.selected) == sum(counts.values()) - len(counts)
-        self.waiting.sort()
-        for index, count in counts.items():
-            assert self.waiting.count(index) == count
-            taken = self.waiting.take(index, count if self.turn % 8 else -(-count // 2))
-            expected = [
-                self.kept[index][position] for position in range(self.first[index], self.first[index] + len(taken))
-            ]
-            assert torch.equal(taken, torch.stack(expected))
-            self.first[index] += len(taken)
-        return super().propose(tokens, lengths)
-
-    def forget(self, sequence):
-        super().forget(sequence)
-        self.waiting.forget(sequence.index)
-        self.first.pop(sequence.index, None)
-
-
-@pytest.mark.parametrize("options", [{"max_batch_tokens": 6, "page_size": 3}, FEW_PAGES])
-def test_features_wait_in_order(options):
-    model, prompts = tiny(0), prompts_of(LENGTHS, seed=3)
-    drafter = Reader(Oracle([greedy(model, prompt) for prompt in prompts], hit=0.7), (1, 0))
-    generated(model, drafter, prompts, **options)
-    assert drafter.turn >= 8 and (drafter.forgotten > 0) == ("num_pages" in options)
-
-
 def test_the_last_layers_features_come_before_the_final_norm():
     model = tiny(0)
     drafter = Recorder(Oracle([greedy(model, prompts_of((7,))[0])], hit=1.0), (1,))
@@ -147,16 +93,3 @@ def test_layers_that_the_model_lacks_are_refused():
     for layers in ((2,), (-1, 0)):
         with pytest.raises(ValueError, match=r"feature_layers: expected layers of 0\.\.1"):
             generated(model, Recorder(Oracle([[1]], hit=1.0), layers), prompts_of((5,)), 2)
-
-
-def test_no_hook_without_feature_layers(monkeypatch):
-    model, seen = tiny(0), []
-    hooked = torch.nn.Module.register_forward_hook
-    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", lambda *a, **k: (seen.append(a), hooked(*a, **k))[1])
-    drafter = Recorder(Oracle([[1]], hit=1.0), ())
-    generated(model, Recorder(Oracle([[1]], hit=1.0), (0,)), prompts_of((5,)), 2)
-    assert seen
-    seen.clear()
-    drafter.observe = lambda result, rows=None: None
-    generated(model, drafter, prompts_of((5,)), 2)
-    assert not seen and drafter.rows is None

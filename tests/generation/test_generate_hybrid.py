@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("transformers")
 
 from continuous_case import IS_5
-from generate_case import LENGTHS, Oracle, generated, greedy, prompts_of, tiny
+from generate_case import LENGTHS, Oracle, generated, greedy, prompts_of
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
@@ -23,7 +23,6 @@ from hybrid_case import tiny_hybrid
 from ranks import Ranks
 from subject_case import SUBJECTS
 
-from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, tensor_parallel
@@ -49,14 +48,6 @@ def test_prompts_of_several_chunks(name):
     expected = [greedy(other, prompt, 40) for prompt in prompts]
     texts, stats = generated(other, Oracle(expected, 0.8), prompts, 40, num_pages=24, max_batch_tokens=70)
     assert texts == expected and stats.evictions > 0
-
-
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_rules_that_weigh_drawn_drafts(model, rule):
-    """The draws of a rule depend on the drafts: a second run gives the same, with other pages and evictions."""
-    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law="swor", num_nodes=8, branching=[2, 2])
-    options = {"count": 12, "params": SamplingParams(temperature=1.5), "rule": rule}
-    assert len({str(generated(model, drafter, page_size=size, **options)[0]) for size in (16, 3)}) == 1
 
 
 def test_states_of_fixed_steps_keep_their_place():

@@ -33,11 +33,6 @@ def texts():
     return SUBJECTS["latent"].texts
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(model):
-    _, stats = generated(model, ModelDrafter(model, num_nodes=5, depth=4, width=1), count=16)
-    assert all(set(sequence.accepted[:-1]) == {4} for sequence in stats.sequences)
-
-
 def test_latents_are_all_that_is_cached(model, texts, monkeypatch):
     """One cache of 576 columns a layer, no keys or values of the heads, and no slot read that holds no live token."""
     drafter = SUBJECTS["latent"].drafter("oracle")  # which transformers' own decoding makes, with keys of the heads

@@ -139,13 +139,6 @@ def test_any_subset_gives_the_text_of_plain_decoding_long(model, draft_model, da
 EVERYTHING = [*PENALTIES, "bias", "allowed", "bad words", "minimum"]
 
 
-def test_options_change_the_text(model):
-    """Each option alone, or the test above would compare the same text again and again."""
-    without, _ = generated(model, **asked([], 0.0))
-    for name in (*PENALTIES, "bias", "allowed", "bad words", "first", "minimum"):
-        assert generated(model, **asked([name], 0.0))[0] != without, name
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_plain_text_is_that_of_sample(model, temperature):
     """Plain decoding on the model's own attention, with all options; then the same text with drafts and evictions."""
@@ -199,21 +192,6 @@ def test_captured_steps(model, monkeypatch):
         assert captured == plain and stats.mean_accepted > 0.1
         assert (stats.evictions > 0) == (pages is not None)
     assert [len(text) - len(prompt) for text, prompt in zip(plain, PROMPTS, strict=True)] == [4, 20, 8, 20]
-
-
-@pytest.mark.parametrize("law", ["rejection", "block", "traversal"])
-def test_other_rules_take_options(model, draft_model, law):
-    """What is forbidden never comes, whatever the rule; at temperature 0 the text is the one there is."""
-    chain = {"num_nodes": 4, "depth": 3, "width": 1}
-    drafter = ModelDrafter(draft_model, law="iid", **(chain if law == "block" else {"branching": [3, 2]}))
-    arguments = {**asked(EVERYTHING, 0.0), "count": 12}
-    assert generated(model, drafter, rule=law, **arguments)[0] == generated(model, **arguments)[0]
-    arguments["params"] = SamplingParams(temperature=2.0, repetition_penalty=1.4, frequency_penalty=0.7)
-    arguments["options"] = TokenOptions(bias={3: -math.inf}, allowed_tokens=range(40), bad_words=[[5], [6, 7]])
-    for text, prompt in zip(generated(model, drafter, rule=law, **arguments)[0], PROMPTS, strict=True):
-        new = text[len(prompt) :]
-        assert not {3, 5} & set(new) and max(new) < 40
-        assert (6, 7) not in zip(text[len(prompt) - 1 :], new, strict=False)
 
 
 def test_a_list_of_processors(model):
@@ -303,17 +281,6 @@ def test_processed_logprobs_of_greedy_text(model):
         np.testing.assert_allclose(one.top_logprobs, other.top_logprobs, atol=1e-4)
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
     assert -math.log(5) <= max(stats.sequences[1].logprobs.logprobs) < 0.0
-
-
-def test_logprobs_of_greedy_text(model):
-    """Without params: raw ones; 0 tells the token's own alone."""
-    texts, stats = generated(model, NgramDrafter(8), count=6, logprobs=0)
-    for text, prompt, of in zip(texts, PROMPTS, stats.sequences, strict=True):
-        with torch.no_grad():
-            rows = model(torch.tensor([text])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        np.testing.assert_allclose(of.logprobs.logprobs, rows.max(-1).values, atol=1e-4)
-        assert of.logprobs.ranks == [1] * 6 and of.logprobs.top_tokens == [[]] * 6
-    assert generated(model, count=2)[1].sequences[0].logprobs is None
 
 
 # A vocabulary in parts ------------------------------------------------------------------------------------------------

@@ -12,15 +12,14 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, MODELS, NEW_TOKENS, greedy, lists, prompts_of, tiny, tiny_of
+from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
 from packed_case import linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
 from safetensors.torch import load_file
 from subject_case import Subject
 from transformers import LlamaForCausalLM
 
-from pagedtree.integrations.transformers import NgramDrafter, generate, packed_weights, tree_generate
-from pagedtree.integrations.transformers.model import use_attention
-from pagedtree.integrations.transformers.packed_weights import PackedLinear, check_packable, pays
+from pagedtree.integrations.transformers import NgramDrafter, generate, packed_weights
+from pagedtree.integrations.transformers.packed_weights import check_packable, pays
 from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -50,14 +49,6 @@ def test_text_is_that_of_dense_weights(name):
     assert lists(sequences) == texts
     assert set(seen) == {NETWORKS.get(name, 0)}
     assert not packed_layers(model) and not any(packed_layers(net) for net in networks)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_other_architectures(name):
-    """Experts are linear layers in some, tensors in others, which stay."""
-    model, prompt = tiny_of(name), prompts_of((13,))[0]
-    sequences, _ = generate(model, [prompt], max_new_tokens=12, pack_weights=True)
-    assert lists(sequences) == [greedy(model, prompt, 12)]
 
 
 @pytest.mark.parametrize(("dtype", "passes", "tokens"), [(torch.float32, 64, 4), (torch.bfloat16, 64, 1)])
@@ -109,61 +100,6 @@ def test_a_loaded_model_is_packed_and_not_copied(load, tmp_path):
 
     generate(model, prompts_of((5,)), max_new_tokens=64, n=4, callback=callback)
     assert found[0] == (linear_layers(model), 0) and all(weight().numel() for weight in weights)
-
-
-@pytest.mark.parametrize("pack_weights", [None, True])
-def test_weights_of_two_models(pack_weights):
-    """By itself `generate` leaves them dense, and packs a copy where it is asked to."""
-    model, other = tiny(0), tiny(1)
-    other.lm_head.weight = model.lm_head.weight  # the very parameter; the third one shares memory
-    third = tiny(2)
-    third.load_state_dict(model.state_dict(), assign=True)
-    prompts, texts, packed = prompts_of((5, 17)), {}, []
-    expected = {each: [greedy(each, prompt, 64) for prompt in prompts] for each in (model, other, third)}
-
-    def call(each):
-        step = {"on_step": lambda _: packed.append(len(packed_layers(model)))} if each is model else {}
-        options = {"max_new_tokens": 64, "drafter": NgramDrafter(num_nodes=4), "pack_weights": pack_weights}
-        texts[each] = lists(generate(each, prompts, **options, **step)[0])
-
-    with packed_weights(model):
-        call(other)
-        call(third)
-        assert texts == {other: expected[other], third: expected[third]}
-    threads = [threading.Thread(target=call, args=(each,)) for each in (model, other, third)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert texts == expected and set(packed) == {15 if pack_weights else 0}
-    assert (
-        third.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-        and other.lm_head.weight is model.lm_head.weight
-    )
-
-
-def test_an_open_block_stays_open():
-    model, prompts = tiny(0), prompts_of(LENGTHS)
-    expected = [greedy(model, prompt) for prompt in prompts]
-    with packed_weights(model):
-        weights = [module.weight for module in model.modules() if type(module) is PackedLinear]
-        for pack_weights in (None, True, False):
-            sequences, _ = generate(
-                model, prompts, drafter=NgramDrafter(), max_new_tokens=NEW_TOKENS, pack_weights=pack_weights
-            )
-            assert lists(sequences) == expected
-            now = [module.weight for module in model.modules() if type(module) is PackedLinear]
-            assert len(now) == 15 and all(a is b for a, b in zip(now, weights, strict=True))
-
-
-@pytest.mark.parametrize("attention", ["pagedtree", "sdpa"])
-def test_generation_of_transformers(attention):
-    model, prompt = tiny(0), prompts_of((17,))[0]
-    expected = greedy(model, prompt)
-    with packed_weights(model), use_attention(model, attention):
-        assert greedy(model, prompt) == expected
-    found = greedy(model, prompt, custom_generate=tree_generate, drafter=NgramDrafter(), pack_weights=True)
-    assert found == expected and not packed_layers(model)
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])

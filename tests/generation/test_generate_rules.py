@@ -5,7 +5,6 @@ At temperature 0 it is the greedy one, and seeds give the same text in any batch
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, SAMPLING, generated, greedy, prompts_of, tiny
+from generate_case import LENGTHS, SAMPLING, generated, prompts_of, tiny
 from statistics_case import LIMIT
 from toy_text_case import (
     CASES,
@@ -23,19 +22,16 @@ from toy_text_case import (
     PROMPT,
     TOY,
     VOCAB,
-    InTurn,
     distribution_of_texts,
     excess,
     texts_seen,
     toy_excess,
 )
 
-from pagedtree import Draft, DraftTree, SamplingParams, TreeBatch, select_nodes
-from pagedtree.check_draft import rows_of
-from pagedtree.generation.drafters import Drafter
+from pagedtree import DraftTree, SamplingParams, TreeBatch
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
-from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,65 +87,6 @@ def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_dist
 @pytest.mark.parametrize(("rule", "drafter"), NARROWED)
 def test_a_budget_leaves_the_distribution_alone_closely(budget, toy, toy_draft, toy_distribution, rule, drafter):
     assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000, tree="auto") < LIMIT
-
-
-def test_a_budget_by_what_was_drawn_is_seen(budget, monkeypatch, toy, toy_draft, toy_distribution):
-    """Draws must not be chosen among by their tokens."""
-    keep = Plan.keep
-
-    def even_ones_first(self, proposal, confidence):
-        assert confidence is None
-        scores, trees = torch.ones(len(proposal.draft_tokens)), proposal.trees
-        for begin, end in itertools.pairwise(trees.cu_nodes.tolist()):
-            for row in range(begin, end):
-                if (parent := int(trees.parents[row])) >= 0:
-                    scores[row] = scores[begin + parent] * (0.001 if proposal.draft_tokens[row] % 2 else 0.9)
-        kept = keep(self, proposal, confidence)
-        part, rows = select_nodes(trees, scores, trees.batch_size + kept.num_drafted)
-        return replace(kept, draft=rows_of(proposal, part, rows), rows=rows)
-
-    monkeypatch.setattr(Plan, "keep", even_ones_first)
-    assert toy_excess(toy, toy_draft, toy_distribution, "rejection", "swor tree", 1500, tree="auto") > LIMIT
-
-
-class Drawn(Drafter):
-    """Draws one token, of the same probabilities everywhere."""
-
-    max_nodes, max_depth, draft_law, is_chain = 2, 1, "iid", True
-
-    def __init__(self, *probabilities: float) -> None:
-        self.probabilities, self.generator = torch.tensor(probabilities), torch.Generator().manual_seed(0)
-
-    def propose(self, tokens, lengths):
-        size = len(tokens)
-        drawn = self.probabilities.multinomial(size, replacement=True, generator=self.generator)
-        drafts = torch.stack([torch.zeros_like(drawn), drawn], dim=1).flatten()
-        return Draft(drafts, TreeBatch.from_trees([DraftTree.chain(1)] * size), self.probabilities.expand(2 * size, -1))
-
-
-class ByTheDraw(CombinedDrafter):
-    """Takes the first drafter's tree where its token is odd."""
-
-    def propose(self, tokens, lengths):
-        self.known = tokens, lengths
-        return super().propose(tokens, lengths)
-
-    def _ask(self, which, places, tokens, lengths):
-        if self._given[which] is None:
-            super()._ask(which, places, tokens, lengths)
-
-    def _choose(self):
-        self._ask(0, list(range(len(self._selected))), *self.known)
-        drawn = self._of(0)[1]
-        last = drawn.draft_tokens[drawn.trees.cu_nodes[1:].long() - 1]  # -1 where there is no token to come
-        return [1 - token % 2 for token in last.tolist()]
-
-
-@pytest.mark.parametrize(("kind", "is_seen"), [(CombinedDrafter, False), (InTurn, False), (ByTheDraw, True)])
-def test_a_choice_between_drafters_by_what_was_drawn_is_seen(toy, toy_draft, toy_distribution, kind, is_seen):
-    both = Drawn(0.2, 0.4, 0.2, 0.2), Drawn(0.6, 0.1, 0.2, 0.1)
-    found = toy_excess(toy, toy_draft, toy_distribution, "rejection", kind(*both), 1500)
-    assert (found > LIMIT) == is_seen
 
 
 # Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
@@ -253,28 +190,6 @@ def test_draft_models_of_padded_vocabularies(toy, toy_distribution, rule, law, v
     assert toy_excess(toy, None, toy_distribution, rule, padded_drafter(vocab_size, law), 1000) < LIMIT
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("law", PADDED_DRAFTERS)
-@pytest.mark.parametrize("vocab_size", PADDED)
-def test_tokens_that_the_target_lacks_are_not_drafted(toy, law, vocab_size):
-    steps = []
-    rule = "sampled" if law in ("topk", "coupled") else "rejection"
-    drafter, options = padded_drafter(vocab_size, law), {"params": SamplingParams(), "rule": rule}
-    generated(toy, drafter, [PROMPT], 20, on_step=steps.append, **options)
-    drafts = torch.cat([step.draft_tokens for step in steps])
-    assert set(drafts.tolist()) - {-1} <= set(range(VOCAB))
-    drafted = [step for step in steps if step.trees.max_nodes > 1]
-    assert len(drafts) > 2 * len(steps) and len(drafted) > 2
-    for step in drafted:
-        probs = step.draft.draft_probs
-        assert (probs is not None) == (law in ("iid", "swor"))
-        if probs is not None:
-            assert probs.shape[1] == VOCAB
-            torch.testing.assert_close(probs.sum(1), torch.ones(len(probs)))
-            if vocab_size < VOCAB:
-                assert not probs[:, vocab_size:].any()
-
-
 def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
     passes = []
     monkeypatch.setattr(type(toy), "forward", lambda *args, **kwargs: passes.append(args))
@@ -296,15 +211,6 @@ def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_distribution)
     for rule in ("rejection", "traversal"):
         wrong = PermutedProbs(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
         assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 1000) > LIMIT
-
-
-@pytest.mark.stats
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
-def test_a_wrong_draft_law_is_seen(toy, toy_draft, toy_distribution, rule):
-    """Drawn without replacement, and said to be drawn independently."""
-    wrong = ModelDrafter(toy_draft, law="swor", num_nodes=9, branching=[3, 2])
-    wrong.draft_law = "iid"
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 50_000) > LIMIT
 
 
 @pytest.mark.stats
@@ -362,16 +268,6 @@ def model():
 @pytest.fixture(scope="module")
 def draft_model():
     return tiny(1, num_hidden_layers=1)
-
-
-@pytest.mark.parametrize(("rule", "drafter"), FITTING)
-def test_temperature_0_is_greedy(model, draft_model, rule, drafter):
-    expected = [greedy(model, prompt) for prompt in prompts_of(LENGTHS)]
-    for draft in (draft_model, model):
-        made = DRAFTERS[drafter](model, draft)
-        texts, stats = generated(model, made, rule=rule, params=SamplingParams(temperature=0.0))
-        assert texts == expected
-    assert stats.mean_accepted > 1.0 or drafter == "n-gram"
 
 
 @pytest.mark.parametrize(

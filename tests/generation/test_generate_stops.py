@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, TextIteratorStreamer
+from transformers import PreTrainedTokenizerFast
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.stop_strings import StopStrings
@@ -69,20 +69,6 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
             assert stats.num_tokens == len(expected) - len(prompt)
             cut += sum(stats.sequences[0].accepted) < sum(int(step.verdict.num_accepted[0]) for step in steps)
     assert (cut > 4) == (drafts == "oracle") and compared > 8
-
-
-@pytest.mark.parametrize("cuda_graph", [False, True])
-def test_some_of_a_batch_stop(model, texts, tokenizer, monkeypatch, cuda_graph):
-    monkeypatch.setattr(FixedStep, "captures", False)
-    stop = tokenizer.decode(texts[1][LENGTHS[1] + 6 : LENGTHS[1] + 8])
-    options = {"stop_strings": stop, "tokenizer": tokenizer, "cuda_graph": cuda_graph}
-    sequences, stats = generated(model, NgramDrafter(8), **options)
-    for prompt, text, sequence, of in zip(PROMPTS, texts, sequences, stats.sequences, strict=True):
-        new = text[len(prompt) :]
-        ends = [end for end in range(1, NEW_TOKENS + 1) if stop in tokenizer.decode(new[:end])]
-        assert sequence == text[: len(prompt) + min(ends, default=NEW_TOKENS)]
-        assert of.finish_reason == ("stop_string" if ends else "length")
-    assert {of.finish_reason for of in stats.sequences} == {"stop_string", "length"}
 
 
 def test_whatever_ends_first_is_the_reason(model, texts, tokenizer):
@@ -145,35 +131,11 @@ def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
     assert stats.wall_time > 0.0
 
 
-def test_a_callback_ends_all(model, texts):
-    """Sequences that wait for pages can be ended, too: each is asked after its first tokens."""
-    found, stats = generated(model, page_size=4, num_pages=15, callback=lambda *_: True)
-    assert found == [text[: length + 1] for text, length in zip(texts, LENGTHS, strict=True)]
-    assert [of.finish_reason for of in stats.sequences] == ["callback"] * len(PROMPTS)
-
-
 def test_an_eos_token_stays_the_reason(model, texts):
     eos = texts[0][LENGTHS[0]]
     _, stats = generated(model, None, PROMPTS[:1], 4, eos_token_id=eos, callback=lambda *_: True)
     assert stats.sequences[0].finish_reason == "eos"
     assert torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("drafts", ["none", "oracle"])
-def test_least_length_and_stop_strings(model, texts, tokenizer, drafts):
-    """As in transformers: EOS tokens come late enough, a stop string ends the text before that."""
-    prompt, new = PROMPTS[0], texts[0][LENGTHS[0] :]
-    eos = [new[2], new[4]]
-    plain = greedy(model, prompt, min_new_tokens=8, eos_token_id=eos, pad_token_id=0)
-    assert not set(plain[LENGTHS[0] :][:8]) & set(eos) and plain != texts[0][: len(plain)]
-    stop = tokenizer.decode(plain[LENGTHS[0] + 5 : LENGTHS[0] + 7])
-    for stops in (None, [stop]):
-        more = {} if stops is None else {"stop_strings": stops, "tokenizer": tokenizer}
-        more |= {"min_new_tokens": 8, "eos_token_id": eos}
-        found, stats = generated(model, drafter_of(drafts, [plain]), [prompt], **more)
-        expected = greedy(model, prompt, pad_token_id=0, **more)
-        assert found == [expected] and (stops is None or stats.sequences[0].finish_reason == "stop_string")
-    assert len(expected) - LENGTHS[0] < 8
 
 
 # Streamers ------------------------------------------------------------------------------------------------------------
@@ -204,13 +166,6 @@ def test_a_streamer_gets_what_stays(model, texts, tokenizer, drafts):
         assert found == [text] and streamer.puts == theirs.puts and streamer.ends == theirs.ends == 1
         assert streamer.puts[0] == [PROMPTS[1].tolist()] and seen == text[LENGTHS[1] :]
     assert len(seen) == 7
-
-
-def test_text_of_a_streamer_of_transformers(model, tokenizer):
-    ours, theirs = (TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=9.0) for _ in range(2))
-    generated(model, NgramDrafter(8), PROMPTS[:1], streamer=ours)
-    text = greedy(model, PROMPTS[0], streamer=theirs)
-    assert "".join(ours) == "".join(theirs) == tokenizer.decode(text[LENGTHS[0] :])
 
 
 def test_streamers_are_of_one_sequence(model):

@@ -170,14 +170,6 @@ def test_a_padded_batch(model, configure, plain, names):
         assert torch.equal(own, expected)
 
 
-def test_an_eos_token_alone_is_no_bad_word(model, configure, plain):
-    texts, new = plain
-    configure(eos_token_id=[new[4]], bad_words_ids=[[new[4]]])
-    shorter = texts[0][: len(PROMPTS[0]) + 5]
-    assert greedy(model, PROMPTS[0]) == shorter
-    assert generated(model, None, PROMPTS[:1])[0] == [shorter]
-
-
 def test_stop_strings(model, configure, plain):
     texts, new = plain
     stop = Words().decode(new[5:7])
@@ -322,26 +314,6 @@ def test_logits_processors_replace_fields_of_their_type(model, configure, plain)
     first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(PROMPTS[0]))]
     assert greedy(model, PROMPTS[0], logits_processor=first) == plain[0][0]
     assert generated(model, None, PROMPTS[:1], logits_processor=first)[0] == plain[0][:1]
-
-
-@pytest.mark.parametrize(("rule", "law"), [("rejection", "topk"), ("traversal", "swor"), ("typical", "topk")])
-def test_other_rules_sample_as_the_config_says(model, configure, rule, law):
-    branching = [3, 2] if law == "swor" else None
-    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), law=law, num_nodes=9, branching=branching)
-    with pytest.raises(ValueError, match="rule: expected params"):
-        generated(model, drafter, rule=rule)
-    configure(do_sample=True, temperature=0.8, top_k=20)
-    params = SamplingParams(temperature=0.8, top_k=20)
-    own, _ = generated(model, drafter, rule=rule, params=params, generation_config=False)
-    assert generated(model, drafter, rule=rule)[0] == own
-
-
-def test_arguments_of_model_generate_replace_fields_in_tree_generate(model, configure, plain):
-    configure(do_sample=True, repetition_penalty=1.5, min_length=16, eos_token_id=[plain[1][4]])
-    options = {"inputs": PROMPTS[0][None], "do_sample": False, "repetition_penalty": 1.0, "min_length": 0}
-    expected = model.generate(**options, max_new_tokens=NEW_TOKENS)
-    assert expected[0].tolist() == plain[0][0][: len(PROMPTS[0]) + 5]
-    assert torch.equal(model.generate(**options, max_new_tokens=NEW_TOKENS, custom_generate=tree_generate), expected)
 
 
 # Hostile values -------------------------------------------------------------------------------------------------------

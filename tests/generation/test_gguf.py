@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import sys
-import threading
 
 import numpy as np
 import pytest
@@ -84,17 +82,6 @@ def test_folder_is_an_ordinary_checkpoint(file, folder):
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
-def test_folder_gives_the_files_text(model, tmp_path):
-    """With rotary pairs and norms as they were."""
-    kept = dequantized(write_gguf(tmp_path / "tiny.gguf", model, "F32"), tmp_path)
-    prompt = torch.tensor([[5, 6, 7, 8]])
-    texts = [
-        one.generate(prompt, max_new_tokens=16, do_sample=False)
-        for one in (model, AutoModelForCausalLM.from_pretrained(kept))
-    ]
-    assert torch.equal(*texts)
-
-
 def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
     """Where its content has changed, under whatever name and time, it is read again."""
     assert dequantized(str(file), folder.parent) == folder and capfd.readouterr().err == ""
@@ -107,14 +94,6 @@ def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
     # What another version of transformers wrote is not taken.
     monkeypatch.setattr(gguf_module.transformers, "__version__", "0.0")
     assert dequantized(file, folder.parent) not in (folder, again)
-
-
-def test_where_it_is_kept(file, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert dequantized(file).parent == tmp_path / "cache" / "pagedtree"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert dequantized(file).parent == tmp_path / "home" / ".cache" / "pagedtree"
 
 
 def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeypatch, tmp_path):
@@ -137,17 +116,6 @@ def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeyp
 
     monkeypatch.setattr(gguf_module, "_read", slower)
     assert dequantized(file, kept) == kept / folder.name and list(kept.iterdir()) == [kept / folder.name]
-
-
-def test_threads_read_a_file_once(file, monkeypatch, tmp_path, capfd):
-    stream, found = sys.stderr, []
-    threads = [threading.Thread(target=lambda: found.append(dequantized(file, tmp_path))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 4 and len(set(found)) == 1 and sys.stderr is stream
-    assert capfd.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 
 import pytest
@@ -14,7 +13,6 @@ from architecture_case import KEPT, tiny_model
 from block_case import block_model
 from generate_case import (
     SAMPLING,
-    Oracle,
     generated,
     gpt2,
     greedy,
@@ -28,12 +26,9 @@ from generate_case import (
 from pagedtree import DraftTree
 from pagedtree.distributed import DraftGroup
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.generation.rules import Sampling
-from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers import (
     BlockDrafter,
     CombinedDrafter,
-    Drafter,
     EagleDrafter,
     MedusaDrafter,
     ModelDrafter,
@@ -139,82 +134,6 @@ def test_in_fixed_steps(model, name, monkeypatch):
         assert stats.mean_accepted > 1.0
 
 
-def test_one_sequence_ends_long_before_its_neighbour(model):
-    """The first one's tree is cut, the second one's drafts are all accepted meanwhile."""
-    prompts = [repeated(30), repeated(12, 5)]
-    texts = [greedy(model, prompt, 24) for prompt in prompts]
-    ends = {0: 30 + 4, 1: 12 + 24}
-    cut, whole = [], []
-
-    oracle = Oracle(texts, hit=1.0)
-
-    class Known(Drafter):
-        max_nodes = oracle.tree.num_nodes
-
-        def prepare(self, sequences):
-            for sequence in sequences:  # as if each had been called with its own limit
-                sequence.max_length = ends[sequence.index]
-
-        def propose(self, tokens, lengths, active=None, rows=None):
-            return oracle.propose(tokens, lengths)
-
-    def check(result):
-        check_depths(result)
-        counts = result.trees.cu_nodes.diff().tolist()
-        for sequence, count in zip(result.sequences[result.num_read :], counts[result.num_read :], strict=True):
-            (whole if count == oracle.tree.num_nodes else cut).append(sequence.index)
-
-    found, stats = generated(model, Known(), prompts, 24, on_step=check)
-    assert found == [texts[0][:34], texts[1]]
-    assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
-    assert 0 in cut and whole.count(1) >= 4
-
-
-def proposal_of(draft, text, **tree):
-    """Lists what a draft model proposes that has read nothing of the text: each node's path, and its token."""
-    drafter = ModelDrafter(draft, **tree)
-    drafter.begin(4, Sampling("greedy", None, torch.zeros(1, dtype=torch.int64)))
-    drafter.select([GeneratedSequence(0, 0, list(text), max_length=1000)])
-    proposed = drafter.propose(torch.tensor([text]), torch.tensor([len(text)], dtype=torch.int32))
-    drafter.end()
-    size = int(proposed.trees.cu_nodes[1])
-    return paths_of(proposed.draft_tokens.tolist()[:size], proposed.trees.parents.tolist()[:size])
-
-
-def paths_of(draft_tokens, parents):
-    paths = [()]
-    for token, parent in zip(draft_tokens[1:], parents[1:], strict=True):
-        paths.append((*paths[parent], token))
-    return set(paths[1:])
-
-
-def test_what_the_draft_model_read_stays_right_after_a_cut(model):
-    """The next proposal is that of a draft model that reads all anew."""
-    tree = {"num_nodes": 12, "depth": 4, "width": 3}
-    draft = copy.deepcopy(model)
-    with torch.no_grad():
-        for weight in draft.parameters():
-            weight.mul_(1 + 0.15 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
-    cut, compared = set(), 0
-
-    def check(result):
-        nonlocal compared
-        offsets = result.trees.cu_nodes.tolist()
-        for b in range(result.num_read, len(result.sequences)):
-            sequence, room, rows = result.sequences[b], room_of(result)[b], slice(offsets[b], offsets[b + 1])
-            if sequence.index in cut:
-                text = sequence.tokens[: int(result.start[b]) + 1]
-                found = paths_of(result.draft_tokens[rows].tolist(), result.trees.parents[rows].tolist())
-                assert found == {path for path in proposal_of(draft, text, **tree) if len(path) <= room}
-                compared += room > 0
-            if room < tree["depth"] and int(result.verdict.num_accepted[b]) > 0:
-                cut.add(sequence.index)
-
-    prompts = [repeated(10 + i, 5, seed=i) for i in range(12)]
-    generated(model, ModelDrafter(draft, **tree), prompts, NEW_TOKENS, on_step=check)
-    assert compared > 2
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in TABLES_IN_CORE else pytest.mark.slow) for name in TABLES]
 )
@@ -284,14 +203,6 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
         assert max(read) == 39
         if isinstance(drafter, ModelDrafter):
             assert max(drafted) == 40  # its parent stands at the draft model's last position
-
-
-def test_a_rotary_draft_model_drafts_within_its_positions(model):
-    draft = tiny(1, max_position_embeddings=40)
-    read = positions_read(draft)
-    found, _ = generated(model, ModelDrafter(draft, depth=4), [repeated(30)], 30)
-    assert found == [greedy(model, repeated(30), 30)]
-    assert max(read) == 39
 
 
 def test_prompts_longer_than_the_table_are_refused():

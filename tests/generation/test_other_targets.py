@@ -111,14 +111,6 @@ def test_another_dtype_or_device(model, name, place):
     refused(model, drafter, "drafter: expected .* target's .*(float32 on cpu|device cpu), got")
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_one_dtype_for_both(model, name):
-    model.to(torch.bfloat16)
-    drafter = MAKERS[name](model)
-    getattr(drafter, PARTS[name]).to(torch.bfloat16)
-    generated(model, drafter)
-
-
 def test_a_draft_model_on_another_device(model):
     refused(model, ModelDrafter(tiny(1).to("meta"), num_nodes=4), "its model on the target's device cpu, got meta")
 

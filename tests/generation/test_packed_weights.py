@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from weakref import ref
 
@@ -19,7 +18,7 @@ from generate_case import prompts_of, tiny
 from packed_case import OWN_MIN_ELEMENTS, linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
 
 from pagedtree.integrations.transformers import generate, packed_weights
-from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, _dtypes
+from pagedtree.integrations.transformers.packed_weights import PackedLinear, _dtypes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,15 +90,6 @@ def test_a_packed_layer_computes_what_it_did(dtype, bias):
         assert torch.equal(bits(y), bits(twice))
 
 
-def test_rows_do_not_mix():
-    """What other rows hold, NaN included, has no influence on a row."""
-    layer, x = layer_of(torch.float32), torch.randn(9, 20)
-    with torch.no_grad(), packed_weights(layer):
-        expected = layer(x)
-        x[[0, 1, 3, 8]] = float("nan")
-        assert torch.equal(layer(x)[[2, 4, 5, 6, 7]], expected[[2, 4, 5, 6, 7]])
-
-
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -139,25 +129,6 @@ def test_other_layers_stay_as_they_are(kind):
         for module, old_type, parameters in before:
             assert type(module) is old_type
             assert all(module._parameters[name] is parameter for name, parameter in parameters.items())
-
-
-@pytest.mark.parametrize(("dtype", "least"), [(torch.bfloat16, 256), (torch.float16, 256), (torch.float32, 4096)])
-def test_small_weights_stay_as_they_are(dtype, least, monkeypatch):
-    skip_without(dtype)
-    monkeypatch.setitem(MIN_ELEMENTS, dtype, OWN_MIN_ELEMENTS[dtype])
-    for is_large in (0, 1):
-        with packed_weights(layer_of(dtype, 128, least - 1 + is_large)) as count:
-            assert count == is_large
-
-
-def test_weights_of_several_layers_are_packed_once():
-    first, second, other = nn.Linear(8, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
-    second.weight = first.weight
-    weight, model = ref(first.weight), nn.Sequential(first, second, other, first)
-    with packed_weights(model, first, model) as count:
-        assert count == 3 and first.weight is second.weight and first.weight is not other.weight
-        assert weight().numel() == 0
-    assert first.weight is second.weight is weight() and first.weight.shape == (8, 8)
 
 
 def in_another_module(layer):
@@ -219,47 +190,6 @@ def test_a_weight_that_others_hold_keeps_its_memory(name, copy_held):
     assert layer.weight is parameter()
 
 
-def test_a_weight_follows_who_writes_to_its_memory():
-    layer = nn.Linear(8, 8).share_memory()
-    array = layer.weight.detach().numpy()
-    with packed_weights(layer):
-        array[:] = 3
-    assert (layer.weight == 3).all()
-
-
-def test_tied_embeddings_stay_dense_beside_the_packed_output_layer():
-    model = tiny(0, tie_word_embeddings=True)
-    embeddings, ids = model.model.embed_tokens.weight, torch.arange(9)[None]
-    assert model.lm_head.weight is embeddings
-    old, expected = embeddings.detach().clone(), model(ids).logits
-    with packed_weights(model), torch.no_grad():
-        assert model.model.embed_tokens.weight is embeddings and torch.equal(embeddings, old)
-        assert model.lm_head.weight.is_mkldnn and model.lm_head.weight.shape == old.shape
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    assert model.lm_head.weight is model.model.embed_tokens.weight is embeddings and torch.equal(embeddings, old)
-
-
-def test_hooks_and_adapters_around_a_layer_still_work():
-    class Adapted(nn.Module):  # as LoRA's layers are
-        def __init__(self, base_layer):
-            super().__init__()
-            self.base_layer, self.a, self.b = base_layer, nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-        def forward(self, x):
-            return self.base_layer(x) + self.b(self.a(x))
-
-    model, seen = Adapted(nn.Linear(8, 8)), []
-    model.base_layer.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
-    model.base_layer.register_forward_hook(lambda module, args, out: seen.append(out) or 2 * out)
-    x = torch.randn(3, 8)
-    with torch.no_grad():
-        expected = model(x)
-        with packed_weights(model) as count:
-            assert count == 3
-            torch.testing.assert_close(model(x), expected)
-    assert len(seen) == 2
-
-
 def test_an_exception_while_packing_undoes(monkeypatch):
     model = tiny(0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -302,48 +232,11 @@ def test_there_are_no_gradients():
     assert layer.weight.grad.shape == layer.weight.shape
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_blocks_within_other_modes(mode):
-    layer, x = layer_of(torch.float32), torch.randn(3, 20)
-    expected = layer(x)
-    with mode(), packed_weights(layer):
-        torch.testing.assert_close(layer(x), expected.detach())
-    assert not layer.weight.is_inference()
-    layer(x).sum().backward()  # can be trained
-
-
-def test_dense_use_of_a_packed_weight_is_an_error(tmp_path):
-    layer, x = layer_of(torch.float32), torch.randn(3, 20)
-    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-    uses = {
-        "read": lambda: layer.weight[0],
-        "multiply": lambda: F.linear(x, layer.weight),
-        "sum": lambda: layer.weight.sum(),
-        "numpy": lambda: layer.weight.detach().numpy(),
-        "save": lambda: torch.save(layer.state_dict(), tmp_path / "state.pt"),
-        "load": lambda: layer.load_state_dict(state),
-        "copy": lambda: copy.deepcopy(layer),
-        "move": lambda: layer.to(torch.bfloat16),
-    }
-    with packed_weights(layer), torch.no_grad():
-        for name, use in uses.items():
-            with pytest.raises((RuntimeError, TypeError)):
-                pytest.fail(f"{name} gave {use()}")
-    assert all(torch.equal(tensor, state[name]) for name, tensor in layer.state_dict().items())
-
-
 @pytest.mark.parametrize("x", [torch.randn(3, 19), torch.randn(3, 20).bfloat16(), torch.tensor(1.0)])
 def test_inputs_that_do_not_fit(x):
     layer = layer_of(torch.float32)
     with packed_weights(layer), pytest.raises(RuntimeError, match=r"expected input of torch.float32 and 20 columns"):
         layer(x)
-
-
-def test_a_weight_that_was_replaced_inside_stays():
-    layer, mine = layer_of(torch.float32), nn.Parameter(torch.randn(33, 20))
-    with packed_weights(layer):
-        layer.weight = mine
-    assert layer.weight is mine and type(layer) is nn.Linear
 
 
 def test_without_onednn_nothing_is_packed():

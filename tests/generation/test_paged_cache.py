@@ -54,17 +54,6 @@ def test_pages_are_held_as_a_plain_model_says(page_size, actions):
     assert sorted(cache.pages(9)) == list(range(cache.num_pages))
 
 
-def test_page_tables():
-    cache = PagedCache(8, 4, CPU)
-    cache.reserve(0, 9)
-    cache.reserve(1, 4)
-    first, second = cache.pages(0), cache.pages(1)
-    assert cache.page_table([1, 0, 5]).tolist() == [[*second, 0, 0], first, [0, 0, 0]]
-    assert cache.page_table([0, 1], [2, 0]).tolist() == [[first[2]], second]
-    empty = cache.page_table([])
-    assert empty.shape == (0, 0) and empty.dtype == torch.int32
-
-
 def test_rows_move_in_the_caches_that_there_are_now():
     """Layers that came later, and a pool that has grown: what was prepared for older caches is not used."""
     cache, states = PagedCache(2, 4, CPU), torch.randn(1, 2, 8)
@@ -78,23 +67,6 @@ def test_rows_move_in_the_caches_that_there_are_now():
             compact_kv(expected, *moves)
             cache.compact(*moves)
             assert all(map(torch.equal, cache.tensors(), expected)) and len(expected) in (2, 3)
-
-
-def test_growing_keeps_what_is_there():
-    cache = PagedCache(2, 4, CPU)
-    states = torch.randn(5, 2, 64, dtype=torch.float64)
-    layers = {1: (states, states[..., :32]), 2: (states[:, :1], None)}  # the second one is latent
-    before = [tensor for index, pair in layers.items() for tensor in cache.layer(index, *pair)]
-    shapes = [tensor.shape[1:] if tensor is not None else None for tensor in before]
-    assert shapes == [(4, 2, 64), (4, 2, 32), (4, 1, 64), None] and before[0].dtype == torch.float64
-    assert [id(tensor) for tensor in cache.tensors()] == [id(tensor) for tensor in before[:3]]
-    for tensor in cache.tensors():
-        tensor.copy_(torch.randn_like(tensor))
-    cache.grow(3)
-    after = [tensor for index, pair in layers.items() for tensor in cache.layer(index, *pair)]
-    assert after[3] is None
-    for old, new in zip(before[:3], after[:3], strict=True):
-        assert new.shape[0] == 5 and torch.equal(new[:2], old)
 
 
 def test_bad_arguments():

@@ -97,17 +97,6 @@ def test_outputs_may_be_changed_in_place():
             torch.testing.assert_close(out, 2.0 * expected[name])
 
 
-def test_nothing_is_kept_once_all_have_their_outputs():
-    module, x = projections(), torch.randn(3, 20)
-    with torch.no_grad(), packed_weights(module):
-        product = module.q_proj.weight.product
-        assert product is module.v_proj.weight.product
-        outputs_of(module, x, NAMES[:2])
-        assert product._last is not None
-        module.v_proj(x)
-        assert product._last is None
-
-
 def test_weights_are_there_in_form_but_not_in_memory():
     module = projections()
     old = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
 
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
-from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, NgramDrafter, SuffixDrafter, generate
+from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, SuffixDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,20 +131,6 @@ def model():
     return tiny(0)
 
 
-def test_a_request_that_repeats_is_copied(model):
-    """In the second call hardly a token is not drafted; without a memory it is as in the first one."""
-    prompts = prompts_of((5, 12, 9))
-    texts = [greedy(model, prompt, 40) for prompt in prompts]
-    drafter, accepted = SuffixDrafter(10_000, num_nodes=16), []
-    for _ in range(2):
-        sequences, stats = generate(model, prompts, drafter=drafter, max_new_tokens=40, tree=None)
-        assert lists(sequences) == texts
-        accepted.append(stats.mean_accepted)
-    assert accepted[1] > max(accepted[0] + 2, 5)
-    _, plain = generate(model, prompts, drafter=NgramDrafter(16), max_new_tokens=40, tree=None)
-    assert plain.mean_accepted < accepted[1] - 2
-
-
 def test_an_evicted_answer_is_remembered_once(model):
     prompts, added = prompts_of((5, 12, 9, 7)), []
     drafter = SuffixDrafter(10_000, num_nodes=8)
@@ -159,15 +145,6 @@ def test_an_evicted_answer_is_remembered_once(model):
     assert sum(map(len, added)) <= sum(map(len, answers)) + context * len(added)
     for answer in answers:  # each token of an answer, beginning with the ones that an eviction cut off
         assert sum(answer[-8:] == text[-8:] for text in added) == 1
-
-
-def test_drafters_share_a_memory(model):
-    prompts = prompts_of((5, 12))
-    first = SuffixDrafter(10_000, num_nodes=16)
-    generate(model, prompts, drafter=first, max_new_tokens=30)
-    second = SuffixDrafter(memory=first.memory, num_nodes=16)
-    _, stats = generate(model, prompts, drafter=second, max_new_tokens=30, tree=None)
-    assert stats.mean_accepted > 5 and second.max_ngram == 16
 
 
 def test_beside_a_model(model):

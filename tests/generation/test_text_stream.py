@@ -141,32 +141,6 @@ def test_tokens_of_parts_of_two_characters():
     assert "".join(given) == "中" * 101 and given[MAX_MISSING + 1 :] == ["中"] * (101 - MAX_MISSING) + [""]
 
 
-def test_tokens_without_text():
-    """Many ids that the vocabulary lacks: what was held back before them comes."""
-    tokenizer = blanks()
-    hello, x = (tokenizer.convert_tokens_to_ids(word) for word in ("Hello", "x"))
-    tokens = [hello, *[len(tokenizer)] * 3 * MAX_UNCUT, x]
-    assert "".join(pieces(tokenizer, tokens, lambda: 1)) == whole(tokenizer, tokens) == "Hellox"
-
-
-def test_a_text_that_gets_shorter():
-    """What is in print stays there; the window does not grow until the text is as long again."""
-
-    class Backspaces:
-        most = 0
-
-        def decode(self, tokens, **_):
-            self.most, text = max(self.most, len(tokens)), []
-            for token in tokens:
-                text = text[:-1] if token == 0 else [*text, chr(token)]
-            return "".join(text)
-
-    tokenizer = Backspaces()
-    tokens = [*b"abcdefgh" * 4, *[0] * 200, *b"ijk"]
-    assert "".join(pieces(tokenizer, tokens, lambda: 1)) == "abcdefgh" * 4 + "ijk"
-    assert tokenizer.most <= MAX_UNCUT + 1
-
-
 def test_clean_up_takes_back_no_blank():
     """The blank of " ." goes and that of " ' ." comes again, wherever a step ends."""
     tokenizer = blanks()

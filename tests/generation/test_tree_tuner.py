@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from generate_case import SAMPLING, lists, prompts_of, tiny
 from subject_case import SUBJECTS
-from tuner_case import WHOLE, Machine, fresh, limited, run
+from tuner_case import Machine, fresh, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of
@@ -92,66 +92,6 @@ def test_looks_take_one_percent_of_the_time():
     assert 3 <= sum(asked[-300:]) <= 12
 
 
-def test_guesses_that_are_free_are_taken_where_the_others_do_not_pay():
-    machine, tuner = Machine([0.0]), TreeTuner(5, grows_by_level=True, has_free_guesses=True)
-    tuner.learn_reading(100, 1.0)
-    one, none, depths = torch.zeros(1, 1, dtype=torch.int32), torch.full((1, 1), 5), []
-    for _ in range(60):
-        plan = tuner.plan([1000], unread=5.0)
-        depths.append(plan.depth)
-        assert plan.depth is not None
-        kept = plan.keep(machine.draft(limited(WHOLE, plan.depth), {0: 0}))
-        tuner.learn(plan, Outcome(1.0 + 0.5 * plan.depth, one, none, 0.5 * plan.depth, kept))
-    assert depths[0] > 0 and depths.count(0) > 50, depths
-
-
-def test_what_sequences_that_are_ahead_gain_counts_less():
-    """Three of four are easy to guess; the batch ends with the fourth, which is not."""
-    machine = Machine([0.8, 0.1], batch=4, ease=(1.0, 1.0, 1.0, 0.0), row=0.02)
-    seconds, _ = run(machine, fresh(machine), 96)
-    print(seconds / 96)
-    assert seconds < 1.25 * 96 * machine.plain < 0.75 * run(machine, None, 96)[0]
-
-
-def test_a_new_batch_size_begins_with_what_the_nearest_has_taught():
-    machine = Machine([0.8, 0.1], batch=8, ease=(1.0,), row=0.01)
-    tuner = fresh(machine)
-    run(machine, tuner, 60)
-    learnt = tuner.costs[8]
-    tuner.costs = {8: learnt}
-    plan = tuner.plan([50] * 5)
-    assert plan.costs is tuner.costs[5] is not learnt
-    assert (plan.costs.plain, plan.costs.row, plan.costs.age) == (learnt.plain, learnt.row, learnt.age)
-    assert plan.depth is not None and plan.keep(machine.draft(WHOLE, dict.fromkeys(range(5), 0))).num_drafted > 0
-
-
-def test_levels_are_learnt_though_they_read_what_was_accepted():
-    """What the drafter reads before its first level is no part of the levels' time."""
-    tuner, machine = TreeTuner(2, grows_by_level=True), Machine([0.9])
-    tuner.learn_reading(1000, 1.0)
-    path, tokens = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1000]])
-    for _ in range(8):
-        plan = tuner.plan([500], unread=200.0)
-        if plan.depth is None:
-            tuner.learn(plan, Outcome(1.0, path[:, :1], tokens[:, :1]))
-            continue
-        kept = plan.keep(machine.draft(DraftTree.chain(2), {0: 0}))
-        drafting = 0.25 * plan.depth + 200.0 * 0.001
-        tuner.learn(plan, Outcome(1.02 + drafting, path, tokens, drafting, kept))
-    assert tuner.costs[1].drafter(2) == pytest.approx(0.5, rel=0.1)
-
-
-def test_a_step_that_was_held_up_changes_little():
-    machine = Machine([0.7, 0.15], row=0.01)
-    tuner = fresh(machine)
-    run(machine, tuner, 200)
-    costs = tuner.costs[1]
-    before = costs.plain, costs.target(8)
-    for rows in (0, 8):
-        costs.learn(rows, 5, 0.25, 50.0)
-    assert (costs.plain, costs.target(8)) == pytest.approx(before, rel=0.1)
-
-
 def test_every_child_of_an_accepted_node_tells_something():
     """Whether it was verified or not; and nothing is learnt of nodes whose parent was not accepted."""
     tuner, machine = TreeTuner(3), Machine([0.6])
@@ -165,19 +105,6 @@ def test_every_child_of_an_accepted_node_tells_something():
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
     assert seen == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
-
-
-def test_drafts_that_were_drawn_keep_the_siblings_before_them():
-    tuner, machine = fresh(Machine([0.1, 0.8], row=0.2)), Machine([0.1, 0.8], row=0.2)
-    for _ in range(50):
-        tuner.odds.add(min(int(4 * 1.5**0.5), 11), True)
-        tuner.odds.add(min(int(4 * 0.5**0.5), 11), False)
-    for _ in range(20):
-        plan = tuner.plan([500])
-        plan.costs.age = 0  # as if a plain step had just been measured: good guesses are verified
-        kept = plan.keep(machine.draft(DraftTree.full([3]), {0: 0}))
-        ranks = kept.draft.draft_tokens.tolist()[1:]
-        assert ranks == list(range(len(ranks)))
 
 
 @pytest.fixture
@@ -237,25 +164,6 @@ def test_the_text_does_not_depend_on_the_trees(model, scheduled, name, params):
     assert len(scheduled) > len(SCHEDULE)
 
 
-def test_the_draft_model_catches_up_after_steps_without_drafts(model, scheduled):
-    """Chains of the draft model's own greedy tokens are accepted whole, so one wrong row in its cache would show."""
-    drafter = ModelDrafter(model, num_nodes=4, depth=3, width=1)
-    _, stats = generate(model, prompts_of((5, 21), seed=3), drafter=drafter, max_new_tokens=100, tree="auto")
-    for sequence in stats.sequences:
-        assert set(sequence.accepted[:-1]) <= {0, 1, 2, 3} and max(sequence.accepted) == 3
-
-
-def test_what_was_learnt_stays_with_drafter_and_model(model):
-    drafter, prompts = NgramDrafter(8), prompts_of((9,), seed=1)
-    generate(model, prompts, drafter=drafter, max_new_tokens=12, tree="auto")
-    tuner = drafter.tuner[1]
-    assert tuner.costs
-    generate(model, prompts, drafter=drafter, max_new_tokens=12, tree="auto")
-    assert drafter.tuner[1] is tuner
-    generate(tiny(2), prompts, drafter=drafter, max_new_tokens=12, tree="auto")
-    assert drafter.tuner[1] is not tuner
-
-
 def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
     """The first token must not wait for what drafts set up."""
     events = []
@@ -275,25 +183,9 @@ def test_nothing_is_done_before_the_first_token(model, scheduled, monkeypatch):
         events.clear()
 
 
-def test_without_auto_the_drafter_uses_its_whole_tree(model, scheduled):
-    drafter, prompts = NgramDrafter(8, max_branches=1), [[1, 2, 3, 4, 5, 6] * 4]
-    generate(model, prompts, drafter=drafter, max_new_tokens=12)
-    assert len(scheduled) > 1  # "auto" is the default
-    sizes = []
-    options = {"tree": None, "on_step": lambda result: sizes.append(result.trees.max_nodes)}
-    generate(model, prompts, drafter=drafter, max_new_tokens=12, **options)
-    assert set(sizes[1:]) <= {1, 8} and 8 in sizes
-
-
 def test_other_choices_are_refused(model):
     with pytest.raises(ValueError, match="tree: expected None or \"auto\", got 'best'"):
         generate(model, [[1, 2]], drafter=NgramDrafter(8), max_new_tokens=4, tree="best")
-
-
-def test_auto_without_a_drafter_is_plain_decoding(model):
-    prompts = prompts_of((9,), seed=1)
-    auto, plain = (lists(generate(model, prompts, max_new_tokens=8, tree=tree)[0]) for tree in ("auto", None))
-    assert auto == plain
 
 
 def test_nobody_is_evicted_for_drafts(model, scheduled):
