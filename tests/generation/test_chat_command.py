@@ -157,17 +157,6 @@ def test_templates_that_fail_or_leave_a_message_out(folder, text, message):
         chat_prompt(tokenizer, "w7 w8", "w5")
 
 
-def test_any_folder(folder, run, calls):
-    _, plain, _ = run(count=12)
-    for name, kind in (("eagle", "EagleDrafter"), ("block", "BlockDrafter"), ("medusa", "MedusaDrafter")):
-        status, out, error = run("--drafter", folder / name, "--num-nodes", "5", count=12)
-        assert (status, out) == (0, plain) and "12 tokens in" in error
-        assert type(calls[-1].drafter).__name__ == kind and calls[-1].drafter.max_nodes == 5
-    message = "expected a draft head, or a model with MTP layers"
-    check_refused(run, "--drafter", folder, message=message)
-    check_refused(run, "--block", folder / "eagle", message=f"--block {folder / 'eagle'}: ")
-
-
 def test_drafters_have_their_own_sizes(folder, run, calls):
     """Unless an option says otherwise."""
     _, plain, _ = run(count=12)

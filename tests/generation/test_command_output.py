@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tokenizer_case import blanks, words
+from tokenizer_case import words
 
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.integrations.transformers.printer import Printer
@@ -42,19 +42,3 @@ def test_progress_tells_the_rate_of_decoding(capsys, monkeypatch, num_sequences)
     assert lines[0] == f"{num_sequences} of at most {9 * num_sequences} tokens"
     rate = 8 * num_sequences / 4.0
     assert lines[-1] == f"{9 * num_sequences} of at most {9 * num_sequences} tokens, {rate:.1f} tokens/s"
-
-
-def test_printer_shows_the_stream(capsys):
-    """Letters that clean-up joins; each step decodes the newest tokens alone."""
-    tokenizer = blanks()
-    decoded, decode = [], tokenizer.decode
-    tokenizer.decode = lambda tokens, **options: decoded.append(len(tokens)) or decode(tokens, **options)
-    text = ["Hello", " ", ".", "x", " ", "n't"] * 300
-    tokens = [tokenizer.convert_tokens_to_ids(word) for word in text]
-    printer = Printer(tokenizer, num_sequences=1, max_tokens=len(tokens))
-    for start in range(0, len(tokens), 4):
-        printer.add(0, tokens[start : start + 4])
-    printer.finish()
-    out = capsys.readouterr().out
-    assert out == "Hello.xn't" * 300 + "\n" == decode(tokens, skip_special_tokens=True) + "\n"
-    assert printer.tokens == [tokens] and sum(decoded) < 20 * len(tokens)

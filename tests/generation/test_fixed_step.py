@@ -270,21 +270,6 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
         assert [each.shape for each in step._found] == [tokens, tokens, (*tokens, 3), (*tokens, 3)]
 
 
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda x: x.tolist(), "meta|_local_scalar_dense"),
-        (lambda x: x.nonzero(), "nonzero"),
-        (lambda x: torch.tensor([1, 2]), "tensor of values of the host"),
-        (lambda x: x.copy_(torch.ones(3, device="cpu")), "with a tensor of the host"),
-    ],
-)
-def test_a_step_that_needs_the_host_is_seen(no_values, act, message):
-    x = torch.zeros(3)
-    with pytest.raises(Exception, match=message), NoHost(), NoConstants():
-        act(x)
-
-
 def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
     """Each replay reads and writes where the one before did, and the host writes `start` once a batch."""
     places, uploads, run = [], set(), FixedStep.run

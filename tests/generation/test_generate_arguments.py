@@ -247,6 +247,24 @@ def test_padding_without_a_mask_is_transformers(model, pad, eos):
     assert sequences.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("held", ["model", "drafter"])
+def test_a_call_waits_for_its_turn(held):
+    """Otherwise the call that ends first gives the model its own attention back in the middle of the other."""
+    model, prompt, texts = tiny(0), torch.tensor([5, 6, 7]), []
+    drafter = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6, depth=2, width=2)
+
+    def call():
+        texts.extend(lists(generate(model, [prompt], drafter=drafter, max_new_tokens=12)[0]))
+
+    thread = threading.Thread(target=call)
+    with in_turn(model if held == "model" else drafter):
+        thread.start()
+        thread.join(timeout=0.2)
+        assert thread.is_alive() and not texts
+    thread.join(timeout=60)
+    assert texts == [greedy(model, prompt, 12)]
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_waits_for_no_thread_of_its_parent():
     """One is in the middle of a call with the same model, which has our attention then."""

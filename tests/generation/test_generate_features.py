@@ -78,16 +78,6 @@ def test_features_are_those_of_transformers(name, options):
             torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
 
 
-def test_the_last_layers_features_come_before_the_final_norm():
-    model = tiny(0)
-    drafter = Recorder(Oracle([greedy(model, prompts_of((7,))[0])], hit=1.0), (1,))
-    generated(model, drafter, prompts_of((7,)), 4)
-    with torch.no_grad():
-        last = model(prompts_of((7,))[0][None], output_hidden_states=True).hidden_states[-1][0]
-    kept = torch.stack([drafter.kept[0][i] for i in range(7)])
-    torch.testing.assert_close(model.model.norm(kept), last, rtol=1e-4, atol=1e-4)
-
-
 def test_layers_that_the_model_lacks_are_refused():
     model = tiny(0)
     for layers in ((2,), (-1, 0)):

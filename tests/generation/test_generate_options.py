@@ -169,31 +169,6 @@ def options_of(prompt, outputs, each, least):
     return RequestOptions.from_lists(VOCAB, **lists, bad_words=[each.bad_words], **least_of)
 
 
-def test_captured_steps(model, monkeypatch):
-    """Their buffers follow the sequences: the first one ends early, the others move up; ordinary passes in between."""
-    monkeypatch.setattr(FixedStep, "captures", False)
-    arguments = {**asked(EVERYTHING, 0.8), "eos_token_id": []}
-    counts = [4, 99, 8, 99]
-
-    def texts(**more):
-        left = list(counts)
-
-        def callback(b, tokens):
-            left[b] -= len(tokens)
-            return left[b] <= 0
-
-        found, stats = generated(model, callback=callback, **arguments, **more)
-        return [text[: len(p) + count] for text, p, count in zip(found, PROMPTS, counts, strict=True)], stats
-
-    plain, _ = texts()
-    for pages in (None, 16):
-        itself = ModelDrafter(model, num_nodes=12, depth=4, width=3)
-        captured, stats = texts(drafter=itself, cuda_graph=True, page_size=4, num_pages=pages)
-        assert captured == plain and stats.mean_accepted > 0.1
-        assert (stats.evictions > 0) == (pages is not None)
-    assert [len(text) - len(prompt) for text, prompt in zip(plain, PROMPTS, strict=True)] == [4, 20, 8, 20]
-
-
 def test_a_list_of_processors(model):
     """In `generate` itself, beside options and params of its own."""
     changing = [SequenceBiasLogitsProcessor({(9,): 3.0}), RepetitionPenaltyLogitsProcessor(1.3)]

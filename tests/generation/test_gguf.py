@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -116,6 +118,19 @@ def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeyp
 
     monkeypatch.setattr(gguf_module, "_read", slower)
     assert dequantized(file, kept) == kept / folder.name and list(kept.iterdir()) == [kept / folder.name]
+
+
+def test_threads_read_a_file_once(file, monkeypatch, tmp_path, capfd):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stream, found = sys.stderr, []
+    threads = [threading.Thread(target=lambda: found.append(dequantized(file))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and {folder.parent for folder in found} == {tmp_path / ".cache" / "pagedtree"}
+    assert len(set(found)) == 1 and sys.stderr is stream and capfd.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,6 @@ import torch
 pytest.importorskip("transformers")
 
 from architecture_case import KEPT, tiny_model
-from block_case import block_model
 from generate_case import (
     SAMPLING,
     generated,
@@ -19,18 +19,13 @@ from generate_case import (
     prompts_of,
     room_of,
     tiny,
-    tiny_eagle,
-    tiny_heads,
 )
+from subject_case import Subject
 
-from pagedtree import DraftTree
 from pagedtree.distributed import DraftGroup
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import (
-    BlockDrafter,
     CombinedDrafter,
-    EagleDrafter,
-    MedusaDrafter,
     ModelDrafter,
     NgramDrafter,
     tensor_parallel,
@@ -72,29 +67,22 @@ def check_depths(result):
         assert max(depths[offsets[b] : offsets[b + 1]], default=0) <= max(room, 0)
 
 
+FULL = Subject(partial(tiny, 0))
 DRAFTERS = {
-    "n-gram": lambda model: NgramDrafter(12),
-    "n-gram with memory": lambda model: NgramDrafter(12, remember=2),
-    "draft model": lambda model: ModelDrafter(tiny(1), num_nodes=12, depth=5, width=2),
-    "itself": lambda model: ModelDrafter(model, num_nodes=6, depth=5, width=1),
-    "drawn": lambda model: ModelDrafter(tiny(1), law="swor", num_nodes=9, branching=[3, 2]),
-    "coupled": lambda model: ModelDrafter(tiny(1), law="coupled", num_nodes=9, branching=[3, 2]),
-    "Medusa": lambda model: MedusaDrafter(tiny_heads(model), DraftTree.full([3, 2, 1])),
-    "EAGLE": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=9, depth=4, width=2),
-    "block": lambda model: BlockDrafter(block_model(model), num_nodes=9, width=3),
-    "n-gram and draft model": lambda model: CombinedDrafter(
-        ModelDrafter(tiny(1), depth=5), NgramDrafter(6), costs=(0, 0)
-    ),
-    "n-gram and itself": lambda model: CombinedDrafter(
-        ModelDrafter(model, num_nodes=8, depth=5), NgramDrafter(6, max_branches=1), min_match=1, costs=(0, 0)
+    **{name: partial(FULL.drafter, name) for name in ("ngram tree", "draft model", "medusa", "EAGLE", "block")},
+    "itself": lambda: ModelDrafter(FULL.model, num_nodes=6, depth=5, width=1),
+    "drawn": lambda: ModelDrafter(tiny(1), law="swor", num_nodes=9, branching=[3, 2]),
+    "coupled": lambda: ModelDrafter(tiny(1), law="coupled", num_nodes=9, branching=[3, 2]),
+    "n-gram and itself": lambda: CombinedDrafter(
+        ModelDrafter(FULL.model, num_nodes=8, depth=5), NgramDrafter(6, max_branches=1), min_match=1, costs=(0, 0)
     ),
 }
-CAPTURED = ("n-gram", "draft model", "itself", "drawn", "coupled", "Medusa")
+CAPTURED = ("draft model", "itself", "drawn", "coupled", "medusa")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def model():
-    return tiny(0)
+    return FULL.model
 
 
 @pytest.mark.each_value
@@ -102,7 +90,7 @@ def model():
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_no_node_is_deeper_than_its_sequence_may_grow(model, name, tree):
     """Beside a sequence that is far from its end, whose tree stays whole."""
-    drafter = DRAFTERS[name](model)
+    drafter = DRAFTERS[name]()
     params = None if name not in ("drawn", "coupled") else SAMPLING
     sizes = []
 
@@ -127,7 +115,7 @@ def test_in_fixed_steps(model, name, monkeypatch):
     options = {"count": NEW_TOKENS, "params": params, "n": 2}
     plain, _ = generated(model, None, prompts, **options)
     read = positions_read(model)
-    found, stats = generated(model, DRAFTERS[name](model), prompts, cuda_graph=True, on_step=check_depths, **options)
+    found, stats = generated(model, DRAFTERS[name](), prompts, cuda_graph=True, on_step=check_depths, **options)
     assert found == plain
     assert max(read) == 20 + NEW_TOKENS - 2
     if name == "itself":

@@ -119,21 +119,6 @@ def test_what_a_parallel_head_guesses(model, texts):
     assert checked >= 16
 
 
-def test_a_selector_beside_a_padded_vocabulary():
-    """Rows behind the target's tokens are likeliest by their logits, and no codebook has them."""
-    model, prompt = tiny(0), prompts_of((9,))
-    model.resize_token_embeddings(192)
-    with torch.no_grad():
-        model.lm_head.weight[VOCAB:] = model.lm_head.weight[:64] * 2
-    model.config.vocab_size = VOCAB
-    seen = []
-    drafter = BlockDrafter(block_model(model, DFLASH2), num_nodes=8)
-    drafts = drafter.propose
-    drafter.propose = lambda *args: (seen.append(drafts(*args)), seen[-1])[1]
-    generate(model, prompt, drafter=drafter, max_new_tokens=6, tree=None)
-    assert seen and max(int(draft.draft_tokens.max()) for draft in seen) < VOCAB
-
-
 def test_a_parallel_drafter_needs_a_parallel_head(model):
     with pytest.raises(ValueError, match="expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3"):
         ParallelEagleDrafter(tiny_eagle(model))

@@ -147,15 +147,6 @@ def test_modules_that_do_not_fit_are_refused_when_made(model):
         EagleHead({**EAGLE, "intermediate_size": 10**12}, model.model.embed_tokens, model.lm_head, (0, 1))
 
 
-def test_head_sizes_that_attention_does_not_take(model):
-    head = EagleHead({**EAGLE, "head_dim": 32}, model.model.embed_tokens, model.lm_head, (0, 1))
-    with pytest.raises(ValueError, match=r"`head_dim` must be of head size 64, .* got 32"):
-        EagleDrafter(head)
-    config = BlockDraftConfig(**{**vars(CONFIG), "head_dim": 32})
-    with pytest.raises(ValueError, match=r"`head_dim` must be of head size 64, .* got 32"):
-        BlockDrafter(block_model(model, config))
-
-
 def test_heads_of_any_kind_that_name_tokens_the_target_lacks(model):
     """Their width is known when they have spoken."""
     weight = torch.randn(3, 2 * VOCAB, 128)

@@ -99,18 +99,6 @@ def test_text_comes_early(make):
         assert len(certain) - held <= len("".join(given[:count])) <= len(text)
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("first", [2, 3, 4])
-@pytest.mark.parametrize(("text", "step"), [(KHMER, 3), (HIEROGLYPHS, 4), (HIEROGLYPHS, 3), (KHMER, 90)])
-def test_steps_that_end_within_a_character(text, step, first):
-    """Bytes are decoded together with their neighbours: incomplete ones at the end hide the others."""
-    tokenizer = moonshine()
-    tokens = tokenizer.encode(f"a{text} b", add_special_tokens=False)
-    given = pieces(tokenizer, tokens, lambda: step, first)
-    assert "".join(given) == f"a{text} b" == whole(tokenizer, tokens)
-    assert all(given[i] or given[i + 1] for i in range(len(given) - 1))
-
-
 def test_wrong_bytes_lose_no_letter():
     """A lone first byte turns right characters before it into replacement characters, but these were printed."""
     tokenizer = moonshine()
