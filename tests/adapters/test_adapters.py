@@ -53,23 +53,6 @@ def test_adapters_import_alone(adapters: list[str]) -> None:
     subprocess.run([sys.executable, "-c", IMPORTS, *adapters], check=True)
 
 
-@pytest.mark.parametrize("name", ["flash_attn/*.py", "masks.py", "sglang/*.py", "flashinfer/*.py"])
-def test_adapters_are_small(name) -> None:
-    files = sorted(FOLDER.glob(name))
-    assert files
-    assert all(len(path.read_text(encoding="utf-8").splitlines()) < 200 for path in files)
-
-
-@pytest.mark.parametrize(
-    "op",
-    [sglang.verify_tree_greedy, sglang.tree_speculative_sampling_target_only, flashinfer.chain_speculative_sampling],
-)
-@pytest.mark.parametrize("option", ["options", "grammar_mask"])
-def test_request_options_are_refused_by_name(op, option) -> None:
-    with pytest.raises(TypeError, match=f"{op.__name__}.*{option}"):
-        op(**{option: None})
-
-
 def functions() -> Iterator[Any]:
     for adapter in (flash_attn, flashinfer, sglang):
         for name in adapter.__all__:

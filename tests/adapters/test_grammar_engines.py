@@ -23,8 +23,7 @@ FINITE = {"xgrammar": 'root ::= "ab" ("c" | "null") "12"', "llguidance": 'start:
 
 
 class Engine(NamedTuple):
-    """Matchers of one engine, by its own functions. Grammars are "letters", text in its own language, or for a schema
-    "json", "json, any space" as the engine does it by default, and "json, 20 blanks"."""
+    """Matchers of one engine, by its own functions. Grammars are "letters", "json", or text in its own language."""
 
     name: str
     make: Callable[..., GrammarMatcher]
@@ -47,9 +46,8 @@ def xgrammar_engine() -> Engine:
 
     def raw(grammar: str, **options: object) -> xgrammar.GrammarMatcher:
         if grammar not in compiled:
-            if grammar.startswith("json"):
-                options_of = {"json, 20 blanks": {"max_whitespace_cnt": 20}}
-                compiled[grammar] = compiler.compile_json_schema(SCHEMA, **options_of.get(grammar, {}))
+            if grammar == "json":
+                compiled[grammar] = compiler.compile_json_schema(SCHEMA)
             else:
                 compiled[grammar] = compiler.compile_grammar(EBNF if grammar == "letters" else grammar)
         return xgrammar.GrammarMatcher(compiled[grammar], **options)
@@ -88,11 +86,10 @@ def llguidance_engine() -> Engine:
     tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokenizer()))
 
     def raw(grammar: str) -> llguidance.LLMatcher:
-        if not grammar.startswith("json"):
+        if grammar != "json":
             text = llguidance.LLMatcher.grammar_from_lark(LARK if grammar == "letters" else grammar)
             return llguidance.LLMatcher(tokenizer, text)
-        options_of = {"json": {"whitespace_flexible": False}, "json, 20 blanks": {"whitespace_pattern": "[ \\n]{0,20}"}}
-        schema = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, options_of.get(grammar, {}))
+        schema = llguidance.LLMatcher.grammar_from_json_schema(SCHEMA, {"whitespace_flexible": False})
         return llguidance.LLMatcher(tokenizer, schema)
 
     def after(grammar: str, text: Sequence[int]) -> set[int] | None:
@@ -257,21 +254,6 @@ def test_xgrammar_refuses(engine, xgrammar) -> None:
     for wrong in (0, -1, 32 * -(-len(VOCAB) // 32) + 1, 10**6):
         with pytest.raises(ValueError, match=f"vocab_size: expected that of the grammar's TokenizerInfo, got {wrong}"):
             XGrammarMatcher(matcher, wrong)
-
-
-def test_white_space_of_schemas(engine) -> None:
-    """By default there is no end of it; the option that the documents name bounds it."""
-    for text in (
-        '{%s"name"',
-        '{"name"%s:',
-        '{"name":%s"abc"',
-        '{"name":"abc"%s,',
-        '{"name":"abc",%s"ab"',
-        '{"name":"abc","ab":1%s}',
-    ):
-        for grammar, most in (("json, any space", 10**9), ("json, 20 blanks", 20)):
-            for count in (20, 21, 200):
-                assert (engine.after(grammar, ids(text % (" " * count))) is not None) == (count <= most)
 
 
 # What is llguidance's own ---------------------------------------------------------------------------------------------

@@ -14,11 +14,10 @@ from unittest.mock import MagicMock
 
 import torch
 from eagle_case import SIZES as OF_A_HEAD
-from generate_case import greedy, lists, prompts_of
 from torch import Tensor
 
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter, generate
+from pagedtree.integrations.transformers import BlockDrafter
 
 # Imported by speculators for training and for servers; nothing of it runs here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")
@@ -60,11 +59,3 @@ def append_texts(drafter: BlockDrafter, texts: Sequence[Tensor], features: Seque
     sequences = [GeneratedSequence(i, group=i, tokens=text.tolist(), max_length=99) for i, text in enumerate(texts)]
     drafter._append([(sequence, 0, rows) for sequence, rows in zip(sequences, features, strict=True)])
     drafter.select(sequences)
-
-
-def check_texts(model: Any, drafter: Any) -> None:
-    """With these drafts the texts are the model's own."""
-    texts = [greedy(model, prompt, 20) for prompt in prompts_of((5, 12))]
-    for options in ({}, {"tree": None}):
-        sequences, _ = generate(model, prompts_of((5, 12)), drafter=drafter, max_new_tokens=20, **options)
-        assert lists(sequences) == texts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 from package_sources import Sources, own_parameters
 
@@ -78,24 +76,3 @@ def test_constructor_takes_the_same_arguments() -> None:
 
 def test_masks_are_packed_with_the_lowest_bit_first() -> None:
     assert 'bitorder="little"' in SOURCES.text("prefill.py")
-
-
-def test_functions_that_the_benchmarks_call() -> None:
-    plan = SOURCES.parameters("decode.py", "BatchDecodeWithPagedKVCacheWrapper.plan")
-    assert [*plan][-7:-1] == ["indptr", "indices", "last_page_len", "num_qo_heads", "num_kv_heads", "head_dim"]
-    assert {"sm_scale", "q_data_type", "kv_data_type"} <= set(
-        SOURCES.parameters("decode.py", "BatchDecodeWithPagedKVCacheWrapper._plan_impl")
-    )
-    for name, arguments in {
-        "softmax": "logits temperature",
-        "top_k_renorm_probs": "probs top_k",
-        "top_p_renorm_probs": "probs top_p",
-        "sampling_from_probs": "probs",
-        "top_p_sampling_from_probs": "probs top_p",
-        "top_k_top_p_sampling_from_probs": "probs top_k top_p",
-    }.items():
-        theirs = SOURCES.parameters("sampling.py", name, last=True)
-        expected = arguments.split()
-        assert [*theirs][: len(expected)] == expected, name
-        required = [key for key, default in theirs.items() if default is inspect.Parameter.empty]
-        assert set(required) <= set(expected), name

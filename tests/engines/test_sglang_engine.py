@@ -162,21 +162,6 @@ def test_sampled_requests_keep_their_distribution(head) -> None:
     assert squares[0] < 24.3 < squares[1]  # chi-square of seven degrees of freedom, at 0.001
 
 
-def test_branches_in_pages_are_refused_by_sglang() -> None:
-    """Its own rule, which asks for the names of three of its backends; docs/integrations/sglang.md names it."""
-    text = SOURCES.text("srt/arg_groups/speculative_hook.py")
-    assert '_PAGE_TREE_SPEC_BACKENDS = ("flashinfer", "fa3", "triton")' in text
-    assert 'and view.attention_backend != "flashinfer"' in text  # of n-gram trees
-
-
-def test_recurrent_layers_verify_no_drafts_on_cpus() -> None:
-    """SGLang hands its convolution over drafts arguments that sgl_kernel's function for CPUs does not have."""
-    text = SOURCES.text("srt/layers/attention/linear/gdn_backend.py")
-    assert "from sgl_kernel.mamba import causal_conv1d_fn_cpu, causal_conv1d_update_cpu" in text
-    assert "causal_conv1d_update = causal_conv1d_update_cpu" in text
-    assert "intermediate_conv_window=intermediate_conv_window_cache" in text
-
-
 def test_what_is_filled_in_on_cpus_is_missing_there() -> None:
     """SGLang's own rules, which `pagedtree.integrations.sglang.on_cpu` stands in for."""
     text = SOURCES.text("srt/speculative/eagle_utils.py")

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from eagle_case import randomised
 from generate_case import VOCAB, tiny
-from published_case import SIZES, append_texts, check_texts, speculators_config
+from published_case import SIZES, append_texts, speculators_config
 
 from pagedtree.integrations.transformers import BlockDrafter, BlockDraftModel
 
@@ -108,11 +108,3 @@ def test_guesses(model, tmp_path, name):
             known = candidates[:, 0], logits[:, level].gather(1, candidates[:, 0])
             scores = ours.candidate_selector(states[:, level], before, *known)
             torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["fewer tokens, llama3", "windows", "from the anchor", "dflash2"])
-def test_what_is_drafted(model, tmp_path, name):
-    kind, layer, entries = CASES[name]
-    saved(model, tmp_path, kind, layer, **entries)
-    drafter = BlockDrafter(BlockDraftModel.from_pretrained(tmp_path, model), num_nodes=10, width=3)
-    check_texts(model, drafter)
