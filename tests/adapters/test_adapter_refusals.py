@@ -79,21 +79,9 @@ WRONG: list[Row] = [
 LACKING: list[Row] = [
     ("flashinfer_chain_sampling", {"seed": INTEGERS[:, 0]}, "seed: expected an int, got a tensor"),
     ("flashinfer_wrapper", {"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode: expected"),
-    (
-        "flashinfer_wrapper",
-        {"prefix_len_ptr": torch.zeros(1)},
-        "prefix_len_ptr: expected none, got Tensor",
-    ),
-    (
-        "flashinfer_wrapper",
-        {"token_pos_in_items_len": 3},
-        "token_pos_in_items_len: expected none, got int",
-    ),
-    (
-        "flashinfer_wrapper",
-        {"window_left": 0},
-        "window_left: expected -1 where the batch is not causal, got 0",
-    ),
+    ("flashinfer_wrapper", {"prefix_len_ptr": torch.zeros(1)}, "prefix_len_ptr: expected none, got Tensor"),
+    ("flashinfer_wrapper", {"token_pos_in_items_len": 3}, "token_pos_in_items_len: expected none, got int"),
+    ("flashinfer_wrapper", {"window_left": 0}, "window_left: expected -1 where the batch is not causal, got 0"),
     ("flash_attn_with_kvcache", {"q_descale": torch.ones(1)}, f"q_descale: {NO}got a tensor"),
     ("flash_attn_with_kvcache", {"qv": torch.ones(1)}, f"qv: {NO}"),
     ("flash_attn_with_kvcache", {"attention_chunk": 3}, f"attention_chunk: {NO}got 3"),

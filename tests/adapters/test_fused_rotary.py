@@ -26,6 +26,12 @@ NEW_TOKENS = 12
 PROMPTS = (12, 17, 5)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def layers_that_rotate() -> None:
+    if not rotary_layers(tiny(0)):
+        pytest.skip("this release of transformers wraps the layers")
+
+
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RotaryLayer]]:
     """The layers that a call of `generate` has found."""
@@ -59,9 +65,7 @@ FUSED = ["llama", "qwen2", "qwen3", "gpt_neox", "glm4_moe", "phi3", "gemma3_text
 def test_bits_are_those_of_the_models_own_rotation(name: str, seen: list[RotaryLayer], monkeypatch) -> None:
     model = of_type(name)
     fused = results(model)
-    if not seen:
-        pytest.skip("this release of transformers wraps the layers")
-    assert all(layer.is_fused for layer in seen)
+    assert seen and all(layer.is_fused for layer in seen)
     drafted = results(model, drafter=NgramDrafter(8))[0]
     monkeypatch.setattr(packed_models, "rotary_layers", lambda model: [])
     assert fused == results(model)
@@ -76,17 +80,13 @@ NOT_FUSED = ["cohere", "hunyuan_v1_dense", "stablelm", "gpt_oss"]
 def test_other_forms_go_on_as_before(name: str, seen: list[RotaryLayer]) -> None:
     model = of_type(name)
     texts = results(model)[0]
-    if not seen:
-        pytest.skip("this release of transformers wraps the layers")
-    assert not any(layer.is_fused for layer in seen)
+    assert seen and not any(layer.is_fused for layer in seen)
     assert texts == [greedy(model, prompt, NEW_TOKENS) for prompt in prompts_of(PROMPTS)]
 
 
 def test_wrapped_layers_are_left_alone() -> None:
     model = tiny(0)
     first, second = (layer.self_attn for layer in model.model.layers)
-    if not rotary_layers(model):
-        pytest.skip("this release of transformers wraps the layers")
     first.forward = first.forward  # as one that loads its weights before it runs
     assert [layer.module for layer in rotary_layers(model)] == [second]
 
@@ -100,8 +100,6 @@ def test_the_model_is_as_it_was() -> None:
 
 def test_a_layer_that_changes_its_mind_is_refused(seen: list[RotaryLayer], monkeypatch) -> None:
     model = tiny(0)
-    if not rotary_layers(model):
-        pytest.skip("this release of transformers wraps the layers")
     own, passes = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface, []
 
     def doubles_later(name: str, default: Any) -> Any:
@@ -137,6 +135,4 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype, seen: list[RotaryLay
 
     monkeypatch.setattr(paged_step, "rope_append", checked)
     generate(model, prompts_of((9,)), max_new_tokens=5)
-    if not seen:
-        pytest.skip("this release of transformers wraps the layers")
-    assert calls == [1] * 4 * 2  # layers; the prompt's pass is each layer's first
+    assert seen and calls == [1] * 4 * 2  # layers; the prompt's pass is each layer's first

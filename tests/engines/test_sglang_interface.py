@@ -82,12 +82,6 @@ def test_a_model_with_recurrent_layers_is_known_by_its_pool() -> None:
     assert "mamba_pool" not in SOURCES.members("srt/mem_cache/memory_pool.py", "ReqToTokenPool")
 
 
-def test_a_window_counts_the_keys_behind_the_query() -> None:
-    """SGLang's own backends add one to sliding_window_size where a kernel counts the query's key, too."""
-    source = SOURCES.text("srt/layers/attention/intel_amx_backend.py")
-    assert "layer.sliding_window_size + 1" in source
-
-
 def test_the_plugin_is_found_and_registers() -> None:
     assert SOURCES.definition("srt/layers/attention/attention_registry.py", "register_attention_backend")
     assert "add_attention_backend_choices = " in SOURCES.text("srt/arg_groups/choices.py")

@@ -107,13 +107,3 @@ def test_rotation_with_the_update_of_the_cache(is_neox, cache_dtype):
     impl.do_rope_and_kv_cache_update(layer, query, key, value, positions, table, is_neox, caches[1], slots)
     assert torch.equal(query[:5].flatten(1), rotated_q[:5]) and torch.equal(query[5:], kept)
     assert caches[0].any() and torch.equal(caches[1], caches[0])
-
-
-def test_refuses_what_it_cannot_do():
-    with pytest.raises(Exception, match="head_size not supported"):
-        from vllm.platforms import current_platform
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum
-        from vllm.v1.attention.selector import AttentionSelectorConfig
-
-        config = AttentionSelectorConfig(head_size=32, dtype=torch.float32, kv_cache_dtype=None, block_size=16)
-        current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, config)

@@ -148,40 +148,31 @@ def test_rows_that_stay():
     assert features[1].tolist() == [[504, 104, 504], [506, 106, 506], [507, 107, 507]]
 
 
-@pytest.mark.parametrize(
-    ("message", "options"),
-    [
-        ("feature_layers: expected layers in 0..[0-9]+, got", {"layers": [0, 99]}),
-        ("feature_layers: expected layers in 0..[0-9]+, got", {"layers": [-1]}),
-        ("enable_prefix_caching = False", {"layers": [1]}),
-    ],
-)
-def test_features_that_cannot_be_had_are_refused(message, options):
-    prefixes = {"enable_prefix_caching": "prefix" in message}
-    with pytest.raises(Exception, match=message), engine(**reading([[]] * len(PROMPTS), **options), **prefixes):
-        pass
-
-
 def test_a_model_without_streams_is_refused():
     with pytest.raises(ValueError, match="SupportsEagle3, got Linear"):
         check_features(None, torch.nn.Linear(1, 1), [1])
     check_features(None, torch.nn.Linear(1, 1), ())
 
 
-@pytest.mark.parametrize(
-    ("message", "drafter", "options"),
-    [
-        ("expected the entry heads", "medusa", {"heads": None}),
-        ("expected those of a model of hidden size 256, got 128", "medusa", {"heads": "narrow"}),
-        ("expected the entry head, a folder", "eagle", {"head": None}),
-        ("enable_prefix_caching = False", "eagle", {}),
-        ("expected the entry drafter, a folder", "folder", {"drafter": None}),
-        ("architectures: expected a draft head", "folder", {"drafter": DRAFT}),
-        ("for Medusa heads there is MedusaTreeDrafter", "folder", {"drafter": MEDUSA}),
-    ],
-)
-def test_wrong_options_of_heads_are_refused(message, drafter, options, tmp_path, monkeypatch):
+NOTHING: list[list[int]] = [[]] * len(PROMPTS)
+LAYERS = "feature_layers: expected layers in 0..[0-9]+, got"
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    (LAYERS, {**reading(NOTHING, layers=[0, 99]), **NO_PREFIXES}),
+    (LAYERS, {**reading(NOTHING, layers=[-1]), **NO_PREFIXES}),
+    ("enable_prefix_caching = False", {**reading(NOTHING, layers=[1]), "enable_prefix_caching": True}),
+    ("enable_prefix_caching = False", tree_options("eagle")),
+    ("expected the entry heads", tree_options("medusa", heads=None)),
+    ("expected those of a model of hidden size 256, got 128", tree_options("medusa", heads="narrow")),
+    ("expected the entry head, a folder", tree_options("eagle", head=None)),
+    ("expected the entry drafter, a folder", tree_options("folder", drafter=None)),
+    ("architectures: expected a draft head", tree_options("folder", drafter=DRAFT)),
+    ("for Medusa heads there is MedusaTreeDrafter", tree_options("folder", drafter=MEDUSA)),
+]
+
+
+@pytest.mark.parametrize(("message", "options"), REFUSED)
+def test_what_a_drafter_lacks_is_refused(message, options, tmp_path, monkeypatch):
     MedusaHeads(128, 2, torch.nn.Identity()).save_pretrained(tmp_path / "narrow")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Exception, match=message), engine(**tree_options(drafter, **options)):
+    with pytest.raises(Exception, match=message), engine(**options):
         pass

@@ -134,11 +134,6 @@ def test_unsupported_configurations_are_refused(message, options):
         start(**options)
 
 
-def test_draft_tensor_parallel_size_of_one_is_honoured():
-    with engine(**speculating("model", draft_tensor_parallel_size=1)) as llm:
-        assert all(generate(llm, token_prompts(1)))
-
-
 def test_the_log_names_worker_backend_and_drafter(caplog):
     log = logging.getLogger("vllm.pagedtree")  # vLLM's own handler is on "vllm", which does not hand records on
     log.addHandler(caplog.handler)
