@@ -97,14 +97,6 @@ def test_a_command_of_another_installation_is_named(monkeypatch, capsys):
     assert capsys.readouterr().err == "python -m pagedtree bench: not part of this installation\n"
 
 
-def test_a_command_gets_its_own_arguments(tmp_path, monkeypatch):
-    (tmp_path / "echo_command.py").write_text("seen = []\ndef main(argv):\n    seen.extend(argv)\n    return 7\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(cli.COMMANDS, "bench", ("echo_command", None, ""))
-    assert cli.main(["bench", "--json", "-h", "x"]) == 7
-    assert sys.modules["echo_command"].seen == ["--json", "-h", "x"]
-
-
 def test_bench_runs_a_script_with_its_arguments(tmp_path, monkeypatch, capfd):
     script = tmp_path / "bench_nothing.py"
     script.write_text("import sys; print(sys.argv[1:]); sys.exit(3)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import lzma
 import os
@@ -16,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 REAL_FILES = runpy.run_path(str(BENCHMARKS / "gpu_run" / "vllm_stub.py"))["REAL"]
@@ -132,28 +130,3 @@ def test_trimming_keeps_the_code_of_some_sources(tmp_path):
     begin = before.index(b"c" * 500)
     assert after == before[: begin + 64] + bytes(500 - 64) + before[begin + 500 :]
     assert subprocess.run([sys.executable, script, library, packed, "hdim256"], stderr=subprocess.DEVNULL).returncode
-
-
-def test_a_carried_library_is_unpacked_once(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    carried = importlib.import_module("carried")
-    packed = tmp_path / "_C.abi3.so.xz"
-    packed.write_bytes(lzma.compress(b"library"))
-    carried.unpack(packed)
-    packed.write_bytes(b"not read again")
-    carried.unpack(packed)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["_C.abi3.so", "_C.abi3.so.xz"]
-    assert (tmp_path / "_C.abi3.so").read_bytes() == b"library"
-
-
-def test_absence_of_carried_peers_is_told(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    carried = importlib.import_module("carried")
-    monkeypatch.setattr(carried, "FOLDER", None)
-    assert carried.loaded_by(lambda: None)() == "measured on machines with a GPU"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert carried.loaded_by(lambda: None)() == "compiled for Hopper"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert carried.loaded_by(lambda: None)() is None
-    assert carried.loaded_by(lambda: carried.carried("a.so"))() == "PAGEDTREE_GPU_RUN names no folder with a.so"

@@ -100,27 +100,6 @@ def test_a_run_ends_by_the_clock(arguments, monkeypatch, capsys):
     assert torch.load(Path(arguments[3]) / ".state" / "eagle.pt")["step"] == first["step"]
 
 
-def test_a_head_that_trains_guesses_better(tmp_path):
-    """On one batch, from a target of random weights: the loss falls by far more than rounding."""
-    import train_head
-    from own_texts import Text
-    from training_text import SEED, Answers
-
-    target = small_target(layers=4)
-    texts = [Text(1, tokens) for tokens in torch.randint(2048, (2, 33)).tolist()]
-    source = Answers(target, (0, 1, 2), texts, tmp_path, batch_tokens=66, max_tokens=33)
-    head = train_head.new_head(target, (0, 1, 2), torch.arange(2048), 32, (2, 1, 64))
-    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
-    losses = []
-    for _ in range(12):
-        loss = train_head.unrolled_loss(head, source.batch(0), torch.arange(2048), SEED)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.1
-
-
 def test_an_eagle_head_is_trained_as_it_drafts():
     """In pass m of training, the row of a root is what a head gives that drafts m tokens behind the token after it."""
     import train_head
