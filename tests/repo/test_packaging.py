@@ -75,53 +75,27 @@ def test_isa_objects_share_no_code(isa):
         listing = run("nm", "-C", "--defined-only", path)
         assert f"pagedtree::cpu::{isa}::" in listing
         assert shared_symbols(isa, listing) == [], path.name
+    shared = "pagedtree::node_range(int const*, long, long)"
+    assert shared_symbols(isa, f"{listing}\n0000000000000010 W {shared}\n") == [shared]
 
 
-def test_a_shared_symbol_is_found():
-    listing = "\n".join(
-        [
-            "0000000000000000 T pagedtree::cpu::avx2::kernels()",
-            "0000000000000000 t pagedtree::(anonymous namespace)::local()",
-            "0000000000000000 W void std::sort<int*>(int*, int*)",
-            "0000000000000010 W pagedtree::node_range(int const*, long, long)",
-            "0000000000000000 V DW.ref.__gxx_personality_v0",
-        ]
-    )
-    assert shared_symbols("avx2", listing) == [
-        "void std::sort<int*>(int*, int*)",
-        "pagedtree::node_range(int const*, long, long)",
-    ]
-
-
-def test_only_the_backend_table_is_exported():
-    listing = run("nm", "-DC", "--defined-only", PACKAGE / "lib" / "libpagedtree_cpu.so")
-    exported = {line.split(maxsplit=2)[2] for line in listing.splitlines() if "pagedtree" in line}
-    assert exported == {
-        "pagedtree::cpu::backend()",
-        "pagedtree::cpu::isa_kernels()",
-        "pagedtree::cpu::available_isas()",
+def test_backends_export_their_tables_only():
+    """simt and cuda hold the same kernels: the linker could take for one what the other exports."""
+    has_hopper = any(a.startswith("9.0a") for a in _C.build_info()["cuda_architectures"])
+    of_simt = {f"pagedtree_simt_{name}" for name in ("set_executor", "refuse_maps", "trace", "traced")}
+    loaded = {"pagedtree_backend", "pagedtree_backend_error", "pagedtree_engine_facts", "pagedtree_instructions"}
+    expected = {
+        "cpu": {"pagedtree::cpu::isa_kernels()", "pagedtree::cpu::available_isas()"},
+        "cuda": loaded | ({"pagedtree_instructions_sm90"} if has_hopper else set()),
+        "simt": loaded | of_simt | {"pagedtree_instructions_sm90"},
     }
-
-
-@pytest.mark.parametrize("name", ["cuda", "simt"])
-def test_a_loaded_backend_exports_its_tables_only(name):
-    """Both hold the same kernels: what one exported, the other could be linked to."""
-    library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
-    if not library.exists():
-        pytest.skip(f"built without {name}: make test CUDA=1")
-    listing = run("nm", "-DC", "--defined-only", library)
-    exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
-    has_hopper = name == "simt" or any(a.startswith("9.0a") for a in _C.build_info()["cuda_architectures"])
-    assert {symbol for symbol in exported if "pagedtree" in symbol} == {
-        f"pagedtree::{name}::backend()",
-        "pagedtree_backend",
-        "pagedtree_backend_error",
-        "pagedtree_engine_facts",
-        "pagedtree_instructions",
-        *(["pagedtree_instructions_sm90"] if has_hopper else []),
-        *(f"pagedtree_simt_{what}" for what in ("set_executor", "refuse_maps", "trace", "traced") if name == "simt"),
-    }
-    assert not any(symbol.startswith(("cuda", "__cuda")) for symbol in exported)
+    for name, symbols in expected.items():
+        library = PACKAGE / "lib" / f"libpagedtree_{name}.so"
+        if name == "cpu" or library.exists():
+            listing = run("nm", "-DC", "--defined-only", library)
+            exported = {line.split(maxsplit=2)[2] for line in listing.splitlines()}
+            found = {symbol for symbol in exported if symbol.startswith(("cuda", "__cuda")) or "pagedtree" in symbol}
+            assert found == symbols | {f"pagedtree::{name}::backend()"}
 
 
 DRIVERS = {  # (the driver's CUDA, the CUDA of the build): what is wrong
@@ -252,9 +226,9 @@ def setup_py(monkeypatch) -> dict[str, Any]:
     return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def make_program(folder: Path, name: str) -> Path:
+def make_program(folder: Path, name: str, text: str = "") -> Path:
     path = folder / name
-    path.write_text("#!/bin/sh\n")
+    path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
     return path
 
@@ -293,16 +267,21 @@ def test_a_folder_of_that_name_is_no_package(setup_py, tmp_path, monkeypatch):
     sys.modules.pop("cmake", None)
 
 
-def test_a_cmake_that_does_not_know_nvccs_cxx20_is_refused(tmp_path):
+def configured(folder: Path, script: str, **environment: str) -> tuple[bool, str]:
+    """Whether CMake runs the script with cmake/cuda.cmake, and what it says, in one line."""
     if shutil.which("cmake") is None:
         pytest.skip("no CMake")
+    (folder / "configure.cmake").write_text(script.format(cuda=f"include({ROOT}/cmake/cuda.cmake)"))
+    inherited = {name: value for name, value in os.environ.items() if name != "PAGEDTREE_CUDA"}
+    streams = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(["cmake", "-P", folder / "configure.cmake"], env=inherited | environment, **streams)
+    return done.returncode == 0, " ".join(done.stdout.split())
+
+
+def test_a_cmake_that_does_not_know_nvccs_cxx20_is_refused(tmp_path):
     nvcc = make_program(tmp_path, "nvcc")
-    script = tmp_path / "configure.cmake"
-    script.write_text(f"set(CMAKE_VERSION 3.25.1)\nset(PAGEDTREE_NVCC {nvcc})\ninclude({ROOT}/cmake/cuda.cmake)\n")
-    environment = {name: value for name, value in os.environ.items() if name != "PAGEDTREE_CUDA"}
-    done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
-    told = " ".join(done.stderr.split())
-    assert done.returncode != 0
+    right, told = configured(tmp_path, f"set(CMAKE_VERSION 3.25.1)\nset(PAGEDTREE_NVCC {nvcc})\n{{cuda}}\n")
+    assert not right
     assert "need CMake 3.25.2 or later" in told and "this is 3.25.1" in told and "PAGEDTREE_CUDA=0" in told
 
 
@@ -313,32 +292,25 @@ ARCHITECTURE_LISTS = {
     "10.0 12.0+PTX": ("100-real|120", "10.0 12.0+PTX", ""),
     "": ("80-real|90|90a-real", "8.0 9.0+PTX 9.0a", ""),  # without a GPU: later ones translate the PTX
 }
+CHOOSE = """
+set(PAGEDTREE_NVCC NOTFOUND)
+set(ENV{{PAGEDTREE_CUDA}} 0)
+{cuda}
+pagedtree_choose_architectures(found)
+string(REPLACE ";" "|" found "${{found}}")
+message(STATUS "built <${{found}}> of <${{PAGEDTREE_CUDA_ARCH_LIST}}>")
+"""
 
 
-@pytest.mark.parametrize("given", ARCHITECTURE_LISTS)
-def test_architectures_below_8_0_are_left_out_by_name(tmp_path, given):
-    if shutil.which("cmake") is None:
-        pytest.skip("no CMake")
-    built, kept, said = ARCHITECTURE_LISTS[given]
-    script = tmp_path / "configure.cmake"
-    script.write_text(
-        f"set(PAGEDTREE_NVCC NOTFOUND)\nset(ENV{{PAGEDTREE_CUDA}} 0)\ninclude({ROOT}/cmake/cuda.cmake)\n"
-        'pagedtree_choose_architectures(found)\nstring(REPLACE ";" "|" found "${found}")\n'
-        'message(STATUS "built <${found}> of <${PAGEDTREE_CUDA_ARCH_LIST}>")\n'
-    )
-    no_gpu = tmp_path / "nvidia-smi"
-    no_gpu.write_text("#!/bin/sh\nexit 1\n")
-    no_gpu.chmod(0o755)
+@pytest.mark.parametrize("listed", ARCHITECTURE_LISTS)
+def test_architectures_below_8_0_are_left_out_by_name(tmp_path, listed):
+    built, kept, said = ARCHITECTURE_LISTS[listed]
+    make_program(tmp_path, "nvidia-smi", "exit 1")
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": given, "PATH": path}
-    done = subprocess.run(["cmake", "-P", script], env=environment, capture_output=True, text=True)
-    told = " ".join(done.stderr.split())
-    if built:
-        assert done.returncode == 0 and f"built <{built}> of <{kept}>" in done.stdout
-        assert said in told and ("Warning" in told) == bool(said)
-    else:
-        assert done.returncode != 0
-        assert "need compute capability 8.0 or later" in told and said in told and "PAGEDTREE_CUDA=0" in told
+    right, told = configured(tmp_path, CHOOSE, TORCH_CUDA_ARCH_LIST=listed, PATH=path)
+    assert right == bool(built) and said in told and ("Warning" in told) == bool(built and said)
+    assert f"built <{built}> of <{kept}>" in told if right else "need compute capability 8.0 or later" in told
+    assert right or "PAGEDTREE_CUDA=0" in told
 
 
 # --- source archive and wheel
