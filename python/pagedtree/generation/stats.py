@@ -48,12 +48,11 @@ class GenerationStats:
     """Statistics of one call of `generate`.
 
     Attributes:
-        steps: passes of the target model.
-        packed_tokens: tokens fed to it, padding included.
+        steps: passes of the target model. packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and of drafting and node selection (on a GPU only until work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken over the whole call.
-        grammar_time: seconds of filling grammar masks, normally during the target's pass.
-        grammar_wait: seconds of overhead: waiting for late masks, and advancing the matchers.
+        grammar_time: seconds of filling grammar masks, normally during the target's pass. grammar_wait: seconds of
+            waiting for late masks, and advancing the matchers.
         drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry per returned sequence.

@@ -36,7 +36,7 @@ class BlockDraftConfig(LayerSizes):
     """Sizes of a block drafter; fields have the names of DFlash's config.json.
 
     Attributes:
-        hidden_size: equal to the target's, whose embeddings and output layer are used.
+        hidden_size, vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if smaller.
         block_size: tokens of a block, including the known one at its start.
         mask_token_id: a token of the target, the placeholder for unknown tokens.
         target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
@@ -44,12 +44,10 @@ class BlockDraftConfig(LayerSizes):
             a block see each other; a sliding one is causal, with a window of `sliding_window`.
         is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
         input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
-        vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if it is smaller.
         window_from_anchor: whether all windows of a block end `sliding_window` before the known token, as speculators
             trains them, instead of before each token.
         sample_from_anchor: whether each token of a block predicts the next one; else each mask token its own place.
-        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `LocalConvolution` and
-            `CandidateSelector` in `block_layers`; None for DFlash.
+        conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `block_layers`; else None.
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.
     """
 

@@ -37,9 +37,8 @@ class CombinedDrafter(Drafter):
     for all, so the whole batch decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
-        better[b] = drafter d with the largest expected[d][b]
-        # one drafter everywhere, the other everywhere, or the better one per sequence:
-        chosen = the one with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
+        # one drafter everywhere, the other everywhere, or the one with the largest expected[d][b] per sequence:
+        chosen = the way with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
     The choice depends neither on a clock nor on the draws of the chosen tree: greedy decoding and rule "sampled" give
@@ -51,10 +50,10 @@ class CombinedDrafter(Drafter):
     Args:
         drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
             ones.
-        min_match: 1 to the lookup's max_ngram. Prior before any counts: a copy after a match of at least this length is
-            fully accepted, any other copy is rejected, and a model gets one token accepted.
+        min_match: 1 to the lookup's max_ngram. Prior: a copy after a match of at least this length is fully accepted,
+            any other copy is rejected, and a model gets one token accepted.
         costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
-            level) times its weights, divided by the target's weights.
+            level) times the ratio of weights.
     """
 
     def __init__(

@@ -30,10 +30,7 @@ class EagleDrafter(TreeGrower):
     target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
     The `num_nodes` best candidates form the tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
 
-    Args:
-        head: made for the target of `generate`.
-        num_nodes: nodes of the tree, the root included.
-        depth, width: levels, and children of a node; width 1 gives a chain.
+    head: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`.
     """
 
     is_capturable = True

@@ -195,10 +195,9 @@ class EagleHead(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
         """Returns the head for `model`, on its device and in its dtype, from a folder of SGLang, vLLM or speculators.
 
-        Without d2t the draft vocabulary is the target's. The target's rows replace a missing embed_tokens.weight or
-        lm_head.weight. Config and shapes are checked before any weight is read. Raises ValueError, naming the file and
-        the entry or tensor, for another architecture or target and for unknown entries or tensors; OSError for
-        unreadable files.
+        Without d2t the draft vocabulary is the target's, whose rows replace a missing embed_tokens.weight or
+        lm_head.weight. Config and shapes are checked first. Raises ValueError, naming the file and the entry or tensor,
+        for another architecture or target and for unknown entries or tensors; OSError for unreadable files.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place

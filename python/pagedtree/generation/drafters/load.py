@@ -40,15 +40,9 @@ def load_drafter(
     config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 of SGLang's SpecForge and
     vLLM, DFlash and DFlash 2 of the package dflash, Medusa's, and this package's `save_pretrained`.
 
-    Args:
-        folder: contains config.json and the weights.
-        target: the transformers model of `generate`.
-        of_models: loads parts of whole models and speculators' mtp, from folder, target and sizes; None: refused. In
-            `pagedtree.integrations.transformers` it is `MtpDrafter`.
-        sizes: num_nodes, depth and width of the drafter; Medusa's trees have num_nodes only.
-
-    Raises ValueError, naming the file and the entry or tensor, for another format or target and for unknown entries or
-    tensors; OSError for unreadable files.
+    target: the transformers model of `generate`. of_models: loads parts of whole models and speculators' mtp, from
+    folder, target and sizes; None: refused. sizes: num_nodes, depth and width of the drafter; Medusa's trees have
+    num_nodes only. Raises ValueError for another format, else as `EagleHead.from_pretrained` does.
     """
     folder = Path(folder)
     entries = ConfigEntries.load(folder)

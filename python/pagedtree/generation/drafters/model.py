@@ -44,10 +44,9 @@ class ModelDrafter(TreeGrower):
             "coupled": like "swor", with the noise of rule "sampled"; only for that rule.
         num_nodes: nodes of the tree, the root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
-            level have children. Under the other laws the root has `width` children and every other node has one:
-            `width` chains.
-        branching: replaces depth and width, not under "topk": children of each node, level by level; `num_nodes` keeps
-            the first nodes.
+            level have children; the other laws make `width` chains.
+        branching: children of each node, level by level, instead of depth and width, not under "topk"; `num_nodes`
+            keeps the first nodes.
         max_batch_tokens: prompts are read in chunks of about this many tokens per pass.
     """
 

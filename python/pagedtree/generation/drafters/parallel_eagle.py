@@ -20,10 +20,8 @@ class ParallelEagleDrafter(EagleDrafter):
     features. Each sees the text and the ones before it, and gives one level's distribution. Trees are built as in
     `BlockDrafter`; the rest is as in `EagleDrafter`.
 
-    Args:
-        head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
-        num_nodes: nodes of the tree, the root included; fewer if no more are possible.
-        depth, width: levels, and children of a node; width 1 gives a chain.
+    head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
+    num_nodes, depth, width: as in `ModelDrafter`; fewer nodes if no more are possible.
     """
 
     grows_by_level = False

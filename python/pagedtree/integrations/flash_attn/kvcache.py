@@ -77,17 +77,15 @@ def flash_attn_with_kvcache(
         cache_batch_idx: int32 [B], the cache sequence of each of q's, without a block_table.
         block_table, page_table: int32 [B, max_pages], two names of one argument.
         softmax_scale: default D ** -0.5. softcap: > 0 caps scores with tanh.
-        causal: query i sees keys up to cache_seqlens + m - n + i; else all.
-        window_size: (left, right), keys before and after its own that a query sees; negative: all. If causal, right is
-            0.
+        causal: query i sees keys up to cache_seqlens + m - n + i; else all. window_size: (left, right), keys before and
+            after its own that a query sees; negative: all. If causal, right is 0.
         k_descale, v_descale: fp32 scalar, [Hkv], or [B, Hkv] expanded from that: factors of an fp8 cache.
         max_seqlen_q, num_splits, scheduler_metadata, pack_gqa, sm_margin: hints, no effect on the result.
         return_softmax_lse: also return lse, fp32 [B, H, n], or [H, T] where q is ragged.
 
-    Arguments after return_softmax_lse are FlashAttention 3's. Returns out in q's form, with Dv columns. Refused unless
-    they have their defaults: cache_leftpad, alibi_slopes, qv, q_descale, attention_chunk. Raises NotImplementedError
-    for these, ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a bit per query and
-    position of the cache.
+    Arguments after return_softmax_lse are FlashAttention 3's. Returns out in q's form, with Dv columns. Raises
+    NotImplementedError for cache_leftpad, alibi_slopes, qv, q_descale and attention_chunk other than their defaults,
+    ValueError for wrong shapes or dtypes. Windows that are not causal make a mask of a bit per query and position.
     """
     refuse(cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes, qv=qv)
     refuse(q_descale=q_descale, attention_chunk=attention_chunk)

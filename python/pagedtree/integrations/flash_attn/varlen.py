@@ -49,9 +49,8 @@ def flash_attn_varlen_func(
         k, v: [keys, Hkv, D], or pages [pages, page_size, Hkv, D] with a block_table int32 [B, max_pages]. Rows are read
             in place. V may have another width Dv, as for `flash_attn_with_kvcache`.
         max_seqlen_q: a hint; max_seqlen_k: at least the longest sequence's keys, without a block_table.
-        softmax_scale, causal, window_size, softcap: as for `flash_attn_with_kvcache`.
+        softmax_scale, causal, window_size, softcap, k_descale, v_descale: as for `flash_attn_with_kvcache`.
         seqused_k: int32 [B], used keys per sequence; default all.
-        k_descale, v_descale: as for `flash_attn_with_kvcache`.
         deterministic, num_splits, pack_gqa, sm_margin: no effect, results always repeat bit by bit.
 
     Arguments after block_table are FlashAttention 3's. Returns out [T, H, Dv]. Refused with NotImplementedError:

@@ -9,6 +9,7 @@ All functions read the lengths on the host, as FlashInfer's plan() does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -27,13 +28,9 @@ def import_custom_mask(
 ) -> Tensor:
     """Returns the mask words of `tree_attention`, int32 [T, W], of a boolean mask.
 
-    Args:
-        custom_mask: bool [sum of queries x keys].
-        qo_indptr: int [B + 1], offsets of the queries; seq_lens: int [B], keys.
-        tree_lens: int [B], the number of last keys that the words cover; default the queries, at most the keys. Pass it
-            to tree_attention.
-
-    Raises ValueError for a wrong mask size, and for rows that do not see every earlier key, which is not a tree mask.
+    custom_mask: bool [sum of queries x keys]. qo_indptr: int [B + 1], offsets of the queries. seq_lens: int [B], keys.
+    tree_lens: int [B], the number of last keys that the words cover, also for tree_attention; default the queries, at
+    most the keys. Raises ValueError for a wrong mask size, and for rows that do not see every earlier key.
     """
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
     expected = sum(n * s for n, s, _ in sizes)
@@ -113,10 +110,7 @@ def _sizes(qo_indptr: Tensor, seq_lens: Tensor, tree_lens: Tensor | None) -> lis
 
 
 def _byte_offsets(sizes: Sequence[tuple[int, int, int]]) -> list[int]:
-    offsets = [0]
-    for n, s, _ in sizes:
-        offsets.append(offsets[-1] + -(-n * s // 8))
-    return offsets
+    return [0, *accumulate(-(-n * s // 8) for n, s, _ in sizes)]
 
 
 def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], device: torch.device) -> Tensor:

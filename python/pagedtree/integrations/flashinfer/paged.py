@@ -52,10 +52,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         """Plans one step's batch. The arguments are FlashInfer's.
 
         Without a mask the queries see all keys, or the keys up to their own position if causal. Windows need causal. If
-        q_data_type, kv_data_type and o_data_type are given, run() refuses tensors of other dtypes. head_dim_vo goes
-        with a cache of two tensors, in the pairs that `tree_attention` takes. Raises NotImplementedError for
-        unsupported arguments, ValueError for wrong shapes, for offsets in qo_indptr that descend, and for masks that
-        are not tree masks.
+        q_data_type, kv_data_type and o_data_type are given, run() refuses others. head_dim_vo goes with a cache of two
+        tensors, in the pairs that `tree_attention` takes. Raises NotImplementedError for unsupported arguments,
+        ValueError for wrong shapes, offsets in qo_indptr that descend, and masks that are not tree masks.
         """
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
@@ -112,10 +111,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Attends q [T, heads, dim] to the cache, given as `cache_views` takes it. Scales are an fp8 cache's.
 
-        T is qo_indptr's last offset, or more if causal; rows after it get zeros.
-
-        lse is fp32, in base 2 unless lse_base is "ln", [T, heads] unless lse_layout is "HN". Raises RuntimeError before
-        plan(), NotImplementedError for unsupported arguments, ValueError for wrong shapes or dtypes.
+        T is qo_indptr's last offset, or more if causal; rows after it get zeros. lse is fp32, in base 2 unless lse_base
+        is "ln", [T, heads] unless lse_layout is "HN". Raises as `BatchMLAPagedAttentionWrapper.run` does.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")

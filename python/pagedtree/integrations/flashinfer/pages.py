@@ -48,12 +48,9 @@ def page_table(
 ) -> tuple[Tensor, Tensor]:
     """Returns (page_table int32 [B, max_pages], seq_lens int32 [B]) of FlashInfer's compressed rows.
 
-    Args:
-        indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
-        max_pages: width of the table; default the largest page count, which synchronises.
-
-    Offsets outside `indices` name no page (-1). Raises ValueError where last_page_len has another shape than the
-    sequences.
+    indptr: int [B + 1], where a sequence's pages begin in indices; last_page_len: int [B], keys in its last page.
+    max_pages: default the largest page count, which synchronises. Offsets outside `indices` name no page (-1). Raises
+    ValueError for wrong shapes.
     """
     if not 1 <= page_size < 2**31:
         raise ValueError(f"page_size: expected 1 to 2^31 - 1, got {page_size}")
@@ -102,8 +99,7 @@ def append_paged_mla_kv_cache(
 ) -> None:  # fmt: skip
     """Appends like `append_paged_kv_cache`, to the two parts of a latent cache.
 
-    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides;
-    kv_last_page_len has no effect.
+    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides.
     """
     expect_dims("[n, dim]", append_ckv=append_ckv, append_kpe=append_kpe)
     expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)
@@ -144,12 +140,9 @@ def get_batch_indices_positions(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns (batch_indices, positions) of new rows, int32 [nnz] each, for `append_paged_kv_cache`.
 
-    Args:
-        append_indptr: int [B + 1], offsets of the sequences' new rows, which are the last of seq_lens int [B] keys.
-        nnz: rows; rows past append_indptr's last offset get the sequence -1, which is skipped.
-        batch_indices, positions: written and returned, if given.
-
-    Raises ValueError for wrong shapes.
+    append_indptr: int [B + 1], offsets of the sequences' new rows, which are the last of seq_lens int [B] keys. Rows
+    past its last offset get the sequence -1, which is skipped. batch_indices, positions: written and returned, if
+    given. Raises ValueError for wrong shapes.
     """
     expect_dims("[B + 1]", append_indptr=append_indptr)
     expect_shape([append_indptr.numel() - 1], seq_lens=seq_lens)

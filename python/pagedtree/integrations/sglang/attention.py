@@ -79,11 +79,14 @@ class PagedTreeBackend(AttentionBackend):
 
     def _page_table(self, forward_batch: Any, new: int) -> Tensor:
         # Pages are aligned, so a page's first slot identifies the page.
+        return self.slots_of(forward_batch, new, self.page_size) // self.page_size
+
+    def slots_of(self, forward_batch: Any, new: int = 0, step: int = 1) -> Tensor:
+        """Returns every `step`-th slot of each request's text and `new` tokens, -1 for requests outside the pool."""
         width = self.max_context_len
         if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
             width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
-        slots = self.req_to_token_pool.req_to_token[:, : width : self.page_size]
-        return rows_of(slots, forward_batch.req_pool_indices) // self.page_size
+        return rows_of(self.req_to_token_pool.req_to_token[:, :width:step], forward_batch.req_pool_indices)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any

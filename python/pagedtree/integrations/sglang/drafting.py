@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from pagedtree.integrations.indices import rows_of
 from pagedtree.integrations.sglang.attention import PagedTreeBackend
 from pagedtree.integrations.sglang.step import Step
 
@@ -25,12 +24,8 @@ class PagedTreeDraftBackend:
         self.attn_backends = [PagedTreeBackend(model_runner) for _ in range(num_steps - 1)]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        first, topk = self.attn_backends[0], self.topk
-        lens = forward_batch.seq_lens.long()
-        width = first.max_context_len
-        if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
-            width = min(width, int(forward_batch.seq_lens_cpu.max()))
-        prefix = rows_of(first.req_to_token_pool.req_to_token[:, :width], forward_batch.req_pool_indices)
+        lens, topk = forward_batch.seq_lens.long(), self.topk
+        prefix = self.attn_backends[0].slots_of(forward_batch)
         drafts = forward_batch.out_cache_loc.view(-1, topk, self.num_steps)  # in order of branches, then steps
         table = torch.nn.functional.pad(prefix, (0, self.num_steps)).repeat_interleave(topk, 0)
         lens = lens.repeat_interleave(topk)

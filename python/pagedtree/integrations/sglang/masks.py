@@ -80,8 +80,8 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
 def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
     """Returns the mask of `tree_attention`, int32 [bs * N, ceil(N / 32)], of SGLang's mask (see `TreeMaskMode`).
 
-    seq_lens: integers [bs], without the trees. Only the tree parts of byte masks are read; entries past the buffer read
-    as 0. Raises ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
+    seq_lens: integers [bs], without the trees. Only the tree parts of byte masks are read; 0 past the buffer. Raises
+    ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
     """
     bs, n = seq_lens.numel(), draft_token_num
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:

@@ -14,19 +14,15 @@ __all__ = ["last_loc", "top_k_renorm", "top_p_renorm", "verify_uses_greedy"]
 
 
 def last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
-    """Returns the slot before each request's new ones, -1: none.
-
-    Replaces `mem_cache.allocation.get_last_loc`, which without a GPU supports only two of SGLang's own backends.
-    """
+    """Returns the slot before each request's new ones, -1: none. Replaces `mem_cache.allocation.get_last_loc`, which
+    without a GPU supports only two of SGLang's own backends."""
     last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
     return torch.where(prefix_lens_tensor > 0, last, -1)
 
 
 def verify_uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, is_cpu: bool, **rest: Any) -> bool:
-    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that sampled requests are sampled on CPUs.
-
-    SGLang verifies them greedily on a CPU, because it has no sampling kernel there.
-    """
+    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that sampled requests are sampled on CPUs, where SGLang
+    has no sampling kernel and verifies greedily."""
     if is_cpu:
         from sglang.srt.speculative import eagle_utils
 
@@ -39,16 +35,17 @@ def verify_uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, is
 def top_k_renorm(probs: Tensor, top_ks: Tensor) -> Tensor:
     """Keeps the top_ks [N] largest of each row of probs [N, V], including ties with the last, and normalizes rows."""
     last = (top_ks.long() - 1).clamp(0, probs.shape[-1] - 1)
-    least = probs.sort(-1, descending=True).values.gather(-1, last[:, None])
-    kept = torch.where(probs >= least, probs, 0)
-    return kept / kept.sum(-1, keepdim=True)
+    return _kept(probs, probs.sort(-1, descending=True).values.gather(-1, last[:, None]))
 
 
 def top_p_renorm(probs: Tensor, top_ps: Tensor) -> Tensor:
     """Keeps the fewest largest entries per row with a mass of top_ps [N], including ties, and normalizes rows."""
     ordered = probs.sort(-1, descending=True).values
     needed = ordered.cumsum(-1) - ordered < top_ps[:, None]
-    least = torch.where(needed, ordered, torch.inf).amin(-1, keepdim=True)
+    return _kept(probs, torch.where(needed, ordered, torch.inf).amin(-1, keepdim=True))
+
+
+def _kept(probs: Tensor, least: Tensor) -> Tensor:
     kept = torch.where(probs >= least, probs, 0)
     return kept / kept.sum(-1, keepdim=True)
 

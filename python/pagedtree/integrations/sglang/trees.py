@@ -69,10 +69,10 @@ def build_tree_kernel_efficient(
             and next sibling (-1: none).
         topk, depth: branching and levels of the draft.
 
-    Malformed trees come out as SGLang's builders for CPUs and Triton make them: a node whose parent was not selected
-    has no parent; a node sees the root and up to `depth` nodes from itself upwards, as many as its position is past
-    verified_seq_len. Trees whose place, which follows from the lengths before it, is outside tree_mask are not written.
-    Raises ValueError for wrong shapes and for topk, depth or draft_token_num below 1.
+    Malformed trees come out as SGLang's builders make them: a node whose parent was not selected has none; a node sees
+    the root and up to `depth` nodes from itself upwards, as many as its position is past verified_seq_len. Trees whose
+    place is outside tree_mask are not written. Raises ValueError for wrong shapes and for topk, depth or
+    draft_token_num below 1.
     """
     for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
         if value < 1:
@@ -134,7 +134,7 @@ def reconstruct_indices_from_tree_mask(
         verified_seq_len: integers [bs], the lengths without the tree.
         positions: [bs * N], written: verified_seq_len + the number of earlier nodes that a node sees.
         retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written as by `build_tree_kernel_efficient`;
-            a node's parent is the last earlier node that it sees, and next_token the first later node that sees it.
+            a node's parent is the last earlier node that it sees.
 
     Raises ValueError for wrong shapes.
     """
@@ -156,10 +156,8 @@ def reconstruct_indices_from_tree_mask(
 
 
 def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -> tuple[TreeBatch, Tensor]:
-    """Returns the trees of SGLang's links [bs, N], sorted parents and elder siblings first, and order [bs, N].
-
-    Node i of a tree is the caller's order[i]. Siblings keep their order. Nodes unreachable from the root come last.
-    """
+    """Returns the trees of SGLang's links [bs, N], sorted parents and elder siblings first, unreachable nodes last, and
+    order [bs, N]: node i of a tree is the caller's order[i]."""
     bs, n = next_token.shape
     nodes = torch.arange(n, device=next_token.device, dtype=torch.int64).expand(bs, n)
     none = nodes.new_full((bs, n + 1), n)

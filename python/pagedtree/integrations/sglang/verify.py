@@ -31,18 +31,15 @@ def verify_tree_greedy(
     """Follows the drafts that equal the target's predictions (`pagedtree.verify_greedy`).
 
     Args:
-        predicts: integers [bs * N] or longer, written: predicts[r] follows the node of flat row r, for the rows of the
-            accepted path; the others stay unchanged.
-        accept_index: integers [bs, S], written: flat rows of the root and of at most S - 1 accepted nodes; the rest
-            stays unchanged.
+        predicts: integers [bs * N] or longer, written at the accepted path: predicts[r] follows the node of flat row r.
+        accept_index: integers [bs, S], written: flat rows of the root and of at most S - 1 accepted nodes, no others.
         accept_token_num: integers [bs], written: accepted nodes, without the root.
         candidates: integers [bs, N], the nodes' tokens.
         retrive_index: integers [bs, N], each node's flat row; retrive_next_token, retrive_next_sibling: integers
             [bs, N], first child and next sibling within the tree, -1: none. Siblings are tried in this order.
         target_predict: integers [bs, N], the target's argmax by flat row.
 
-    All integers are int32 or int64. Links that lead nowhere or in circles end the path. Raises ValueError for wrong
-    shapes.
+    Integers are int32 or int64. Links that lead nowhere or in circles end the path. Raises ValueError for wrong shapes.
     """
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
@@ -84,8 +81,7 @@ def tree_speculative_sampling_target_only(
         draft_probs: neither read nor written. (sgl_kernel wants zeros and uses them as scratch.)
         threshold_single: below 1, a child of at least this probability is accepted: not lossless.
         threshold_acc: below 1, divides the children's cumulative probability: not lossless.
-        deterministic: no effect, results always repeat bit by bit.
-        The others: see `verify_tree_greedy`.
+        deterministic: no effect, results always repeat bit by bit. The others: see `verify_tree_greedy`.
 
     A child is accepted if its probability is positive and the cumulative probability of the siblings so far exceeds the
     coin. Siblings that repeat a token count once (twice in sgl_kernel). Makes one temporary of target_probs' size; with
@@ -134,11 +130,8 @@ def tree_speculative_sampling_target_only(
 def _deciding_coins(
     coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
 ) -> Tensor:
-    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or past all.
-
-    The choice uses sums of the exact probabilities: `verify_rejection` sees exponentials of logarithms, whose rounding
-    would decide when a coin is on the boundary of two intervals.
-    """
+    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or past all:
+    `verify_rejection` sees exponentials of logarithms, whose rounding would decide on the boundary of two intervals."""
     bs, n = drafts.shape
     vocab = probs.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)

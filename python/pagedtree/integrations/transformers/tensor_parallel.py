@@ -23,13 +23,9 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
     stay on their ranks. Tied embedding and output weights are separated. If the group has more ranks than the model has
     key and value heads, these are repeated.
 
-    Args:
-        model: a causal language model, the same on every rank.
-        group: a torch.distributed group; default all ranks. Its size divides the query heads, and is a multiple of the
-            key and value heads or divides them.
-        gather_logits: every rank gets all columns, as the plan says: for draft models.
-
-    Returns the `VocabShards` of the output layer. Do not use it with gather_logits.
+    group: a torch.distributed group; default all ranks. Its size divides the query heads, and is a multiple of the key
+    and value heads or divides them. gather_logits: every rank gets all columns, for draft models. Returns the
+    `VocabShards` of the output layer, of no use with gather_logits.
 
     Raises ValueError for a model without a plan, heads that do not divide, or more ranks than key and value heads where
     these differ from layer to layer (Gemma 4); ImportError for an older transformers.

@@ -114,7 +114,7 @@ class TreeDrafter:
         """Called after each target pass, before `draft`, if the drafter has `feature_layers`.
 
         Args:
-            request_ids: those of which the pass read prefill or accepted draft tokens; not all get a new token.
+            request_ids: requests whose prefill or accepted draft tokens the pass read; not all get a new token.
             tokens: integer [length of the text so far] of each, prompt and unread tokens included.
             starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
             features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers.
@@ -125,21 +125,17 @@ class TreeDrafter:
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
         """Drafts a tree for each request. Drafters implement this method.
 
-        Args:
-            request_ids: R of vLLM's request ids.
-            tokens: R arrays, integer [length of the text so far], prompt included; the last token is the root.
-
-        A drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], the target's last hidden state
-        at the token before the root, in the model's dtype on its device.
+        tokens: of R requests, integer [length of the text so far], prompt included; the last token is the root. A
+        drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], the target's last hidden state at
+        the token before the root, in the model's dtype on its device.
 
         Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
         num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
         the root, i the i-th draft token, and 0 <= parents[i] < i. Without drafts: ([], np.array([-1])). Nodes past the
         request's maximum length are dropped afterwards. log_probs: fp32 [n + 1], each node's joint log-probability by
-        the drafter, 0 for the root; acceptances correct them.
+        the drafter, 0 for the root.
 
-        Called on the first tensor-parallel rank, or on all with `on_every_rank`. Skipped in steps where drafting does
-        not pay.
+        Called on the first tensor-parallel rank, or on all with `on_every_rank`, in steps where drafting pays.
         """
         raise NotImplementedError
 
