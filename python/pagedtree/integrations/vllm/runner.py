@@ -18,13 +18,7 @@ from pagedtree.integrations.vllm.limits import check_config, check_request
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
 from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
-from pagedtree.integrations.vllm.verification import (
-    Compactions,
-    check_backends,
-    choose_tokens,
-    grammar_rows,
-    of_the_target,
-)
+from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
 __all__ = ["StepTrees", "TreeRunner"]
 
@@ -215,8 +209,7 @@ class TreeRunner:
 
     def initialize_attn_backend(self, *args: Any, **kwargs: Any) -> Any:
         result = super().initialize_attn_backend(*args, **kwargs)  # type: ignore[misc]
-        layers = self.compilation_config.static_forward_context
-        check_backends(of_the_target(self.attn_groups, layers), self.vllm_config)
+        target_groups(self.attn_groups, self.compilation_config.static_forward_context, self.vllm_config)
         return result
 
     def sample_tokens(self, grammar_output: Any) -> Any:

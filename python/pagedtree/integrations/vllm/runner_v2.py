@@ -24,13 +24,7 @@ from pagedtree.integrations.vllm.limits import check_config, check_drafter, chec
 from pagedtree.integrations.vllm.scheduler import DraftTrees
 from pagedtree.integrations.vllm.speculator import KeptTrees, TreeSpeculator
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
-from pagedtree.integrations.vllm.verification import (
-    Compactions,
-    check_backends,
-    choose_tokens,
-    grammar_rows,
-    of_the_target,
-)
+from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
 __all__ = ["TreeRunnerV2"]
 
@@ -114,8 +108,7 @@ class TreeRunnerV2:
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(*args, **kwargs)  # type: ignore[misc]
         layers = self.compilation_config.static_forward_context
-        groups = of_the_target(self.attn_groups, layers)
-        check_backends(groups, self.vllm_config)
+        groups = target_groups(self.attn_groups, layers, self.vllm_config)
         self._compactions = Compactions(layers, self.kv_cache_config.kv_cache_groups)
         if self.speculator is None:
             return

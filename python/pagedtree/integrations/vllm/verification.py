@@ -22,7 +22,7 @@ from pagedtree import (
 )
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 
-__all__ = ["Compactions", "check_backends", "choose_tokens", "grammar_rows", "of_the_target"]
+__all__ = ["Compactions", "choose_tokens", "grammar_rows", "target_groups"]
 
 logger = init_logger("vllm.pagedtree")  # below the logger that vLLM sets up
 
@@ -95,14 +95,13 @@ def _drafts(layer: Any) -> bool:
     return getattr(layer, "is_draft_layer", False)
 
 
-def of_the_target(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any]) -> list[Any]:
-    """Returns the target's groups of attention layers; layers: vLLM's attention layers by name."""
-    return [group for groups in attn_groups for group in groups if not _drafts(layers[group.layer_names[0]])]
+def target_groups(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any], vllm_config: Any) -> list[Any]:
+    """Returns the target's groups of attention layers, and logs their backend. Raises ValueError for another than ours.
 
-
-def check_backends(attn_groups: Sequence[Any], vllm_config: Any) -> None:
-    """Raises ValueError if layers have another backend than ours, and logs the backends in use."""
-    for group in attn_groups:
+    layers: vLLM's attention layers by name.
+    """
+    found = [group for groups in attn_groups for group in groups if not _drafts(layers[group.layer_names[0]])]
+    for group in found:
         if not issubclass(group.backend, PagedTreeBackend):
             raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
     speculation = vllm_config.speculative_config
@@ -113,3 +112,4 @@ def check_backends(attn_groups: Sequence[Any], vllm_config: Any) -> None:
         f"{PagedTreeBackend.__module__}.{PagedTreeBackend.__name__}",
         speculation.model if speculation is not None else None,
     )
+    return found
