@@ -18,8 +18,7 @@ class GeneratedSequence:
         index: its place in the result, and its age: a lower one is older.
         group: the prompt; outcomes of one prompt share the pages of its first `shared_len` tokens.
         tokens: prompt and generated tokens. cached: how many of them, from the start, are in the cache.
-        max_length: prompt length + max_new_tokens.
-        prompt_len: initial number of tokens.
+        max_length: prompt_len, the initial number of tokens, + max_new_tokens.
     """
 
     index: int

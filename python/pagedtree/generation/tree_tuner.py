@@ -5,8 +5,8 @@
         kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes worth verifying
     tuner.learn(plan, Outcome(seconds, accept_index, tokens, drafting, kept))
 
-The objective is tokens per second, with drafts and without. Tokens are estimated from past acceptance rates (`Odds`),
-seconds from past steps (`StepCosts`).
+The objective is tokens per second. Tokens are estimated from past acceptance rates (`Odds`), seconds from past steps
+(`StepCosts`).
 """
 
 from __future__ import annotations

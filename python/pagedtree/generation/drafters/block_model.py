@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.block_config import NUM_LAYERS_READ, BlockDraftConfig
 from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalConvolution
-from pagedtree.generation.drafters.checkpoint import (
-    WEIGHTS_NAME,
-    StoredTensors,
-    draft_ids,
-    have_same_values,
-    save_checkpoint,
-)
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rotation, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
@@ -67,10 +61,9 @@ class BlockDraftModel(nn.Module):
     Embeddings and output layer are the target's. DFlash 2 adds convolutions within a block around each layer's
     attention and MLP, and a selector that weighs a place's candidates by the token before it.
 
-    Layers, weight names and config keys follow DFlash's published `DFlashDraftModel` checkpoints
-    (github.com/z-lab/dflash): z-lab's for Qwen3-4B, Qwen3-8B, Qwen3-Coder-30B-A3B and LLaMA3.1-8B-Instruct, DFlash 2
-    (`DFlash2DraftModel`), and speculators' versions of both. Tested with random weights saved by the packages dflash
-    and speculators, not with published ones. Refused: RoPE types that depend on the length, and attention sinks.
+    `from_pretrained` reads DFlash's published checkpoints (`DFlashDraftModel`, github.com/z-lab/dflash), DFlash 2
+    (`DFlash2DraftModel`), and speculators' versions of both. Tested only with random weights saved by the packages
+    dflash and speculators. Refused: RoPE types that depend on the length, and attention sinks.
 
     Args:
         config: sizes.
@@ -156,7 +149,7 @@ class BlockDraftModel(nn.Module):
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         ids = self.target_ids
         others = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids), dtype=torch.int64)}
-        save_checkpoint(path, config, self.state_dict(), dtype, others)
+        checkpoint.save_checkpoint(path, config, self.state_dict(), dtype, others)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
@@ -179,7 +172,7 @@ class BlockDraftModel(nn.Module):
             entries.refuse("target_layer_ids", layers, config.target_layer_ids)
         if "vocab_size" in entries:
             target.check(entries, "vocab_size", entries.integer("vocab_size"))
-        stored = StoredTensors(path, (WEIGHTS_NAME, "*.safetensors"), _own_name)
+        stored = checkpoint.StoredTensors(path, (checkpoint.WEIGHTS_NAME, "*.safetensors"), _own_name)
         shapes = _shapes(config)
         if config.draft_vocab_size is not None and "d2t" not in stored:
             entries.refuse("draft_vocab_size", f"vocab_size {config.vocab_size}, or less with a tensor d2t")
@@ -189,9 +182,9 @@ class BlockDraftModel(nn.Module):
         stored.expect(shapes, sizes, integers=("d2t",), ignored=[n for n in NOT_READ if n not in shapes])
         ids = None
         if config.draft_vocab_size is not None:
-            ids = draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
+            ids = checkpoint.draft_ids(stored, config.draft_vocab_size, target.lm_head.weight.shape[0])
         for name, weight in (("embed_tokens.weight", tokens), ("lm_head.weight", target.lm_head.weight)):
-            if name in stored and name not in shapes and not have_same_values(stored.load(name), weight):
+            if name in stored and name not in shapes and not checkpoint.have_same_values(stored.load(name), weight):
                 raise ValueError(f"{path}: {name}: expected the target's values, which are used, got others")
         drafter = cls(config, target.embed_tokens, target.lm_head)
         drafter.target_ids = ids

@@ -194,7 +194,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
 
 
 def without_padding(draft: Draft) -> Draft:
-    """Drops the rows past the last tree on a CPU, where reading their number is free: the model would run on them."""
+    """Drops the rows past the last tree on a CPU, where reading their number is free."""
     trees, rows = draft.trees, draft.draft_tokens.shape[0]
     is_plain = trees.max_nodes == 1 and rows == trees.batch_size
     if trees.device.type != "cpu" or is_plain:

@@ -65,8 +65,8 @@ class EagleConfig(LayerSizes):
         norm_before_residual: whether the residual is the state after its norm.
         norm_before_fc, fc_norm: whether the features are normed before `fc`: all layers together, or per layer.
         norm_output: whether a node's children read the state after the last norm, as the output layer does.
-        by_output, by_input: target layers that are read, by their outputs or inputs; () = not given.
-        num_layers_read: their number; None: not given.
+        by_output, by_input: target layers that are read, by their outputs or inputs; () = not given. num_layers_read:
+            their number; None: not given.
         has_head_norms: whether queries and keys have a norm, as in Qwen 3.
         mask_token_id: P-EAGLE's placeholder for unknown tokens; it drafts all tokens in one pass. None for EAGLE-3.
     """

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pagedtree.generation.drafters.checkpoint import (
-    WEIGHTS_NAME,
-    StoredTensors,
-    check_ids,
-    draft_ids,
-    save_checkpoint,
-)
+from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.layers import Attend, DecoderLayer, RotaryAngles, Rotation
@@ -25,7 +19,7 @@ from pagedtree.generation.drafters.target import Target, check_attention
 __all__ = ["EagleHead"]
 
 # Supported file names.
-WEIGHTS_NAMES = (WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
+WEIGHTS_NAMES = (checkpoint.WEIGHTS_NAME, "*.safetensors", "pytorch_model.bin")
 # Ignored tensors: copies of the target's weights, and t2d, which follows from d2t.
 NOT_READ = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
@@ -66,7 +60,7 @@ class EagleHead(nn.Module):
         if target_ids is None:
             target_ids, rows = torch.arange(num_tokens, dtype=torch.int64), lm_head.weight
         else:
-            check_ids("target_ids", target_ids, num_tokens)
+            checkpoint.check_ids("target_ids", target_ids, num_tokens)
             rows = lm_head.weight[target_ids.to(lm_head.weight.device)]
         self.register_buffer("target_ids", target_ids, persistent=False)
         sizes, width = self.config, len(self.feature_layers) * self.config.target_hidden_size
@@ -189,7 +183,7 @@ class EagleHead(nn.Module):
             "d2t": ids - torch.arange(len(ids), dtype=torch.int64),
             "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True),
         }
-        save_checkpoint(path, entries, weights, dtype, ids_and_mask)
+        checkpoint.save_checkpoint(path, entries, weights, dtype, ids_and_mask)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> EagleHead:
@@ -207,7 +201,7 @@ class EagleHead(nn.Module):
         if config.target_hidden_size != target.hidden_size:
             entries.refuse("target_hidden_size", f"the target's {target.hidden_size}", config.target_hidden_size)
         layers = config.feature_layers(target.num_layers)
-        stored = StoredTensors(path, WEIGHTS_NAMES, _own_name)
+        stored = checkpoint.StoredTensors(path, WEIGHTS_NAMES, _own_name)
         draft_vocab = config.draft_vocab_size or stored.first_size("d2t") or config.vocab_size
         if draft_vocab > config.vocab_size or (draft_vocab < config.vocab_size and "d2t" not in stored):
             entries.refuse(
@@ -234,7 +228,7 @@ class EagleHead(nn.Module):
                 )
         ids, num_rows = None, target.lm_head.weight.shape[0]
         if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding after its tokens
-            ids = draft_ids(stored, draft_vocab, num_rows)
+            ids = checkpoint.draft_ids(stored, draft_vocab, num_rows)
         head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
         if "embed_tokens.weight" in own:
             head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)

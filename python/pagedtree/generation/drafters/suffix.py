@@ -26,11 +26,8 @@ class SuffixDrafter(NgramDrafter):
 
         tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 
-    The memory never changes the text. Drafters may share a `memory`, also across threads.
-
-    Args:
-        max_tokens: of the memory, oldest dropped first. memory: an existing one to use instead.
-        num_nodes, max_depth, max_branches, min_ngram, max_ngram: as in `NgramDrafter`; a given memory sets max_ngram.
+    max_tokens: of the memory, oldest dropped first. memory: an existing one, which sets max_ngram; drafters may share
+    it, also across threads. The others: as in `NgramDrafter`.
     """
 
     is_capturable = False

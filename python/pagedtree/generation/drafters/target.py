@@ -18,10 +18,8 @@ __all__ = ["Target", "check_attention", "check_place"]
 class Target(NamedTuple):
     """The parts of a causal language model that heads are made for.
 
-    Attributes:
-        embed_tokens, lm_head: its embedding and output layer.
-        hidden_size: width of the outputs of its `num_layers` decoder layers.
-        vocab_sizes: its possible numbers of tokens: by its config, and with the padding of either layer.
+    hidden_size: width of the outputs of its `num_layers` decoder layers. vocab_sizes: its possible numbers of tokens:
+    by its config, and with the padding of either layer.
     """
 
     embed_tokens: nn.Module

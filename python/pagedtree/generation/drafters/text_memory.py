@@ -61,7 +61,7 @@ class TextMemory:
         return min(self._count, self.max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text, or as much of its end as fits."""
+        """Adds a text, or the end that fits."""
         text = np.asarray(tokens, dtype=np.int32)[max(len(tokens) - self.max_tokens + 1, 0) :]
         if len(text) < self.context:
             return

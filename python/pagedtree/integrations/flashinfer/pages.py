@@ -78,14 +78,10 @@ def append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Writes row i of append_key and append_value [n, heads, dim] at positions[i] of sequence batch_indices[i].
 
-    Args:
-        append_key, append_value: rows of the cache's dtype or, for an fp8 cache, rows to be converted; see `append_kv`.
-        batch_indices, positions: int [n]. A row that belongs to no sequence, or at a position outside the sequence's
-            pages, is skipped.
-        paged_kv_cache: written, see `cache_views`.
-        kv_indices, kv_indptr: the sequences' pages, see `page_table`; kv_last_page_len has no effect.
-
-    Raises ValueError for wrong shapes or dtypes.
+    append_key, append_value: rows of the cache's dtype or, for an fp8 cache, rows to be converted; see `append_kv`.
+    batch_indices, positions: int [n]; a row that belongs to no sequence, or at a position outside its pages, is
+    skipped. paged_kv_cache: written, see `cache_views`. kv_indices, kv_indptr: see `page_table`; kv_last_page_len has
+    no effect. Raises ValueError for wrong shapes or dtypes.
     """
     k_cache, v_cache = cache_views(paged_kv_cache, kv_layout)
     slots = _slots(batch_indices, positions, kv_indices, kv_indptr, k_cache.shape[1], append_key.shape[0])

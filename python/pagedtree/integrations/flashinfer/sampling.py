@@ -25,17 +25,14 @@ def chain_speculative_sampling(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Verifies chains of n drafts by rejection sampling (`pagedtree.verify_rejection`, draft_law "iid").
 
-    Args:
-        draft_probs: float [b, n, V], the distributions the drafts were drawn from; draft_token_ids: int [b, n];
-            target_probs: float [b, n + 1, V]. An id outside 0..V-1 ends the chain.
-        maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num: int [b], to which the counts are added.
-        deterministic: no effect, results always repeat bit by bit.
-        generator: draws the coins; default torch's own. seed, offset: ints, no tensors, together instead of it.
+    draft_probs: float [b, n, V], the distributions the drafts were drawn from. draft_token_ids: int [b, n]; an id
+    outside 0..V-1 ends the chain. target_probs: float [b, n + 1, V]. generator: draws the coins; default torch's own.
+    seed, offset: ints, no tensors, together instead of it. deterministic: no effect, results always repeat.
 
     Returns (output_token_ids int32 [b, n + 1], accepted, emitted): the drafts up to the first that is rejected, then
     one token of the target, then -1; accepted counts the drafts that would be accepted independently of each other,
-    emitted the drafts in the output. Both are the tensors that were passed, if any, else int32 [b]. Makes one temporary
-    of target_probs' size. Raises ValueError for wrong shapes.
+    emitted the drafts in the output. Both are added to the tensors that were passed, if any, else int32 [b]. Makes one
+    temporary of target_probs' size. Raises ValueError for wrong shapes.
     """
     if draft_token_ids.dim() != 2 or draft_probs.dim() != 3:
         shapes = [*draft_token_ids.shape], [*draft_probs.shape]

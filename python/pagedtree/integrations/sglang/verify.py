@@ -84,10 +84,9 @@ def tree_speculative_sampling_target_only(
         deterministic: no effect, results always repeat bit by bit. The others: see `verify_tree_greedy`.
 
     A child is accepted if its probability is positive and the cumulative probability of the siblings so far exceeds the
-    coin. Siblings that repeat a token count once (twice in sgl_kernel). Makes one temporary of target_probs' size; with
-    logits, call `pagedtree.verify_rejection`, which makes none.
-
-    Raises ValueError for wrong shapes or thresholds outside [0, 1].
+    coin. Siblings that repeat a token count once (twice in sgl_kernel). Makes one temporary of target_probs' size;
+    `pagedtree.verify_rejection`, for logits, makes none. Raises ValueError for wrong shapes or thresholds outside
+    [0, 1].
     """
     for name, value in (("threshold_single", threshold_single), ("threshold_acc", threshold_acc)):
         if not 0 <= value <= 1:

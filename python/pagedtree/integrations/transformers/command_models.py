@@ -11,16 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagedtree import _C
-from pagedtree.generation.drafters import (
-    BlockDrafter,
-    BlockDraftModel,
-    Drafter,
-    EagleDrafter,
-    EagleHead,
-    MedusaDrafter,
-    MedusaHeads,
-    NgramDrafter,
-)
+from pagedtree.generation import drafters
 from pagedtree.integrations.transformers.command_files import errors_of, model_folder
 from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.mtp import load_drafter
@@ -48,7 +39,7 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
     return model.to(args.device).eval()
 
 
-def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
+def drafter_of(model: Any, args: argparse.Namespace) -> drafters.Drafter | None:
     """Returns the drafter, with its own default sizes; chains for rule "block"."""
     sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     for name, size in sizes.items():
@@ -61,12 +52,14 @@ def drafter_of(model: Any, args: argparse.Namespace) -> Drafter | None:
     if args.draft:
         return ModelDrafter(_load_draft(args, model), law=args.draft_law, **_deep(sizes))
     if args.ngram:
-        return NgramDrafter(**{SIZES[name]: size for name, size in sizes.items()})
-    heads: dict[str, Callable[[str], Drafter]] = {
-        "medusa": lambda path: MedusaDrafter(MedusaHeads.from_pretrained(path, model), args.num_nodes or NUM_NODES),
-        "eagle": lambda path: EagleDrafter(EagleHead.from_pretrained(path, model), **_deep(sizes)),
+        return drafters.NgramDrafter(**{SIZES[name]: size for name, size in sizes.items()})
+    heads: dict[str, Callable[[str], drafters.Drafter]] = {
+        "medusa": lambda path: drafters.MedusaDrafter(
+            drafters.MedusaHeads.from_pretrained(path, model), args.num_nodes or NUM_NODES
+        ),
+        "eagle": lambda path: drafters.EagleDrafter(drafters.EagleHead.from_pretrained(path, model), **_deep(sizes)),
         "drafter": lambda path: load_drafter(path, model, **sizes),
-        "block": lambda path: BlockDrafter(BlockDraftModel.from_pretrained(path, model), **sizes),
+        "block": lambda path: drafters.BlockDrafter(drafters.BlockDraftModel.from_pretrained(path, model), **sizes),
     }
     for name, load in heads.items():
         path = getattr(args, name)

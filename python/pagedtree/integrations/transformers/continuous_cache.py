@@ -15,10 +15,8 @@ __all__ = ["attend_continuous"]
 class LayerCache(NamedTuple):
     """transformers' cache entries for one layer.
 
-    Attributes:
-        group: the layer's place in read_index and write_index. kind: its place in values kept per layer type.
-        window: the layer's window, 0 = none. pages: K and V [pages, page_size, Hkv, D]; None for a sliding window's
-            ring buffer, whose pages are not in order.
+    group: the layer's place in read_index and write_index. kind: its place in values kept per layer type. window: 0 =
+    none. pages: K and V [pages, page_size, Hkv, D]; None for a window's ring buffer, whose pages are not in order.
     """
 
     group: int

@@ -28,11 +28,8 @@ FUNCTION = "apply_rotary_pos_emb"
 
 
 class RotaryLayer:
-    """An attention layer whose rotation may move into the attention.
-
-    Attributes:
-        is_fused: whether it moved; None until a first pass with host-readable values decides.
-    """
+    """An attention layer whose rotation may move into the attention. is_fused: whether it moved; None until a first
+    pass with host-readable values decides."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

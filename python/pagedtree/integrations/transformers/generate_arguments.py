@@ -76,12 +76,8 @@ def check_kinds(**values: Any) -> None:
 
 @dataclass
 class Prompts:
-    """The prompts of a call, each of which gets `n` outcomes.
-
-    Attributes:
-        tokens: of each prompt, without padding.
-        tensor: the [B, L] that held them; None for lists.
-    """
+    """The prompts of a call, without padding, each of which gets `n` outcomes. tensor: the [B, L] that held them; None
+    for lists."""
 
     tokens: list[list[int]]
     tensor: Tensor | None

@@ -8,14 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GenerationConfig
-from transformers.generation import (
-    NoBadWordsLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-)
+from transformers import GenerationConfig, generation
 
 from pagedtree import SamplingParams
 from pagedtree.generation.stop_strings import StopStrings
@@ -26,10 +19,10 @@ __all__ = ["ConfigFields", "config_fields"]
 
 # In the order in which transformers applies them.
 PROCESSORS = {
-    "sequence_bias": SequenceBiasLogitsProcessor,
-    "repetition_penalty": RepetitionPenaltyLogitsProcessor,
-    "bad_words_ids": NoBadWordsLogitsProcessor,
-    "suppress_tokens": SuppressTokensLogitsProcessor,
+    "sequence_bias": generation.SequenceBiasLogitsProcessor,
+    "repetition_penalty": generation.RepetitionPenaltyLogitsProcessor,
+    "bad_words_ids": generation.NoBadWordsLogitsProcessor,
+    "suppress_tokens": generation.SuppressTokensLogitsProcessor,
 }
 SAMPLING = {name: kind for kind, name in WARPERS.items()}
 LEAST = ("min_length", "min_new_tokens")
@@ -126,9 +119,9 @@ class ConfigFields:
         every += [other for other in given if not any(other is one for one in every)]
         found = read_processors([*every, *warpers], prompts, width, eos_ids, vocab)
         kinds = {type(other) for other in given}
-        if "begin_suppress_tokens" in self.values and SuppressTokensAtBeginLogitsProcessor not in kinds:
+        if "begin_suppress_tokens" in self.values and generation.SuppressTokensAtBeginLogitsProcessor not in kinds:
             with _named("begin_suppress_tokens"):
-                first = SuppressTokensAtBeginLogitsProcessor(self.values["begin_suppress_tokens"], 0)
+                first = generation.SuppressTokensAtBeginLogitsProcessor(self.values["begin_suppress_tokens"], 0)
                 found.begin_suppress_tokens += known_tokens(first.begin_suppress_tokens, vocab)
         for b, prompt in enumerate(prompts):
             length = len(prompt) if width is None else width

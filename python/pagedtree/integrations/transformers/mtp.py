@@ -59,7 +59,7 @@ class MtpHead(nn.Module):
     """A decoder layer of the target's architecture that maps a token's embedding and a state to the next state.
 
     Position t holds the target's token t + 1 and the state of token t: the target's last hidden state or, in a draft,
-    this layer's output at the previous node. The target's output layer turns the output into the token t + 2.
+    this layer's output at the previous node.
 
         joined = projection(cat([token_norm(embed(token)), state_norm(state)]))   # MiMo: the state first
         state = final_norm(layer(joined))

@@ -1,7 +1,7 @@
 """Weights of linear layers in oneDNN's packed form, in which CPUs multiply few rows faster.
 
-torch's own product reads a weight row by row. oneDNN's reads blocks in the order in which its kernel takes them, so a
-pass over few tokens comes closer to memory bandwidth, and more tokens cost little more.
+torch's own product reads a weight row by row, oneDNN's in the order of its kernel: a pass over few tokens comes closer
+to memory bandwidth.
 """
 
 from __future__ import annotations

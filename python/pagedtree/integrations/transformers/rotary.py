@@ -24,11 +24,8 @@ LONG, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryLimit(NamedTuple):
-    """The limit up to which a sequence has the same frequencies in each pass: `num_tokens` tokens.
-
-    Attributes:
-        field: the config's field with the limit. kind: the rope type.
-    """
+    """The limit up to which a sequence has the same frequencies in each pass: `num_tokens` tokens, by the config's
+    `field`. kind: the rope type."""
 
     num_tokens: int
     field: str

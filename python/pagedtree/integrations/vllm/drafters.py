@@ -228,7 +228,6 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
             self.max_depth = self.options["depth"]
 
     def make(self, target: WholeEnds) -> Any:
-        """Returns the drafter; raises ValueError if it reads other target outputs."""
         sizes = {name: self.options[name] for name in ("depth", "width") if self.options[name] is not None}
         drafter = load_drafter(self.options["drafter"], target, num_nodes=self.max_nodes, **sizes)
         if not drafter.feature_layers:

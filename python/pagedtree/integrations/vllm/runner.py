@@ -25,13 +25,8 @@ __all__ = ["StepTrees", "TreeRunner"]
 
 @dataclass
 class StepTrees:
-    """The trees of one step; requests without drafts have only the root.
-
-    Attributes:
-        trees: of all R requests.
-        rows: int64 [N], the query of each node in the step's batch.
-        num_drafts: [R], nodes besides the root.
-    """
+    """The trees of one step of R requests, without drafts the root alone. rows: int64 [N], the query of each node in
+    the step's batch. num_drafts: [R], nodes besides the root."""
 
     trees: TreeBatch
     rows: Tensor

@@ -30,12 +30,7 @@ __all__ = ["TreeRunnerV2"]
 
 
 class StepTrees(NamedTuple):
-    """The trees of one step.
-
-    Attributes:
-        trees: of all R requests; requests without drafts have only the root.
-        draft_tokens: int64 [N], -1 at nodes without a draft.
-    """
+    """The trees of one step, without drafts the root alone. draft_tokens: int64 [N], -1 at nodes without a draft."""
 
     trees: TreeBatch
     draft_tokens: Tensor
