@@ -24,11 +24,8 @@ __all__ = ["DecodeStep", "KnownTokens", "Pass"]
 class KnownTokens:
     """Prefill tokens of R sequences, placed before the trees of a pass.
 
-    Attributes:
-        counts: tokens of each sequence; T in all.
-        tokens, positions: int64 [T].
-        seq_lens: int32 [R], up to the last token read. cu_seqlens: int32 [R + 1], the rows of each sequence.
-        last_rows: the last row of each sequence that finishes prefill and gets a new token.
+    counts: tokens of each sequence; T in all. tokens, positions: int64 [T]. seq_lens: int32 [R], up to the last token
+    read. cu_seqlens: int32 [R + 1]. last_rows: the last row of each sequence that finishes prefill.
     """
 
     counts: list[int]
@@ -43,10 +40,9 @@ class KnownTokens:
 class Pass:
     """One packed pass: sequences in prefill, then sequences that decode a tree, then padding.
 
-    Attributes:
-        draft, start: trees, including root tokens, and root positions: first of the num_read sequences that finish
-            prefill, with root-only trees, then of all that decode.
-        decode_table: int32 [D, max_pages], the decoding sequences' pages. logit_rows: the nodes' rows; None = all.
+    draft, start: trees, including root tokens, and root positions: first of the num_read sequences that finish prefill,
+    with root-only trees, then of all that decode. decode_table: int32 [D, max_pages], the decoding sequences' pages.
+    logit_rows: the nodes' rows; None = all.
     """
 
     step: PagedStep

@@ -16,13 +16,8 @@ __all__ = ["GrammarSteps"]
 
 
 class GrammarSteps:
-    """The grammars of all sequences of a call; each step uses the grammars of its sequences.
-
-    Args:
-        matchers: one per sequence, None: no grammar.
-        vocab: columns of the target's logits, of all ranks together.
-        eos_ids: tokens that end every text. stats: receives the times.
-    """
+    """The grammars of all sequences of a call. matchers: one per sequence, None: no grammar. vocab: columns of the
+    target's logits, of all ranks together. eos_ids: tokens that end every text. stats: receives the times."""
 
     def __init__(
         self, matchers: Sequence[GrammarMatcher | None], vocab: int, eos_ids: Sequence[int], stats: GenerationStats

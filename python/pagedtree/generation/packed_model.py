@@ -16,13 +16,9 @@ __all__ = ["PackedModel", "PassOutput"]
 
 
 class PassOutput(NamedTuple):
-    """The results of a pass over T packed tokens.
-
-    Attributes:
-        logits: [R, V], at the requested rows.
-        hidden: [R, H], the input of the output layer at these rows, if requested, else None.
-        features: [T, len(feature_layers) * H] at all tokens, the layers concatenated in the requested order, or None.
-    """
+    """The results of a pass over T packed tokens: logits [R, V] at the requested rows, the input of the output layer
+    there, hidden [R, H], if requested, and features [T, len(feature_layers) * H] at all tokens, the layers concatenated
+    in the requested order, or None."""
 
     logits: Tensor
     hidden: Tensor | None = None

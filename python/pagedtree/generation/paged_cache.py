@@ -20,10 +20,8 @@ class PagedCache:
     A page has the same number in every layer. `fork` shares whole pages that are written, without a copy; the tokens
     after them are computed again.
 
-    Attributes:
-        states: of the model's recurrent layers, if any, for the same sequences.
-        pages_in_use, peak_pages: pages held now, and at most so far.
-        pages_taken: how often a page was taken from the pool; sharing takes none.
+    states: of the model's recurrent layers, if any. pages_in_use, peak_pages: pages held now, and at most so far.
+    pages_taken: how often a page was taken from the pool; sharing takes none.
     """
 
     def __init__(self, num_pages: int, page_size: int, device: torch.device, is_recurrent: bool = False) -> None:

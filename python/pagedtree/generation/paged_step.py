@@ -30,10 +30,8 @@ class Rotation(NamedTuple):
 class PrefixPass:
     """Key sets for reading shared pages once: the shared prefixes, then each sequence's unshared pages.
 
-    Attributes:
-        page_table, seq_lens, cu_seqlens_q, max_seqlen_q: one entry per run of neighbouring sequences of one prefix
-            (length 0 = none); every query of the run sees all of it.
-        own_page_table, own_seq_lens: as in `PagedStep`, without the pages of the prefix.
+    page_table, seq_lens, cu_seqlens_q, max_seqlen_q: one entry per run of neighbouring sequences of one prefix (length
+    0 = none), all of which every query of the run sees. own_page_table, own_seq_lens: as in `PagedStep`, without it.
     """
 
     page_table: Tensor

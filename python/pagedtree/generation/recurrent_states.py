@@ -15,10 +15,8 @@ class RecurrentStates:
 
     A state has the same index in every layer. It is taken, zeroed, when a sequence is first read, and given back when
     the sequence is finished or evicted. It has absorbed all tokens, so it cannot be shared like pages: outcomes of one
-    prompt get copies (`fork`) of the state kept after the shared pages (`keep_prefix`).
-
-    Attributes:
-        num_states: states per layer, taken or not; doubled when all are taken.
+    prompt get copies (`fork`) of the state kept after the shared pages (`keep_prefix`). num_states: states per layer,
+    taken or not; doubled when all are taken.
     """
 
     def __init__(self, device: torch.device) -> None:

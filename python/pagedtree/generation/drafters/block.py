@@ -36,11 +36,8 @@ class BlockDrafter(Drafter):
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
-    Args:
-        model: made for the target of `generate`.
-        num_nodes: nodes of the tree, the root included; fewer if no more are possible.
-        depth: number of places after the root that are used, default all of the block's.
-        width: children of a node, the likeliest ones of its level. 1 gives a chain.
+    model: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`; fewer nodes if no more are
+    possible; depth: default all places of the block.
     """
 
     def __init__(

@@ -65,10 +65,8 @@ class BlockDraftModel(nn.Module):
     (`DFlash2DraftModel`), and speculators' versions of both. Tested only with random weights saved by the packages
     dflash and speculators. Refused: RoPE types that depend on the length, and attention sinks.
 
-    Args:
-        config: sizes.
-        embed: the target's input embeddings, a module with `weight` [V, hidden_size]. ValueError for another width.
-        lm_head: the target's output layer, hidden states [..., hidden_size] -> logits [..., V].
+    embed: the target's input embeddings, a module with `weight` [V, hidden_size], ValueError for another width.
+    lm_head: the target's output layer, hidden states [..., hidden_size] -> logits [..., V].
     """
 
     target_ids: Tensor | None

@@ -38,12 +38,8 @@ class StoredTensors:
     """The tensors in the files of a checkpoint, by name.
 
     Raises ValueError, naming the file, for a corrupt file or another format, OSError if it cannot be read. No code in
-    pickled files runs.
-
-    Args:
-        folder: of the files.
-        files: names in order of preference; the first one found is read. "*.safetensors" means all of these together.
-        rename: maps names in the files to names in the model.
+    pickled files runs. files: names in order of preference; the first one found is read. "*.safetensors" means all of
+    these together. rename: maps names in the files to names in the model.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str) -> None:

@@ -16,10 +16,8 @@ __all__ = ["FixedFeatures"]
 class FixedFeatures:
     """Features of the tokens that each sequence read and accepted in the last step, excluding its newest token.
 
-    Attributes:
-        features: [num_sequences + 1, length, width]; the first `counts`, int64 [num_sequences + 1], of each row are
-            valid; the last row is for idle rows.
-        held: on the host, position of the first feature, by index of the sequences with features here.
+    features: [num_sequences + 1, length, width]; the first `counts`, int64 [num_sequences + 1], of each row are valid;
+    the last row is for idle rows. held: on the host, position of the first feature, by index of the sequences.
     """
 
     def __init__(self, num_sequences: int, length: int, width: int, dtype: torch.dtype, device: torch.device) -> None:

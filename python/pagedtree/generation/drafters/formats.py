@@ -14,13 +14,9 @@ __all__ = ["Row", "check_heads", "entry", "head_dim_of", "read_rows", "rows_of",
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of config.json.
-
-    Attributes:
-        kind: its type, a method of `ConfigEntries` that is called with `bounds`.
-        default: the value without an entry, or a function of the values read so far. MISSING: required, but for lists.
-        key: its name in the file. place: the object in the file that contains it.
-    """
+    """An entry of config.json. kind: its type, a method of `ConfigEntries` that is called with `bounds`. default: the
+    value without an entry, or a function of the values read so far; MISSING: required, but for lists. key: its name in
+    the file. place: the object in the file that contains it."""
 
     kind: str
     default: Any

@@ -19,7 +19,7 @@ class NgramDrafter(Drafter):
     """Prompt lookup: the continuation of an earlier occurrence of the last n-gram (`pagedtree.ngram_propose`).
 
     Args:
-        num_nodes: nodes of a tree, the root included; under `generate(tree="auto")` at most this many are verified.
+        num_nodes: nodes of a tree, the root included.
         max_depth: tokens of the longest draft; default all nodes for a chain, else half of them.
         max_branches: continuations merged into a tree; 1 gives a chain.
         min_ngram, max_ngram: lengths of the n-grams; continuations of longer ones come first.

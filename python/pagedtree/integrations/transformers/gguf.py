@@ -37,13 +37,11 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     usual type, rounds by up to 0.4 % of the largest of 32 weights. Other files keep their type: float32, float16 or
     bfloat16, the matrices' if they are mixed.
 
-    Args:
-        path: the file. A model in several files is not read.
-        folder: parent of the checkpoint's folder, which is named by the file's name and a digest of its content and of
-            transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
+    folder: parent of the checkpoint's folder, which is named by the file's name and a digest of its content and of
+    transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
 
     Raises ModuleNotFoundError without gguf or accelerate, which transformers needs for such files, ValueError for
-    another or a damaged file, or a model that transformers cannot read from one.
+    another or a damaged file, a model in several files, or one that transformers cannot read.
     """
     path = Path(path)
     _check_file(path)

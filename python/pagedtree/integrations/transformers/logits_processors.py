@@ -52,13 +52,8 @@ KNOWN = (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, *MASKS, 
 
 @dataclass
 class Processors:
-    """The settings of a list of processors.
-
-    Attributes:
-        params: fields of `SamplingParams`.
-        bias, bad_words, begin_suppress_tokens: as in `TokenOptions`.
-        min_new_tokens, penalize_prompt: for each prompt.
-    """
+    """The settings of a list of processors: fields of `SamplingParams` and `TokenOptions`; min_new_tokens and
+    penalize_prompt for each prompt."""
 
     params: dict[str, Any]
     min_new_tokens: list[int]

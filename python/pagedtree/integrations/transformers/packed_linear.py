@@ -71,11 +71,8 @@ class _Outputs(NamedTuple):
 class SharedProduct:
     """One product for layers that read the same tensor: the first one that is called computes the outputs of all.
 
-    The others take theirs, once, if they are called with the same unchanged tensor; another tensor recomputes all.
-
-    Attributes:
-        layers: their weights are the stacked rows of the matrix; all have a bias, or none has.
-        packed: the matrix, in packed form.
+    The others take theirs, once, if they are called with the same unchanged tensor; another tensor recomputes all. The
+    layers' weights are the stacked rows of the packed matrix; all have a bias, or none has.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], packed: Tensor) -> None:

@@ -49,11 +49,7 @@ class _Weight(NamedTuple):
 
 @dataclass
 class _Packed:
-    """A matrix in packed form: one weight, or the weights of sibling layers stacked by rows.
-
-    Attributes:
-        stand_ins: the replacement weights of the layers.
-    """
+    """A matrix in packed form, one weight or several of sibling layers stacked by rows, and the layers' stand-ins."""
 
     weights: list[_Weight]
     matrix: Tensor

@@ -21,10 +21,8 @@ def can_count() -> bool:
 class WeightHolders:
     """The holders of these modules' weights.
 
-    More references than the modules' own plus a fresh weight's mean another holder.
-
-    Attributes:
-        users: by a tensor's id, in how many places of the modules it is.
+    More references than the modules' own plus a fresh weight's mean another holder. users: by a tensor's id, in how
+    many places of the modules it is.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

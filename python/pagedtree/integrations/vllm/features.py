@@ -15,13 +15,9 @@ __all__ = ["Accepted", "check_features", "kept_features", "kept_rows"]
 
 @dataclass
 class Accepted:
-    """The accepted nodes of one step's trees.
-
-    Attributes:
-        last_rows: int64 [R], the row of the logits from which the newest token of each request came.
-        num_drafts: [R], nodes besides the root; None where no request has a tree.
-        accept_index: int32 [R, max_depth + 1], the nodes on the accepted path, the root first.
-    """
+    """The accepted nodes of one step's trees. last_rows: int64 [R], the row of the logits from which the newest token
+    of each request came. num_drafts: [R], nodes besides the root; None where no request has a tree. accept_index: int32
+    [R, max_depth + 1], the nodes on the accepted path, the root first."""
 
     last_rows: Tensor
     num_drafts: Sequence[int] | None = None
