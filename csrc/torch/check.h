@@ -123,6 +123,12 @@ class Check {
     if (!condition) fail(name, expected, got);
   }
 
+  // Refuses a value that is not in low..high; returns it as params have it.
+  int32_t in(int64_t value, std::string_view name, int64_t low, int64_t high) const {
+    if (value < low || value > high) fail(name, "in " + std::to_string(low) + ".." + std::to_string(high), value);
+    return static_cast<int32_t>(value);
+  }
+
   void tensor(const Tensor& t, std::string_view name, std::initializer_list<ScalarType> dtypes,
               std::initializer_list<Axis> shape, Strides strides = Strides::kContiguous) const {
     dtype(t, name, dtypes);

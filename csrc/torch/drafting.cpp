@@ -76,13 +76,12 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
     params.positions = integers(check, *positions, "positions", {"B", batch});
   }
   const int64_t most = params.law == GrowthLaw::kIid ? kMaxTreeNodes : min_of<int64_t>(vocab, kMaxTreeNodes);
-  check.that(num_children >= 1 && num_children <= most, "num_children", "in 1.." + std::to_string(most), num_children);
+  params.num_children = check.in(num_children, "num_children", 1, most);
   const int64_t num_new = num_expanded * num_children;
-  check.that(num_frontier >= 0 && num_frontier <= num_new, "num_frontier", "in 0.." + std::to_string(num_new),
-             num_frontier);
+  params.num_frontier = check.in(num_frontier, "num_frontier", 0, num_new);
   check.that(num_candidates + num_new <= kMaxCandidates, "num_children", "such that candidates stay within 2^20",
              num_children);
-  check.that(level >= 0 && level < kMaxTreeNodes, "level", "in 0..1023", level);
+  params.level = check.in(level, "level", 0, kMaxTreeNodes - 1);
   const int64_t room = mask_words * kMaskWordBits;
   check.that(num_kv >= num_expanded && num_kv <= room, "num_kv",
              "in " + std::to_string(num_expanded) + ".." + std::to_string(room) + ", the frontier's nodes included",
@@ -99,10 +98,7 @@ ExpandedTensors expand_tree(const Tensor& tokens, const Tensor& parents, const T
   Tensor draft_probs = made(tokens, {sampled ? batch * num_expanded : 0, vocab}, params.draft_probs);
   Tensor frontier_scores = made(tokens, {batch, num_frontier}, params.frontier_scores);
 
-  params.level = static_cast<int32_t>(level);
   params.num_expanded = static_cast<int32_t>(num_expanded);
-  params.num_children = static_cast<int32_t>(num_children);
-  params.num_frontier = static_cast<int32_t>(num_frontier);
   params.num_kv = static_cast<int32_t>(num_kv);
   params.mask_words = static_cast<int32_t>(mask_words);
   backend_for(tokens).expand_tree(params, context_for(tokens));
@@ -115,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
   const Check check("rerank_tree", tokens);
   auto params = candidate_params<RerankTreeParams>(check, tokens, parents, scores, kv_index);
   const int64_t batch = params.batch;
-  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
+  params.num_nodes = check.in(num_nodes, "num_nodes", 1, kMaxTreeNodes);
   params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
 
   Tensor draft_tokens = made(tokens, {batch * num_nodes}, params.draft_tokens);
@@ -126,7 +122,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> rerank_tree(const Tensor& tokens, con
   Tensor best = made(tokens, {batch, num_nodes}, params.best);
   Tensor node_of = made(tokens, {batch, params.num_candidates}, params.node_of);
 
-  params.num_nodes = static_cast<int32_t>(num_nodes);
   params.by_score = by_score;
   backend_for(tokens).rerank_tree(params, context_for(tokens));
   return {draft_tokens, out_parents, cu_nodes, node_map};
@@ -143,8 +138,8 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.history_lens = check.read<int32_t>(history_lens, "history_lens", {{histories, history.size(0)}});
   params.history_rows = check.read<int32_t>(history_rows, "history_rows", {"B"});
   const int64_t batch = history_rows.has_value() ? history_rows->size(0) : history.size(0);
-  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
-  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
+  params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
   check.that(min_ngram >= 1, "min_ngram", "at least 1", min_ngram);
   check.that(max_ngram >= min_ngram && max_ngram <= kMaxNgram, "max_ngram",
              "in min_ngram.." + std::to_string(kMaxNgram), max_ngram);
@@ -171,8 +166,6 @@ std::tuple<Tensor, Tensor, Tensor> ngram_propose(const Tensor& history, const Te
   params.history_stride = history.stride(0);
   params.extra_width = extra.has_value() ? extra->size(1) : 0;
   params.extra_stride = extra.has_value() ? extra->stride(0) : 0;
-  params.max_nodes = static_cast<int32_t>(max_nodes);
-  params.max_depth = static_cast<int32_t>(max_depth);
   params.min_ngram = static_cast<int32_t>(min_ngram);
   params.max_ngram = static_cast<int32_t>(max_ngram);
   params.max_branches = static_cast<int32_t>(min_of<int64_t>(max_branches, kMaxTreeNodes));
@@ -194,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   params.depths = check.read<int32_t>(depths, "depths", {{"N", num_nodes}});
   params.child_ranks = check.read<int32_t>(child_ranks, "child_ranks", {{"N", num_nodes}});
   const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
-  check.that(num_top >= 0 && num_top <= most, "num_top", "in 0.." + std::to_string(most), num_top);
+  params.num_top = check.in(num_top, "num_top", 0, most);
   params.root_tokens = check.read<int64_t>(root_tokens, "root_tokens", {{"B", batch}});
   params.active = check.read<uint8_t>(active, "active", {{"B", batch}});
 
@@ -213,7 +206,6 @@ std::tuple<Tensor, Tensor, Tensor> medusa_propose(const Tensor& head_logits, con
   params.batch = batch;
   params.num_heads = static_cast<int32_t>(num_heads);
   params.num_nodes = static_cast<int32_t>(num_nodes);
-  params.num_top = static_cast<int32_t>(num_top);
   backend_for(head_logits).medusa_propose(params, context_for(head_logits));
   return {draft_tokens, out_parents, cu_nodes};
 }
@@ -243,7 +235,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   params.tokens = check.read<int64_t>(tokens, "tokens", {{"B", batch}, {"H", num_levels}, {"K", num_candidates}},
                                       Strides::kLastContiguous);
   params.root_tokens = check.read<int64_t>(root_tokens, "root_tokens", {{"B", batch}});
-  check.that(num_nodes >= 1 && num_nodes <= kMaxTreeNodes, "num_nodes", "in 1..1024", num_nodes);
+  params.num_nodes = check.in(num_nodes, "num_nodes", 1, kMaxTreeNodes);
   check.that(batch * num_nodes < kMaxRows, "num_nodes", "such that all trees have less than 2^31 nodes", num_nodes);
 
   Tensor draft_tokens = made(log_probs, {batch * num_nodes}, params.draft_tokens);
@@ -255,7 +247,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
   set_strides(tokens, params.tokens_stride, params.tokens_level_stride);
   params.num_levels = static_cast<int32_t>(num_levels);
   params.num_candidates = static_cast<int32_t>(num_candidates);
-  params.num_nodes = static_cast<int32_t>(num_nodes);
   backend_for(log_probs).best_first_tree(params, context_for(log_probs));
   return std::tuple_cat(std::tuple{draft_tokens, joints}, trees);
 }
@@ -274,8 +265,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selec
   params.valid = check.read<uint8_t>(valid, "valid", {{"B", batch}});
   params.survival = check.read<float>(survival, "survival", {{"N", num_rows}});
   check.that(budget >= 0 && budget < kMaxRows, "budget", "in 0..2^31 - 1", budget);
-  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
-  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
+  params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
   params.limit = check.read<int32_t>(limit, "limit", {{"limit", 1}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
 
@@ -287,8 +278,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> selec
   params.num_rows = num_rows;
   params.capacity = capacity;
   params.budget = budget;
-  params.max_nodes = static_cast<int32_t>(max_nodes);
-  params.max_depth = static_cast<int32_t>(max_depth);
   backend_for(cu_nodes).select_nodes(params, context_for(cu_nodes));
   return std::tuple_cat(trees, std::tuple{node_map});
 }

@@ -10,8 +10,6 @@
 namespace pagedtree::ops {
 namespace {
 
-// ---- slot_mapping
-
 void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, const Tensor& page_table,
                                const Tensor& seq_lens, const Tensor& cu_seqlens_q) {
   const auto offsets = host_values<int32_t>(cu_seqlens_q);
@@ -27,8 +25,6 @@ void check_slot_mapping_values(const Check& check, const SlotMappingParams& p, c
     written.add(check, table, p.table.max_pages, p.table.page_size, b, lengths[b] - new_tokens, lengths[b]);
   }
 }
-
-// ---- append_kv
 
 AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cache, const OptionalTensor& scale,
                        const std::string& name) {
@@ -54,8 +50,6 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   }
   return side;
 }
-
-// ---- compact_kv
 
 // The rows' dimensions as few strided loops over contiguous runs, in whatever order the elements lie.
 CacheView cache_view(const Check& check, const Tensor& cache, const std::string& name) {
@@ -229,7 +223,7 @@ Tensor slot_mapping(const Tensor& page_table, const Tensor& seq_lens, const Tens
   params.batch = check.offsets(cu_seqlens_q, "cu_seqlens_q", params.cu_seqlens_q);
   params.table = page_table_of(check, page_table, params.batch, page_size);
   params.seq_lens = check.read<int32_t>(seq_lens, "seq_lens", {{"B", params.batch}});
-  check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
+  check.in(page_size, "page_size", 1, INT32_MAX);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
   params.total_q = total_q;
@@ -286,8 +280,6 @@ void append_kv(const Tensor& k, const OptionalTensor& v, const Tensor& k_cache, 
   const AppendKvParams params = append_params(check, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   backend_for(k).append_kv(params, context_for(k));
 }
-
-// ---- rope_append
 
 #define PT_ROPE_PARAMETERS                                                                                   \
   const Tensor &q, const Tensor &k, const OptionalTensor &v, const Tensor &positions, const Tensor &cos_sin, \

@@ -31,8 +31,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> token_logprobs(const Tensor& logits, 
     params.sampling = sampling_params(check, *temperature, *top_k, *top_p, *min_p, filter_order, params.num_tokens);
   }
   const int64_t most = min_of<int64_t>(vocab, kMaxTreeNodes);
-  check.that(top_n >= 0 && top_n <= most, "top_n", "in 0.." + std::to_string(most), top_n);
-  params.top_n = static_cast<int32_t>(top_n);
+  params.top_n = check.in(top_n, "top_n", 0, most);
   params.options = options_params(check, PT_OPTION_TENSORS, params.num_tokens, vocab);
   Tensor logprobs = made(logits, {params.num_tokens}, params.logprobs);
   Tensor ranks = made(logits, {params.num_tokens}, params.ranks);

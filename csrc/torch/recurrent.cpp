@@ -48,11 +48,9 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
                trees ? "None" : "a Tensor");
     if (trees) check.tensor(**given, part, {ScalarType::Int}, {{"T", num_rows}});
   }
-  const int64_t fewest = trees ? 1 : 0;
-  check.that(rows.max_nodes >= fewest && rows.max_nodes <= kMaxRecurrentNodes, "max_nodes",
-             trees ? "in 1..256" : "in 0..256", rows.max_nodes);
+  const int32_t max_nodes = check.in(rows.max_nodes, "max_nodes", trees ? 1 : 0, kMaxRecurrentNodes);
   if (trees) {
-    p.max_nodes = static_cast<int32_t>(rows.max_nodes);
+    p.max_nodes = max_nodes;
     p.parents = given_pointer<int32_t>(*rows.parents);
     p.depths = given_pointer<int32_t>(*rows.depths);
   }
@@ -86,8 +84,6 @@ void check_inputs(const Check& check, const Tensor& t, const std::string& name, 
     check.tensor(t, name, {ScalarType::Half, ScalarType::BFloat16}, shape, Strides::kLastContiguous);
   }
 }
-
-// ---- tree_delta_rule and advance_state
 
 // All but q and out.
 DeltaRuleParams delta_rule_params(const Check& check, const Tensor& k, const Tensor& v, const Tensor& g,
@@ -177,8 +173,6 @@ void advance_state(const Tensor& state, const Tensor& state_index, const Tensor&
   const Tensor scratch = add_scratch(k, backend, params);
   backend.advance_state(params, context_for(state));
 }
-
-// ---- tree_conv1d and advance_conv
 
 // All but weight, bias and out; `width` is W.
 ConvParams conv_params(const Check& check, const Tensor& x, const Tensor& conv_state, int64_t width,

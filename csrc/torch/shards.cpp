@@ -27,7 +27,7 @@ void check_vocab(const Check& check, int64_t vocab, int64_t columns) {
 }
 
 void check_ranks(const Check& check, int64_t rank, int64_t num_ranks) {
-  check.that(num_ranks >= 1 && num_ranks <= INT32_MAX, "num_ranks", "in 1..2147483647", num_ranks);
+  check.in(num_ranks, "num_ranks", 1, INT32_MAX);
   check.that(rank >= 0 && rank < num_ranks, "rank", "in 0..num_ranks - 1", rank);
 }
 
@@ -38,8 +38,7 @@ ShardRows shard_rows(const Check& check, const Tensor& logits, const Tensor& row
   add_grammar_mask(check, grammar_mask, shard.logits);
   shard.rows = words_as<ShardRow>(check, rows, "rows", shard.logits.num_rows);
   check_vocab(check, vocab, shard.logits.vocab);
-  check.that(first_token >= 0 && first_token <= vocab - shard.logits.vocab, "first_token",
-             "in 0.." + std::to_string(vocab - shard.logits.vocab), first_token);
+  check.in(first_token, "first_token", 0, vocab - shard.logits.vocab);
   shard.first_token = first_token;
   shard.vocab = vocab;
   return shard;
@@ -94,8 +93,8 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
   }
   shard.sampling = sampling_params(check, PT_SAMPLING_ARGUMENTS, shard.batch);
   constexpr int64_t kLast = static_cast<int64_t>(ShardRound::kLeft);
-  check.that(round >= 0 && round <= kLast, "round", "in 0..6", round);
-  check.that(last >= 0 && last <= kLast, "last", "in 0..6", last);
+  params.round = static_cast<ShardRound>(check.in(round, "round", 0, kLast));
+  params.last = static_cast<ShardRound>(check.in(last, "last", 0, kLast));
   add_options(check, PT_OPTION_TENSORS, positions, shard);
   if (trees) {
     VerifyParams verify{};
@@ -111,11 +110,9 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
   if (seeds.has_value()) check.tensor(*seeds, "seeds", {ScalarType::Long}, {{"B", shard.batch}});
   check.that(digit >= 0 && digit < digits_of(shard.key_dtype), "digit", "a digit of the logits' keys", digit);
   check_ranks(check, rank, num_ranks);
-  params.round = static_cast<ShardRound>(round);
   params.digit = static_cast<int32_t>(digit);
   params.rank = static_cast<int32_t>(rank);
   params.words = words_of_items(check, words, "words", num_rows, words_of(params.round));
-  params.last = static_cast<ShardRound>(last);
   check.that(received.has_value() == (last > 0), "received", "the words of the round `last`", received.has_value());
   if (received.has_value()) {
     const int64_t parts = params.last == ShardRound::kTies ? num_ranks : 1;
@@ -169,11 +166,9 @@ void weigh_shards(const Tensor& logits, Tensor rows, Tensor left, const Optional
   add_options(check, PT_OPTION_TENSORS, positions, shard);
   add_paths(check, ratio.verify, parents, shard.options);
   params.left = words_as<Residual>(check, left, "left", num_rows);
-  check.that(round >= 0 && round <= static_cast<int64_t>(WeighRound::kDraw), "round", "in 0..3", round);
-  params.round = static_cast<WeighRound>(round);
-  check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
+  params.round = static_cast<WeighRound>(check.in(round, "round", 0, static_cast<int64_t>(WeighRound::kDraw)));
+  params.index = check.in(index, "index", 0, kMaxTreeNodes - 1);
   check_ranks(check, rank, num_ranks);
-  params.index = static_cast<int32_t>(index);
   params.rank = static_cast<int32_t>(rank);
   params.num_ranks = static_cast<int32_t>(num_ranks);
   params.words =
@@ -210,8 +205,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> walk_shards(
   params.left = words_as<Residual>(check, left, "left", num_rows);
   params.masses = words_of_items(check, masses, "masses", num_rows, kWeighWords);
   params.received = words_of_items(check, received, "received", num_rows, kWeighWords);
-  check.that(index >= 0 && index < kMaxTreeNodes, "index", "in 0..1023", index);
-  params.index = static_cast<int32_t>(index);
+  params.index = check.in(index, "index", 0, kMaxTreeNodes - 1);
   Tensor tried = made(rows, {num_rows}, params.tried);
   Tensor ends = made(rows, {ratio.verify.batch, kWordsOf<ShardEnd>}, params.ends);
   auto [accept_index, num_accepted, tokens, status] = make_verdict(check, rows, tokens_left, ratio.verify);

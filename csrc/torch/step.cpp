@@ -55,7 +55,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prepare_step(const Tensor& cu_nodes, 
   params.depths = check.read<int32_t>(depths, "depths", {"N"});
   params.table = page_table_of(check, page_table, batch, page_size);
   params.start = check.read<int32_t>(start, "start", {{"B", batch}});
-  check.that(page_size >= 1 && page_size <= INT32_MAX, "page_size", "in 1..2147483647", page_size);
+  check.in(page_size, "page_size", 1, INT32_MAX);
   check.that(total_q >= 0, "total_q", "at least 0", total_q);
 
   params.num_rows = min_of(depths.size(0), total_q);

@@ -11,8 +11,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   BuildTreesParams params{};
   params.parents = check.read<int32_t>(parents, "parents", {"N"});
   params.batch = check.offsets(cu_nodes, "cu_nodes", params.cu_nodes);
-  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
-  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
+  params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
 
   const int64_t num_rows = parents.size(0);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", num_rows);
@@ -24,8 +24,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> build_trees(const Tensor& par
   Tensor valid = made(parents, {params.batch}, params.valid);
 
   params.num_rows = num_rows;
-  params.max_nodes = static_cast<int32_t>(max_nodes);
-  params.max_depth = static_cast<int32_t>(max_depth);
   params.mask_words = static_cast<int32_t>(mask_words);
   backend_for(parents).build_trees(params, context_for(parents));
   return {depths, first_child, next_sibling, mask, valid};

@@ -27,10 +27,7 @@ inline std::string at(const std::string& name, int64_t index) { return name + "[
 template <typename T>
 void check_range(const Check& check, const Tensor& t, const char* name, int64_t low, int64_t high) {
   const auto values = host_values<T>(t);
-  for (size_t i = 0; i < values.size(); ++i) {
-    check.that(values[i] >= low && values[i] <= high, at(name, static_cast<int64_t>(i)),
-               "in " + std::to_string(low) + ".." + std::to_string(high), values[i]);
-  }
+  for (size_t i = 0; i < values.size(); ++i) check.in(values[i], at(name, static_cast<int64_t>(i)), low, high);
 }
 
 // cu_*: first 0, never descending, last at most `limit`.
@@ -87,11 +84,9 @@ inline std::vector<int64_t> check_histories(const Check& check, const Tensor& hi
     rows.assign(given.begin(), given.end());
   }
   for (size_t b = 0; b < rows.size(); ++b) {
-    check.that(rows[b] >= -1 && rows[b] < history.size(0), at("history_rows", static_cast<int64_t>(b)),
-               "in -1.." + std::to_string(history.size(0) - 1), rows[b]);
+    check.in(rows[b], at("history_rows", static_cast<int64_t>(b)), -1, history.size(0) - 1);
     if (rows[b] < 0) continue;
-    check.that(lengths[rows[b]] >= 0 && lengths[rows[b]] <= history.size(1), at("history_lens", rows[b]),
-               "in 0.." + std::to_string(history.size(1)), lengths[rows[b]]);
+    check.in(lengths[rows[b]], at("history_lens", rows[b]), 0, history.size(1));
   }
   return rows;
 }
@@ -99,8 +94,7 @@ inline std::vector<int64_t> check_histories(const Check& check, const Tensor& hi
 // The path of sequence b: 0 first (or -1: no tree), then ascending node ids.
 inline void check_path(const Check& check, const std::vector<int32_t>& accept_index, int64_t path_width, int64_t b,
                        int32_t num_accepted) {
-  check.that(num_accepted >= 0 && num_accepted < max_of<int64_t>(path_width, 1), at("num_accepted", b),
-             "in 0.." + std::to_string(path_width - 1), num_accepted);
+  check.in(num_accepted, at("num_accepted", b), 0, max_of<int64_t>(path_width, 1) - 1);
   for (int64_t j = 0; j <= num_accepted && j < path_width; ++j) {
     const int32_t node = accept_index[b * path_width + j];
     const std::string name = "accept_index[" + std::to_string(b) + ", " + std::to_string(j) + "]";

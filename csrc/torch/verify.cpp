@@ -32,11 +32,9 @@ VerifyParams tree_params(const Check& check, const LogitsParams& logits, PT_TREE
   params.first_child = check.read<int32_t>(first_child, "first_child", {{"N", rows}});
   params.next_sibling = check.read<int32_t>(next_sibling, "next_sibling", {{"N", rows}});
   params.valid = check.read<uint8_t>(valid, "valid", {{"B", params.batch}});
-  check.that(max_nodes >= 1 && max_nodes <= kMaxTreeNodes, "max_nodes", "in 1..1024", max_nodes);
-  check.that(max_depth >= 0 && max_depth < kMaxTreeNodes, "max_depth", "in 0..1023", max_depth);
+  params.max_nodes = check.in(max_nodes, "max_nodes", 1, kMaxTreeNodes);
+  params.max_depth = check.in(max_depth, "max_depth", 0, kMaxTreeNodes - 1);
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_nodes), "cu_nodes", rows);
-  params.max_nodes = static_cast<int32_t>(max_nodes);
-  params.max_depth = static_cast<int32_t>(max_depth);
   return params;
 }
 
