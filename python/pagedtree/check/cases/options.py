@@ -30,7 +30,8 @@ from pagedtree import (
 from pagedtree.check.case import CPU, Case, Place, Results, within
 from pagedtree.check.cases.inputs import float32, int32, int64, normal, random_tree, seeded, uniform, words64
 from pagedtree.check.cases.shards import on_ranks
-from pagedtree.check.cases.verification import Problem, forest, problem_of, with_draft_vocabulary
+from pagedtree.check.cases.verification import Problem, Sampling, forest, problem_of, with_draft_vocabulary
+from pagedtree.distributed import VocabShards
 
 BATCH, VOCAB = 8, 45
 AGAINST = "the op without options on logits that plain loops have processed"
@@ -63,11 +64,11 @@ def cases() -> Iterator[Case]:
             yield _verify(op, part, chains if op == "verify_block" else trees, names)
         yield _verify("verify_sampled", f"{part}, grammar mask", masked, names)
         for op in ("verify_sampled", "verify_rejection"):
-            yield _on_shards(op, part, trees, names)
+            yield _verify(op, part, trees, names, sharded=True)
             if part in ("presence", "bad words"):  # few tokens, so that the paths' tokens matter
                 few = with_draft_vocabulary(forest("", 30, 6))
                 yield _verify(op, f"{part}, draft vocabulary", few, names)
-                yield _on_shards(op, f"{part}, draft vocabulary", few, names)
+                yield _verify(op, f"{part}, draft vocabulary", few, names, sharded=True)
     for dtype, vocab in (("fp32", 1), ("bf16", 31), ("fp16", 4099), ("fp32", 70_001)):
         yield _logprobs(f"none, {dtype}, V {vocab}", forest("", BATCH, vocab, dtype, hostile=True), ())
     yield _logprobs("everything, V 4099", forest("", BATCH, 4099, hostile=True), every)
@@ -78,7 +79,7 @@ def cases() -> Iterator[Case]:
     # Stop ids are all that is left, and some of them are bad words.
     yield _verify("verify_sampled", "everything, V 2", forest("", BATCH, 2), every)
     for op in ("verify_sampled", "verify_rejection"):
-        yield _on_shards(op, "everything, V 2", forest("", BATCH, 2), every)
+        yield _verify(op, "everything, V 2", forest("", BATCH, 2), every, sharded=True)
     for problem in (forest("", 12, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
         name, names = f"V {problem.logits.shape[1]}", PARTS["penalties"] + PARTS["bias"]
         yield _verify("verify_sampled", name, problem, names)
@@ -236,47 +237,37 @@ def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOpti
     )
 
 
-SAMPLING: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
+SAMPLING: Sampling = {"temperature": 0.9, "top_k": 12, "top_p": 0.95}
 
 
-def _verify(op: str, part: str, problem: Problem, names: tuple[str, ...], sampling: dict[str, Any] = SAMPLING) -> Case:
+def _verify(
+    op: str, part: str, problem: Problem, names: tuple[str, ...], sampling: Sampling = SAMPLING, sharded: bool = False
+) -> Case:
+    """sharded: on two ranks."""
     penalties, options = asked(problem, names)
+    params, vocab = SamplingParams(**sampling, **penalties), problem.logits.shape[1]
+    sizes = [vocab // 2, vocab - vocab // 2]
 
     def run(place: Place) -> Results:
-        _, given = problem.place(CPU)
-        params = SamplingParams(**sampling, **penalties)
-        return _call(op, place, problem, problem.logits, params, options=options, **given)._asdict()
+        (_, drafts, trees), others = problem.place(place)
+        if not sharded:
+            return _call(op, place, problem, problem.logits, params, options=options, **others)._asdict()
+        verify, law = getattr(distributed, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
+        logits, given = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
+
+        def on_rank(shards: VocabShards) -> Results:
+            return verify(shards.own(logits), drafts, trees, shards=shards, **law, **given, **others)._asdict()
+
+        return on_ranks(sizes, place.device, on_rank)
 
     def expected() -> Results:
         processed, others = _processed(problem, penalties, options), problem.place(CPU)[1]
         others.pop("grammar_mask", None)
-        return _call(op, CPU, problem, processed, SamplingParams(**sampling), **others)._asdict()
+        found = _call(op, CPU, problem, processed, SamplingParams(**sampling), **others)._asdict()
+        return {f"{name} on rank {rank}": x for rank in range(2) for name, x in found.items()} if sharded else found
 
-    return _case(f"{op}/options/{part}", (op,), run, expected)
-
-
-def _on_shards(op: str, part: str, problem: Problem, names: tuple[str, ...]) -> Case:
-    penalties, options = asked(problem, names)
-    streams, vocab = _streams(problem.batch), problem.logits.shape[1]
-    law: dict[str, Any] = {} if op == "verify_sampled" else {"draft_law": "onehot"}
-    sizes = [vocab // 2, vocab - vocab // 2]
-
-    def run(place: Place) -> Results:
-        (logits, drafts, trees), others = problem.place(place)
-        given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
-        verify = getattr(distributed, op)
-        return on_ranks(
-            sizes,
-            place.device,
-            lambda shards: verify(shards.own(logits), drafts, trees, shards=shards, **law, **given, **others)._asdict(),
-        )
-
-    def expected() -> Results:
-        processed = _processed(problem, penalties, options)
-        _, others = problem.place(CPU)
-        whole = _call(op, CPU, problem, processed, SamplingParams(**SAMPLING), **others)._asdict()
-        return {f"{name} on rank {rank}": x for rank in range(len(sizes)) for name, x in whole.items()}
-
+    if not sharded:
+        return _case(f"{op}/options/{part}", (op,), run, expected)
     ops = ("step_shards", "follow_shards" if op == "verify_sampled" else "weigh_shards")
     return _case(f"shards/options, {op}/{part}", ops, run, expected)
 
