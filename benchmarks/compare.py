@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +27,6 @@ def timings_of(result: dict[str, Any]) -> dict[Key, dict[str, dict[str, float]]]
     return {(row["op"], json.dumps(row["shape"], sort_keys=True)): row["timings"] for row in rows}
 
 
-def is_slower(old: dict[str, float], new: dict[str, float], tolerance: float) -> bool:
-    grown = new["median"] - old["median"]
-    return grown > max(old["spread"] + new["spread"], tolerance * old["median"])
-
-
-def slower(old: dict[str, Any], new: dict[str, Any], tolerance: float) -> Iterator[tuple[Key, float, float]]:
-    """Points of both, with the seconds of old and new."""
-    before, after = timings_of(old), timings_of(new)
-    for key in before.keys() & after.keys():
-        if is_slower(before[key][OURS], after[key][OURS], tolerance):
-            yield key, before[key][OURS]["median"], after[key][OURS]["median"]
-
-
-def drift(old: dict[str, Any], new: dict[str, Any]) -> float | None:
-    """New over old time of the peers, the median over all points."""
-    before, after = timings_of(old), timings_of(new)
-    ratios = [
-        after[key][name]["median"] / timing["median"]
-        for key in before.keys() & after.keys()
-        for name, timing in before[key].items()
-        if not name.startswith(OURS) and name in after[key]
-    ]
-    return statistics.median(ratios) if ratios else None
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path)
@@ -64,19 +38,30 @@ def main(argv: list[str] | None = None) -> int:
     if different := [f"{name} {before} and {after}" for name, (before, after) in machines.items() if before != after]:
         print(f"not the same machine: {'; '.join(different)}", file=sys.stderr)
         return 2
-    common = timings_of(old).keys() & timings_of(new).keys()
+    before, after = timings_of(old), timings_of(new)
+    common = sorted(before.keys() & after.keys())
     if not common:
         print("the results have no point in common", file=sys.stderr)
         return 2
-    gone = len(timings_of(old)) - len(common)
+    gone = len(before) - len(common)
     print(f"{len(common)} points in both" + (f", {gone} of the old ones are gone" if gone else ""))
-    change = drift(old, new)
-    if change is not None:
-        print(f"peers take {change:.2f} x the time they took")
-    found = sorted(slower(old, new, args.tolerance), key=lambda entry: entry[1] / entry[2])
-    for (op, shape), before, after in found:
-        print(f"SLOWER {after / before:.2f} x: {op} {shape}: {before * 1e3:.3f} ms, now {after * 1e3:.3f} ms")
-    return 1 if found else 0
+    peers = [
+        after[key][name]["median"] / timing["median"]
+        for key in common
+        for name, timing in before[key].items()
+        if not name.startswith(OURS) and name in after[key]
+    ]
+    if peers:
+        print(f"peers take {statistics.median(peers):.2f} x the time they took")
+    pairs = [(key, before[key][OURS], after[key][OURS]) for key in common]
+    slower = [
+        (now["median"] / was["median"], f"{op} {shape}: {was['median'] * 1e3:.3f} ms, now {now['median'] * 1e3:.3f} ms")
+        for (op, shape), was, now in pairs
+        if now["median"] - was["median"] > max(was["spread"] + now["spread"], args.tolerance * was["median"])
+    ]
+    for ratio, text in sorted(slower, reverse=True):
+        print(f"SLOWER {ratio:.2f} x: {text}")
+    return 1 if slower else 0
 
 
 if __name__ == "__main__":
