@@ -67,16 +67,6 @@ def make_drafter(rule: str, group: dist.ProcessGroup | None = None) -> Drafter:
     return ModelDrafter(model, num_nodes=16, depth=5, width=3)
 
 
-class CountedRows:
-    """Rows of logits that passes have verified."""
-
-    def __init__(self) -> None:
-        self.rows = 0
-
-    def __call__(self, result: StepResult) -> None:
-        self.rows += result.logits.shape[0]
-
-
 def run(args: argparse.Namespace, prompts: list[list[int]], target: Any, rule: str, **options: Any) -> tuple[Any, Any]:
     # Chosen trees depend on what steps cost, and under "rejection" the text depends on the trees.
     options |= {"max_new_tokens": args.max_new_tokens, "eos_token_id": [], "tree": None}
@@ -103,8 +93,12 @@ def run_group(
     args: argparse.Namespace, prompts: list[list[int]], target: Any, shards: VocabShards, rule: str, size: int
 ) -> tuple[list[list[int]], Row]:
     drafts = DraftGroup(lambda group: make_drafter(rule, group), size, shards=shards)
-    shards.traffic, counted = Traffic(), CountedRows()
-    sequences, stats = run(args, prompts, target, rule, drafter=drafts, shards=shards, on_step=counted)
+    shards.traffic, verified = Traffic(), list[int]()
+
+    def on_step(result: StepResult) -> None:
+        verified.append(result.logits.shape[0])
+
+    sequences, stats = run(args, prompts, target, rule, drafter=drafts, shards=shards, on_step=on_step)
     row = Row(
         rule=rule,
         draft_ranks=size,
@@ -112,7 +106,7 @@ def run_group(
         accepted=stats.mean_accepted,
         proposal_ms_per_token=drafts.stats.ms_per_token,
         bytes_sent=shards.traffic.bytes_sent(args.ranks),
-        bytes_to_gather=shards.gather_bytes(counted.rows, torch.float32),
+        bytes_to_gather=shards.gather_bytes(sum(verified), torch.float32),
     )
     return [sequence.tolist() for sequence in sequences], row
 
