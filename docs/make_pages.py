@@ -27,11 +27,7 @@ FIRST_LOOK = (
 
 
 def kept(name: str, render: Callable[[Result, str], str]) -> Callable[[], str]:
-    def shown() -> str:
-        result = load(name)
-        return "Not measured." if result is None else render(result, name)
-
-    return shown
+    return lambda: render(load(name), name)
 
 
 # Page -> its markers -> what stands there.

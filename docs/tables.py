@@ -15,12 +15,9 @@ Result = dict[str, Any]
 Show = Callable[[Row], str]
 
 
-def load(name: str, results: Path = RESULTS) -> Result | None:
-    """Loads what was kept under this name; None where that machine or model has not been measured."""
-    file = results / f"{name}.json"
-    if not file.exists():
-        return None
-    result = json.loads(file.read_text())
+def load(name: str, results: Path = RESULTS) -> Result:
+    """Loads what was kept under this name. Raises ValueError for a rehearsal."""
+    result = json.loads((results / f"{name}.json").read_text())
     if result.get("benchmark") == "rehearsal":
         raise ValueError(f"{name}: a rehearsal measures nothing")
     return result
