@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -316,7 +316,3 @@ def _lines(value: Any, text: Callable[[Any], str]) -> str:
     if value and isinstance(value, list):
         return "[\n" + ",\n".join(map(text, value)) + "\n]"
     return json.dumps(value)
-
-
-def as_row(timing: Timing) -> dict[str, Any]:
-    return asdict(timing)

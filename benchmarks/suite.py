@@ -12,13 +12,12 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from measure import (
     Timing,
-    as_row,
     interleaved,
     interleaved_on_gpu,
     kernel_times,
@@ -356,8 +355,8 @@ def figures(problem: Any, timings: dict[str, Timing], plans: dict[str, Timing], 
         "ratio": {peer: timing.median / ours.median for peer, timing in others},
         "ratio_with_plan": {peer: planned(peer) / planned(name) for peer, _ in others},
         "notes": getattr(problem, "notes", {}),
-        "timings": {peer: as_row(timing) for peer, timing in timings.items()},
-        "plans": {peer: as_row(timing) for peer, timing in plans.items()},
+        "timings": {peer: asdict(timing) for peer, timing in timings.items()},
+        "plans": {peer: asdict(timing) for peer, timing in plans.items()},
     }
 
 
