@@ -7,10 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Messages", "read_prompts", "token_ids"]
+__all__ = ["Messages", "question", "read_prompts", "token_ids"]
 
 # A conversation whose next message is the model's: dictionaries of role and content.
 Messages = list[dict[str, str]]
+
+
+def question(text: str) -> Messages:
+    """A user's first message."""
+    return [{"role": "user", "content": text}]
 
 
 def read_prompts(path: Path) -> list[Messages]:
@@ -43,7 +48,7 @@ def _messages(where: str, entry: Any) -> Messages:
     if not isinstance(said, str):
         what = 'a text, or an object with "messages", "prompt" or "text"'
         raise ValueError(f"{where}: expected {what}, got {entry!r:.80}")
-    return [{"role": "user", "content": said}]
+    return question(said)
 
 
 def token_ids(tokenizer: Any, prompts: Iterable[Messages], chat: bool) -> list[list[int]]:

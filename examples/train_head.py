@@ -20,7 +20,9 @@ from typing import Any
 
 import torch
 from own_texts import Text, own_texts
-from prompt_files import Messages, read_prompts, token_ids
+from prompt_files import question, read_prompts, token_ids
+from prompts.training import training_prompts
+from real_prompts import KINDS, held_out
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_text import SEED, Answers, Batch, layer_outputs
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     dtype = torch.bfloat16 if args.bf16 else "auto"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval().requires_grad_(False)
     layers = tuple(args.feature_layers or default_layers(target.config.get_text_config().num_hidden_layers))
-    asked, held_out = _asked(tokenizer, args, smoke)
+    asked, tried = _asked(tokenizer, args, smoke)
     texts = own_texts(target, asked, state / "answers.jsonl", args.max_new_tokens, args.temperatures)
     source = Answers(target, layers, texts, state, context, context)
     print(f"{len(texts)} texts, {source.num_tokens:,} tokens of answers")
@@ -305,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = new_head(target, layers, ids, size, tuple(args.heads or attention_sizes(target)))
     index = torch.full((head.config.vocab_size,), -1)
     index[ids] = torch.arange(len(ids))
-    few = {kind: prompts[:4] for kind, prompts in held_out.items()}
+    few = {kind: prompts[:4] for kind, prompts in tried.items()}
     length = 16 if smoke else 96
 
     def saved() -> EagleDrafter:
@@ -319,11 +321,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     rounded = _Rounded(head, lambda step: unrolled_loss(head, source.batch(step), index, SEED + step), target.dtype)
     fit(head, rounded.loss, save, args)
-    greedy = [prompt for prompts in held_out.values() for prompt in prompts]
+    greedy = [prompt for prompts in tried.values() for prompt in prompts]
     drafter, texts_of = saved(), own_texts(target, greedy, state / "answers.jsonl", 16 if smoke else 128, [0.0])
     show_guesses(drafter.head, target, texts_of)
-    _show_accepted("n-gram tree", target, held_out, NgramDrafter(16), length)
-    _show_accepted("eagle", target, held_out, drafter, length)
+    _show_accepted("n-gram tree", target, tried, NgramDrafter(16), length)
+    _show_accepted("eagle", target, tried, drafter, length)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -362,26 +364,15 @@ def parser() -> argparse.ArgumentParser:
 def _asked(tokenizer: Any, args: argparse.Namespace, smoke: bool) -> tuple[list[list[int]], Prompts]:
     """Prompts to learn from, and those to try, by their kind."""
     chat = bool(tokenizer.chat_template) if args.chat is None else args.chat
-    asked = read_prompts(args.prompts) if args.prompts else _training_prompts()
-    held_out = {"prompts": read_prompts(args.held_out)} if args.held_out else _held_out_prompts()
-    asked = asked[: args.num_prompts]
+    learnt = read_prompts(args.prompts) if args.prompts else [question(prompt.text) for prompt in training_prompts()]
+    tried = {kind: [question(prompt.text) for prompt in held_out(kind)] for kind in KINDS}
+    tried = {"prompts": read_prompts(args.held_out)} if args.held_out else tried
+    learnt = learnt[: args.num_prompts]
     if smoke:
-        asked, held_out = asked[:8], {kind: prompts[:1] for kind, prompts in held_out.items()}
-    return token_ids(tokenizer, asked, chat), {
-        kind: token_ids(tokenizer, prompts, chat) for kind, prompts in held_out.items()
+        learnt, tried = learnt[:8], {kind: prompts[:1] for kind, prompts in tried.items()}
+    return token_ids(tokenizer, learnt, chat), {
+        kind: token_ids(tokenizer, prompts, chat) for kind, prompts in tried.items()
     }
-
-
-def _training_prompts() -> list[Messages]:
-    from prompts.training import training_prompts
-
-    return [[{"role": "user", "content": prompt.text}] for prompt in training_prompts()]
-
-
-def _held_out_prompts() -> dict[str, list[Messages]]:
-    from real_prompts import KINDS, held_out
-
-    return {kind: [[{"role": "user", "content": prompt.text}] for prompt in held_out(kind)] for kind in KINDS}
 
 
 if __name__ == "__main__":
