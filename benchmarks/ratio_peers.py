@@ -1,12 +1,11 @@
-"""The ops that weigh the target against the drafts, beside the chain of torch ops and vLLM's sampler."""
+"""The ops that weigh the target against the drafts, beside the chain of torch ops and FlashInfer's verification."""
 
 from __future__ import annotations
 
 import importlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -226,80 +225,15 @@ def torch_typical(problem: DrawnProblem, i: int) -> Outcome:
     return paths, [[*(drafts[b * n + node] for node in path[1:]), best[b]] for b, path in enumerate(paths)]
 
 
-# vLLM and FlashInfer: chains ------------------------------------------------------------------------------------------
-
-
-def repeated(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Tensor:
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    x = x.repeat_interleave(counts, output_size=num_tokens)
-    return x.masked_fill(x == replace_from, replace_to)
-
-
-def refuse_unless_drawn_chain(verification: Verification) -> None:
-    tree = verification.problem.tree
-    if tree.num_nodes != tree.max_depth + 1 or verification.rule.variant != "iid":
-        raise ValueError("chains whose drafts were drawn only")
-
-
-@peer("vLLM", when=package("vllm", "cpu"))
-def vllm_rejection(verification: Verification) -> Way:
-    """vLLM's rejection sampler: chains, token by token.
-
-    vLLM 0.32.0's kernel that spreads the sampling parameters over the tokens leaves floats uninitialised on a CPU; a
-    torch op stands in for it.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.sample import rejection_sampler
-    from vllm.v1.sample.logits_processor import LogitsProcessors
-    from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.sample.sampler import Sampler
-    from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
-
-    refuse_unless_drawn_chain(verification)
-    current_platform.register_triton_kernel_overrides()
-    rejection_sampler.expand_batch_to_tokens = repeated
-    sampler = rejection_sampler.RejectionSampler(Sampler())
-    problem = verification.problem
-    batch, n = problem.batch, problem.tree.num_nodes
-    nodes = torch.arange(batch * n).view(batch, n)
-    rows = {"target_logits_indices": nodes[:, :-1].flatten(), "bonus_logits_indices": nodes[:, -1]}
-    chains = [drafts.view(batch, n)[:, 1:].int().tolist() for drafts in problem.drafts]
-    metadata = [replace(SpecDecodeMetadata.make_dummy(chain, torch.device("cpu")), **rows) for chain in chains]
-
-    def sampling() -> Any:
-        params, names = problem.params or {}, ("frequency", "presence", "repetition")
-        penalties: dict[str, Any] = {f"{name}_penalties": torch.zeros(0) for name in names}
-        return SamplingMetadata(
-            temperature=torch.full((batch,), params["temperature"]),
-            all_greedy=False,
-            all_random=True,
-            top_p=torch.full((batch,), params["top_p"]),
-            top_k=None,
-            generators={},
-            max_num_logprobs=None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            output_token_ids=[[] for _ in range(batch)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
-            logitsprocs=LogitsProcessors(),
-            **penalties,
-        )
-
-    def tokens(copy: int, how: Any) -> Tensor:
-        # Its distributions have a row for each draft token.
-        return sampler(metadata[copy], problem.draft_probs[copy], problem.logits[copy], how).sampled_token_ids
-
-    now = sampling()
-    check = partial(check_sure_tokens, problem, lambda: tokens(0, sampling()), "vLLM's")
-    return Way(lambda copy: tokens(copy, now), check=check)
+# FlashInfer: chains ---------------------------------------------------------------------------------------------------
 
 
 @peer("FlashInfer", when=package("flashinfer", "cuda"))
 def flashinfer_chain(verification: Verification) -> Way:
     """FlashInfer's verification of chains, from probabilities, which its softmax and filters make first."""
-    refuse_unless_drawn_chain(verification)
     problem, n = verification.problem, verification.problem.tree.num_nodes
+    if n != problem.tree.max_depth + 1 or verification.rule.variant != "iid":
+        raise ValueError("chains whose drafts were drawn only")
     sampling = importlib.import_module("flashinfer").sampling
 
     def distribution(logits: Tensor) -> Tensor:
@@ -315,7 +249,13 @@ def flashinfer_chain(verification: Verification) -> Way:
         drafts = problem.drafts[copy].view(problem.batch, n)[:, 1:].int()
         return sampling.chain_speculative_sampling(draft, drafts, target)[0]
 
-    return Way(run, check=lambda: check_sure_tokens(problem, lambda: run(0), "FlashInfer's"))
+    def check() -> None:
+        with problem.sure():
+            verdict, tokens = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), run(0)
+        if not torch.equal(verdict.tokens[:, : tokens.shape[1]], tokens.long()):
+            raise Mismatch("FlashInfer's tokens differ from pagedtree's")
+
+    return Way(run, check=check)
 
 
 # Checks ---------------------------------------------------------------------------------------------------------------
@@ -324,13 +264,6 @@ def flashinfer_chain(verification: Verification) -> Way:
 def checked(run: Callable[..., Verdict], peer: Callable[..., Outcome]) -> Callable[[Problem], None]:
     """The same coins lead both the same way."""
     return lambda problem: check_outcome(run(problem, 0, injected=True), peer(problem, 0))
-
-
-def check_sure_tokens(problem: DrawnProblem, tokens: Callable[[], Tensor], whose: str) -> None:
-    with problem.sure():
-        verdict, theirs = by_ratio(pagedtree.verify_rejection, "iid")(problem, 0), tokens()
-    if not torch.equal(verdict.tokens[:, : theirs.shape[1]], theirs.long()):
-        raise Mismatch(f"{whose} tokens differ from pagedtree's")
 
 
 def rule(op: Callable[..., Verdict], law: str, peer: Callable[..., Outcome], **others: Any) -> Rule:
@@ -352,9 +285,8 @@ def unless_chain(shape: Shape, device: torch.device) -> str | None:
     return None if shape["tree"].startswith("chain") else "it verifies chains"
 
 
-REJECTION_PEERS = (vllm_rejection, flashinfer_chain)
 OPS = [
-    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=REJECTION_PEERS),
+    op_of("verify_rejection", RULES, DrawnProblem, headline=({"tree": "chain 32"},), peers=(flashinfer_chain,)),
     op_of("verify_traversal", RULES, DrawnProblem, chain=torch_chain),
     op_of("verify_typical", RULES, DrawnProblem),
     op_of("verify_block", RULES, DrawnProblem, "chain 32", CHAINS, chain=torch_chain, unsupported=unless_chain),
