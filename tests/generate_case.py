@@ -99,14 +99,15 @@ def tiny_eagle(model):
     torch.manual_seed(2)
     hidden = model.config.hidden_size
     sizes = {"hidden_size": hidden, "intermediate_size": 64, "num_attention_heads": hidden // 64, "vocab_size": VOCAB}
-    return EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2)).eval()
+    head = EagleHead(sizes, model.model.embed_tokens, model.lm_head, (0, 1), torch.arange(0, VOCAB, 2))
+    return head.to(model.lm_head.weight).eval()
 
 
 def tiny_heads(model, num_heads=3, std=0.05):
     """Medusa heads with random weights for a tiny model."""
     heads = MedusaHeads(model.config.hidden_size, num_heads, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=std, generator=torch.Generator().manual_seed(3))
-    return heads
+    return heads.to(model.lm_head.weight)
 
 
 def prompts_of(lengths, seed=0):

@@ -65,7 +65,7 @@ class Subject:
 
     @cached_property
     def mtp_head(self):
-        return random_head(self.model)
+        return random_head(self.model).to(self.model.lm_head.weight)
 
     @cached_property
     def dflash2(self):
@@ -77,7 +77,7 @@ class Subject:
 
     @cached_property
     def draft_model(self):
-        return tiny(1, num_hidden_layers=1)
+        return tiny(1, num_hidden_layers=1).to(self.model.lm_head.weight)
 
     def drafter(self, name):
         """One of DRAFTERS."""

@@ -24,18 +24,16 @@ from generate_case import (
     generated,
     prompts_of,
     tiny,
-    tiny_eagle,
-    tiny_heads,
 )
 from hybrid_case import MODELS as HYBRIDS
 from hybrid_case import tiny_hybrid
-from mtp_case import random_head
+from subject_case import Subject
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from pagedtree import Draft, DraftTree, SamplingParams, build_trees
+from pagedtree import Draft, SamplingParams, build_trees
 from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
@@ -45,10 +43,7 @@ from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.integrations.transformers import (
     Drafter,
-    EagleDrafter,
-    MedusaDrafter,
     ModelDrafter,
-    MtpDrafter,
     NgramDrafter,
     PagedCache,
     load_drafter,
@@ -68,51 +63,40 @@ def uncaptured(monkeypatch):
         monkeypatch.setattr(FixedStep, "captures", False)
 
 
-@pytest.fixture(scope="module")
+FULL = Subject(lambda: tiny(0).to(DEVICE, DTYPE))
+
+
+@pytest.fixture
 def model():
-    return tiny(0).to(DEVICE, DTYPE)
-
-
-@pytest.fixture(scope="module")
-def draft_model():
-    return tiny(1, num_hidden_layers=1).to(DEVICE, DTYPE)
+    return FULL.model
 
 
 CHECKPOINTS = Path(__file__).parents[2] / "examples" / "checkpoints"
 
 
-def placed(head, model):
-    return head.to(model.lm_head.weight)
-
-
-def medusa(model, draft_model, tree=None):
-    return MedusaDrafter(tiny_heads(model).to(model.lm_head.weight), tree or DraftTree.full([3, 2, 1]))
-
-
-DRAFTERS = {
-    "none": lambda model, draft: None,
-    "n-gram chain": lambda model, draft: NgramDrafter(5, max_branches=1),
-    "n-gram tree": lambda model, draft: NgramDrafter(12),
-    "Medusa": medusa,
-    "Medusa, best first": lambda model, draft: medusa(model, draft, 9),
-    "draft model": lambda model, draft: ModelDrafter(draft, num_nodes=12, depth=3, width=3),
-    "draft chain": lambda model, draft: ModelDrafter(draft, law="iid", num_nodes=4, depth=3, width=1),
-    "drawn tree": lambda model, draft: ModelDrafter(draft, law="swor", num_nodes=9, branching=[3, 2]),
-    "coupled tree": lambda model, draft: ModelDrafter(draft, law="coupled", num_nodes=9, branching=[3, 2]),
-    "itself": lambda model, draft: ModelDrafter(model, num_nodes=12, depth=4, width=2),
-    "EAGLE": lambda model, draft: EagleDrafter(placed(tiny_eagle(model), model), num_nodes=9, depth=3, width=3),
-    "MTP": lambda model, draft: MtpDrafter(placed(random_head(model, "mimo"), model), num_nodes=9, depth=3, width=2),
+DRAWN = {
+    "draft chain": {"law": "iid", "num_nodes": 4, "depth": 3, "width": 1},
+    "drawn tree": {"law": "swor", "num_nodes": 9, "branching": [3, 2]},
+    "coupled tree": {"law": "coupled", "num_nodes": 9, "branching": [3, 2]},
 }
-if not IS_5:  # transformers 4.57 writes these layers otherwise
-    del DRAFTERS["MTP"]
+NAMES = ["none", "ngram chain", "medusa", "medusa best first", "draft model", "itself", "EAGLE"]
+if IS_5:  # transformers 4.57 writes the layers of MTP otherwise
+    NAMES += ["MTP"]
 CASES = [
-    *[(name, None, "auto") for name in DRAFTERS if name not in ("draft chain", "drawn tree", "coupled tree")],
-    *[(name, SAMPLING, "auto") for name in DRAFTERS if name != "MTP"],
-    ("n-gram tree", SAMPLING, "rejection"),
+    *[(name, None, "auto") for name in (*NAMES, "ngram")],
+    *[(name, SAMPLING, "auto") for name in (*NAMES[:7], *DRAWN, "ngram")],
+    ("ngram", SAMPLING, "rejection"),
     ("draft chain", SAMPLING, "block"),
     ("drawn tree", SAMPLING, "traversal"),
-    ("Medusa", SAMPLING, "typical"),
+    ("medusa", SAMPLING, "typical"),
 ]
+
+
+def drafter_of(subject, name):
+    """The n-gram drafter of the subjects remembers, and a captured step cannot."""
+    if name == "ngram":
+        return NgramDrafter(12)
+    return ModelDrafter(subject.draft_model, **DRAWN[name]) if name in DRAWN else subject.drafter(name)
 
 
 def both(model, drafter, prompts=None, **options):
@@ -126,8 +110,8 @@ def both(model, drafter, prompts=None, **options):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
-def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule):
-    drafter, options = lambda: DRAFTERS[name](model, draft_model), {"params": params, "rule": rule, "page_size": 7}
+def test_same_text_as_the_ordinary_engine(model, name, params, rule):
+    drafter, options = lambda: drafter_of(FULL, name), {"params": params, "rule": rule, "page_size": 7}
     plain, plain_stats, fixed, stats = both(model, drafter, prompts_of(LENGTHS)[:3], **options)
     assert fixed == plain
     assert [s.accepted for s in stats.sequences] == [s.accepted for s in plain_stats.sequences]
@@ -137,15 +121,15 @@ def test_same_text_as_the_ordinary_engine(model, draft_model, name, params, rule
         assert stats.packed_tokens > plain_stats.packed_tokens
 
 
-COMING = ["drawn tree", "EAGLE", *[pytest.param(name, marks=pytest.mark.slow) for name in ("Medusa", "draft model")]]
+COMING = ["drawn tree", "EAGLE", *[pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "draft model")]]
 
 
 @pytest.mark.parametrize("name", COMING)
-def test_sequences_come_and_go(model, draft_model, name):
+def test_sequences_come_and_go(model, name):
     """Long prompts in chunks, pages for a few only, EOS, several outcomes: ordinary passes and replays take turns."""
     prompts = prompts_of((9, 40, 13, 1, 8, 30), seed=2)
     options = {"params": SAMPLING, "n": 2, "page_size": 2}
-    drafter = lambda: DRAFTERS[name](model, draft_model)  # noqa: E731
+    drafter = lambda: drafter_of(FULL, name)  # noqa: E731
     plain, _ = generated(model, None, prompts, **options)
     few = {"num_pages": 50, "max_batch_tokens": 24}
     expected, _, fixed, stats = both(model, drafter, prompts, **options, **few)
@@ -228,11 +212,11 @@ def seeded_by_zeros(rule, params):
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "params", "rule"), CASES)
 def test_the_step_stays_on_the_device(no_values, name, params, rule):
-    model, draft_model = tiny(0).to(torch.bfloat16), tiny(1, num_hidden_layers=1).to(torch.bfloat16)
+    subject = Subject(lambda: tiny(0).to(torch.bfloat16))
     with AnyValue():
-        drafter = as_drafter(DRAFTERS[name](model, draft_model))
+        drafter = as_drafter(drafter_of(subject, name))
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain)
-    step, *_ = step_without_host(model, drafter, seeded_by_zeros(rule, params))
+    step, *_ = step_without_host(subject.model, drafter, seeded_by_zeros(rule, params))
     assert step._report.shape == (4, step._result.trees.max_depth + 4)
 
 
@@ -270,7 +254,7 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
         assert [each.shape for each in step._found] == [tokens, tokens, (*tokens, 3), (*tokens, 3)]
 
 
-def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
+def test_buffers_are_not_made_anew(model, monkeypatch):
     """Each replay reads and writes where the one before did, and the host writes `start` once a batch."""
     places, uploads, run = [], set(), FixedStep.run
 
@@ -284,7 +268,7 @@ def test_buffers_are_not_made_anew(model, draft_model, monkeypatch):
     if FixedStep.captures:
         pytest.skip("a captured graph could not do otherwise")
     monkeypatch.setattr(FixedStep, "run", noted)
-    drafter = ModelDrafter(draft_model, num_nodes=6)
+    drafter = ModelDrafter(FULL.draft_model, num_nodes=6)
     generated(model, drafter, prompts_of((5, 9, 3)), 80, page_size=2, cuda_graph=True)
     assert len(places) > 10
     assert len(set(places)) == len(uploads) == len({size for size, _ in places})
@@ -311,7 +295,7 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
             torch.testing.assert_close(both[0], both[1], atol=1e-2, rtol=0.0)  # float16
 
 
-def test_what_cannot_be_captured_is_refused(monkeypatch, model, draft_model):
+def test_what_cannot_be_captured_is_refused(monkeypatch, model):
     for message, more in (
         (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),

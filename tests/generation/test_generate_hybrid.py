@@ -20,7 +20,6 @@ if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
 from hybrid_case import tiny_hybrid
-from ranks import Ranks
 from subject_case import SUBJECTS
 
 from pagedtree.generation.fixed_step import FixedStep
@@ -94,14 +93,10 @@ def on_a_rank(group, name, texts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
-def test_two_ranks(name, tmp_path):
+def test_two_ranks(name, ranks):
     whole = tiny_hybrid(name)
     texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
-    processes = Ranks(tmp_path, num_ranks=2)
-    try:
-        outcomes = processes.run(on_a_rank, 2, name, texts)
-    finally:
-        processes.close()
+    outcomes = ranks.run(on_a_rank, 2, name, texts)
     assert outcomes == [[text for text in texts for _ in range(2)]] * 2
 
 

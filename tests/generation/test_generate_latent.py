@@ -10,7 +10,6 @@ pytest.importorskip("transformers")
 from continuous_case import IS_5
 from generate_case import LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
 from latent_case import tiny_latent
-from ranks import Ranks
 from subject_case import SUBJECTS
 
 from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, tensor_parallel
@@ -64,16 +63,12 @@ def on_a_rank(group, name, texts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
-def test_two_ranks(name, tmp_path):
+def test_two_ranks(name, ranks):
     """By transformers' plans the ranks split the heads, but those of DeepSeek-V3 stay whole on each."""
     whole = tiny_latent(name)
     texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
     rows = latent_layers(whole)[0].kv_b_proj.weight.shape[0]
-    processes = Ranks(tmp_path, num_ranks=2)
-    try:
-        outcomes = processes.run(on_a_rank, 2, name, texts)
-    finally:
-        processes.close()
+    outcomes = ranks.run(on_a_rank, 2, name, texts)
     assert outcomes == [(texts, rows if name == "deepseek_v3" else rows // 2)] * 2
 
 

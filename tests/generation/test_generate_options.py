@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 
 pytest.importorskip("transformers")
 
@@ -276,16 +275,12 @@ def on_a_rank(group, texts, rule):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*no finite one")  # a bracket is closed, and the options forbid the stop token
-def test_two_ranks(model, tmp_path):
+def test_two_ranks(model, ranks):
     """The text of one rank, with all options; under "rejection" the same one on each rank."""
     arguments = asked(EVERYTHING, 0.8, top_k=40)
     texts, _ = generated(model, **arguments)
     bracketed, _ = generated(model, grammars=[Brackets(), None, None, Brackets()], **arguments)
-    processes = Ranks(tmp_path, num_ranks=2)
-    try:
-        sampled, rejection = (processes.run(on_a_rank, 2, texts, rule) for rule in ("sampled", "rejection"))
-    finally:
-        processes.close()
+    sampled, rejection = (ranks.run(on_a_rank, 2, texts, rule) for rule in ("sampled", "rejection"))
     for text, other, evictions, accepted in sampled:
         assert text == texts and other == bracketed != texts and evictions > 0 and accepted > 0.5
     assert rejection[0] == rejection[1]

@@ -34,6 +34,7 @@ from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+OUTCOMES = pytest.mark.parametrize("outcomes", [1000, pytest.param(50_000, marks=pytest.mark.stats)])
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +55,9 @@ def toy_distribution(toy):
 @pytest.mark.parametrize(
     ("rule", "drafter"), [pytest.param(*case, marks=[] if case in CORE else pytest.mark.slow) for case in CASES]
 )
-def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1000) < LIMIT
-
-
-@pytest.mark.stats
-@pytest.mark.parametrize(("rule", "drafter"), CASES)
-def test_texts_follow_the_models_distribution_closely(toy, toy_draft, toy_distribution, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000) < LIMIT
+@OUTCOMES
+def test_texts_follow_the_models_distribution(toy, toy_draft, toy_distribution, rule, drafter, outcomes):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes) < LIMIT
 
 
 # A budget of nodes: which of the drafted ones are verified -----------------------------------------------------------
@@ -75,18 +71,16 @@ def budget(monkeypatch):
     monkeypatch.setattr(Plan, "count", lambda self, worth: len(worth) // 2)
 
 
-NARROWED = [("rejection", "swor tree"), ("traversal", "iid tree"), ("rejection", "top-k tree"), ("block", "iid chain")]
+NARROWED = [("rejection", "swor tree"), ("traversal", "iid tree")]
+NARROWED += [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (("rejection", "top-k tree"), ("block", "iid chain"))
+]
 
 
-@pytest.mark.parametrize(("rule", "drafter"), NARROWED[:2])
-def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_distribution, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 1000, tree="auto") < LIMIT
-
-
-@pytest.mark.stats
 @pytest.mark.parametrize(("rule", "drafter"), NARROWED)
-def test_a_budget_leaves_the_distribution_alone_closely(budget, toy, toy_draft, toy_distribution, rule, drafter):
-    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, 50_000, tree="auto") < LIMIT
+@OUTCOMES
+def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_distribution, rule, drafter, outcomes):
+    assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, tree="auto") < LIMIT
 
 
 # Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
@@ -136,15 +130,9 @@ def test_cousins_draw_their_own_tokens(law):
             assert equal == pytest.approx(sum(q * q for q in DRAFT), abs=0.11)  # four standard deviations
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS[:2])
-def test_drafts_of_cousins_are_independent(rule, drafter):
-    assert heedless_excess(rule, drafter, 10_000) < LIMIT
-
-
 @pytest.mark.stats
 @pytest.mark.parametrize(("rule", "drafter"), HEEDLESS)
-def test_drafts_of_cousins_are_independent_closely(rule, drafter):
+def test_drafts_of_cousins_are_independent(rule, drafter):
     assert heedless_excess(rule, drafter, 100_000) < LIMIT
 
 

@@ -92,6 +92,22 @@ def test_looks_take_one_percent_of_the_time():
     assert 3 <= sum(asked[-300:]) <= 12
 
 
+def test_levels_are_learnt_though_they_read_what_was_accepted():
+    """What the drafter reads before its first level is no part of the levels' time."""
+    tuner, machine = TreeTuner(2, grows_by_level=True), Machine([0.9])
+    tuner.learn_reading(1000, 1.0)
+    path, tokens = torch.tensor([[0, 1, 2]]), torch.tensor([[0, 0, 1000]])
+    for _ in range(8):
+        plan = tuner.plan([500], unread=200.0)
+        if plan.depth is None:
+            tuner.learn(plan, Outcome(1.0, path[:, :1], tokens[:, :1]))
+            continue
+        kept = plan.keep(machine.draft(DraftTree.chain(2), {0: 0}))
+        drafting = 0.25 * plan.depth + 200.0 * 0.001
+        tuner.learn(plan, Outcome(1.02 + drafting, path, tokens, drafting, kept))
+    assert tuner.costs[1].drafter(2) == pytest.approx(0.5, rel=0.1)
+
+
 def test_every_child_of_an_accepted_node_tells_something():
     """Whether it was verified or not; and nothing is learnt of nodes whose parent was not accepted."""
     tuner, machine = TreeTuner(3), Machine([0.6])
@@ -105,6 +121,19 @@ def test_every_child_of_an_accepted_node_tells_something():
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
     assert seen == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
+
+
+def test_drafts_that_were_drawn_keep_the_siblings_before_them():
+    tuner, machine = fresh(Machine([0.1, 0.8], row=0.2)), Machine([0.1, 0.8], row=0.2)
+    for _ in range(50):
+        tuner.odds.add(min(int(4 * 1.5**0.5), 11), True)
+        tuner.odds.add(min(int(4 * 0.5**0.5), 11), False)
+    for _ in range(20):
+        plan = tuner.plan([500])
+        plan.costs.age = 0  # as if a plain step had just been measured: good guesses are verified
+        kept = plan.keep(machine.draft(DraftTree.full([3]), {0: 0}))
+        ranks = kept.draft.draft_tokens.tolist()[1:]
+        assert ranks == list(range(len(ranks)))
 
 
 @pytest.fixture
