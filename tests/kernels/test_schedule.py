@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_case import HEAD_SIZES, Target, check, once_per_backend, random_tree
+from attention_case import Target, check, once_per_backend, random_tree
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 from pagedtree.check.cases.attention import plan_of
@@ -83,7 +83,7 @@ def case(target: Target) -> dict:
 @pytest.fixture
 def short_case(target: Target) -> dict:
     """The same for tests that attend many times."""
-    return mixed(target, *((300, 70, 500, 1100) if target.backend == "simt" else (2600, 70, 1100, 4000)))
+    return mixed(target, 300, 70, 500, 1100)
 
 
 @pytest.mark.each_value
@@ -107,12 +107,17 @@ def test_ranges_cover_equal_costs(
     check_balance(starts, queries, keys, m_tile, trees=trees, window=window, few_rows=few_rows, which=which)
 
 
+def plan_of_lengths(queries: list[int], keys: list[int], window: int = 0) -> torch.Tensor:
+    """For two KV heads with two query heads each."""
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": max(queries)}
+    cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
+    return attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes, window=window)
+
+
 def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
     queries, keys = [1, 500, 0, 16, 1, 1], [2**20, 2**20 - 1, 7, 2**20 + 63, 2**31 - 1, 0]
-    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": 500}
-    cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
-    plan = attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes)
+    plan = plan_of_lengths(queries, keys)
     few_rows = FEW_ROWS[target.backend]
     for which, m_tile in [(ALL, 128)] if few_rows else [(ALL, 128), (SMALL, 32), (LARGE, 128)]:
         starts, sharers = ranges_of(plan, which), sharers_of(plan, which)
@@ -121,14 +126,13 @@ def test_a_million_keys(target: Target, monkeypatch: pytest.MonkeyPatch) -> None
         check_balance(starts, queries, keys, m_tile * sharers, few_rows=few_rows, which=which)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("window", [0, 100, 4096])
 @pytest.mark.parametrize(("queries", "keys"), [(8192, 8192), (2048, 10_000), (500, 500), (3000, 2000)])
 def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, window: int) -> None:
     """Of a prompt the first rows see few keys; some see none where there are more queries than keys."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
-    cu, lens = torch.tensor([0, queries], dtype=torch.int32), torch.tensor([keys], dtype=torch.int32)
-    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": queries}
-    starts = ranges_of(attention_plan(lens, cu, **sizes, window=window))
+    starts = ranges_of(plan_of_lengths([queries], [keys], window))
     check_balance(starts, [queries], [keys], 128, window=window)
 
 
@@ -152,11 +156,9 @@ def test_prompts(target: Target, monkeypatch: pytest.MonkeyPatch, queries: int, 
 def test_row_tiles_are_shared_where_keys_are_many(
     target: Target, monkeypatch: pytest.MonkeyPatch, queries: list[int], keys: list[int], sharers: int
 ) -> None:
-    """By two KV heads with two query heads each, in row tiles of 128."""
+    """In row tiles of 128."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "132:227:8")
-    cu = torch.tensor([0, *np.cumsum(queries)], dtype=torch.int32)
-    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 128, "page_size": 16, "max_seqlen_q": max(queries)}
-    plan = attention_plan(torch.tensor(keys, dtype=torch.int32), cu, **sizes)
+    plan = plan_of_lengths(queries, keys)
     if target.backend == "cpu":
         assert sharers_of(plan) == 1
     elif target.backend == "simt":  # a GPU may have another number of SMs
@@ -169,9 +171,8 @@ def test_row_tiles_are_shared_where_keys_are_many(
 
 @once_per_backend
 def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
-    """Stale, shuffled, negative, huge, random: only the balance suffers."""
+    """Shuffled, negative, huge, with many cuts: only the balance suffers. Stale and random ones are rows of check."""
     plan = plan_of(short_case, 8)
-    other = target.case([64] * 9, ["causal"] * 9, heads=(4, 2)).build()
     generator = torch.Generator().manual_seed(0)
     shuffled, shifted = plan.clone(), plan.clone()
     for entries in shuffled.view(3, -1, 4):
@@ -180,14 +181,11 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
         entries[1 : 1 + count] = entries[1 : 1 + count][order]
     shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     plans = [
-        plan_of(other, 8),
         shuffled,
         shifted,
         torch.zeros_like(plan),
         torch.full_like(plan, -1),
         torch.full_like(plan, 2**31 - 1),
-        torch.randint(-(2**31), 2**31 - 1, plan.shape, generator=generator, device="cpu").to(plan),
-        torch.randint(0, 90, plan.shape, generator=generator, device="cpu").to(plan),
     ]
     dense = plan.clone().view(3, -1, 4)  # 200 cuts in one sequence
     dense[:, 0, 0] = 256
@@ -197,7 +195,7 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     plans.append(dense.view(-1))
     for bad in plans:
         check(dict(short_case, plan=bad))
-    for window in (1, 100, 2000):
+    for window in (1, 100, 700):
         check(dict(short_case, plan=plan, window=window))  # the plan is for no window
         check(dict(short_case, plan=plan_of(short_case, 8, window), window=window))
 
@@ -208,7 +206,7 @@ def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
     alone.view(3, -1, 4)[:, 0, 1] = 1
     expected = tree_attention(**case, plan=alone, return_lse=True)
     check(dict(case, plan=plan))
-    for sharers in (2, 5, 8):
+    for sharers in (2, 8):
         shared = plan.clone()
         shared.view(3, -1, 4)[:, 0, 1] = sharers
         result = tree_attention(**case, plan=shared, return_lse=True)
@@ -294,23 +292,3 @@ def test_bad_lengths(target: Target) -> None:
     cu = torch.tensor([5, 2**31 - 1, -(2**31), 2**31 - 1], dtype=torch.int32)
     plan = attention_plan(lens, cu, num_q_heads=128, num_kv_heads=64, head_dim=64, page_size=1, max_seqlen_q=0)
     assert 1 <= int(plan[0]) <= 1024
-
-
-def test_plan_refuses_sizes(target: Target) -> None:
-    lens, cu = torch.tensor([100, 5000], dtype=torch.int32), torch.tensor([0, 3, 4], dtype=torch.int32)
-    sizes = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 16, "max_seqlen_q": 3}
-    bad = [
-        ("num_q_heads", 7, "multiple of num_kv_heads 2"),
-        ("num_kv_heads", 0, "at least 1"),
-        ("head_dim", 80, HEAD_SIZES),
-        ("page_size", 0, "at least 1"),
-        ("max_seqlen_q", -1, "at least 0"),
-        ("window", -1, "at least 0"),
-    ]
-    for name, value, message in bad:
-        with pytest.raises(ValueError, match=f"attention_plan: `{name}` must be .*{message}.*got {value}"):
-            attention_plan(lens, cu, **{**sizes, name: value})
-    with pytest.raises(ValueError, match="`seq_lens` must be of shape"):
-        attention_plan(lens[:1], cu, **sizes)
-    with pytest.raises(ValueError, match=r"`tree_lens` must be of dtype torch\.int32"):
-        attention_plan(lens, cu, **sizes, tree_lens=torch.ones(2))
