@@ -30,7 +30,7 @@ from pagedtree.integrations.transformers import (
     NgramDrafter,
     tensor_parallel,
 )
-from pagedtree.integrations.transformers.positions import has_position_table, num_positions
+from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -128,8 +128,9 @@ def test_in_fixed_steps(model, name, monkeypatch):
 def test_up_to_the_last_position_of_a_table(name):
     """The text is the model's own up to its last position, with drafts that would reach past it."""
     model = tiny_model(name)
-    count = num_positions(model)
-    assert has_position_table(model)
+    packed = TransformersModel(model)
+    count = packed.num_positions
+    assert packed.has_position_table
     prompts = [repeated(count - 8).clamp(min=4), repeated(count - 30, 5).clamp(min=4)]
     draft = gpt2(count - 3, seed=1)
     draft.resize_token_embeddings(model.get_input_embeddings().num_embeddings)
@@ -156,8 +157,9 @@ def test_tables_are_of_architectures_that_are_served():
 def test_which_models_have_a_table(name):
     """A model that cannot read the position after its last one is known to have a table."""
     model = tiny_model(name)
-    count = num_positions(model)
-    assert has_position_table(model) == (name in TABLES)
+    packed = TransformersModel(model)
+    count = packed.num_positions
+    assert packed.has_position_table == (name in TABLES)
     if count is not None and name not in TABLES:
         with torch.no_grad():
             model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count + 3]]), use_cache=False)

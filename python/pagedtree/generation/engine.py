@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from pagedtree import Draft, Verdict
 from pagedtree.generation.decode_step import DecodeStep, KnownTokens, Pass
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.bounded import bounded, without_padding
-from pagedtree.generation.fixed_step import FixedStep, FixedSteps, check_drafter
+from pagedtree.generation.fixed_step import FixedStep, check_drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
 from pagedtree.generation.packed_model import PackedModel, PassOutput
@@ -77,11 +78,11 @@ class Engine:
         rows = self._to_device([*history, [0] * capacity], torch.int64).view(len(sequences) + 1, capacity)
         self.history = rows[:-1]
         self.decode_step = DecodeStep(model, self.cache, self.drafter, self.eos_ids, logprobs)
-        self.fixed_steps: FixedSteps | None = None
+        self.fixed_step: Callable[[int], FixedStep] | None = None  # by batch size
         if is_fixed:
             check_drafter(drafter)
             every = list(sequences)
-            self.fixed_steps = FixedSteps(
+            self.fixed_step = cache(
                 lambda batch_size: FixedStep(self.decode_step, sampling, rows, every, batch_size, requests)
             )
         self.started = time.perf_counter()
@@ -134,8 +135,8 @@ class Engine:
                 self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, kept))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
-        assert self.fixed_steps is not None
-        step = self.fixed_steps.of(len(sequences))
+        assert self.fixed_step is not None
+        step = self.fixed_step(1 << (len(sequences) - 1).bit_length())  # one per power of two
         result, report, found = step(sequences)
         self.stats.steps += 1
         self.stats.packed_tokens += result.draft_tokens.shape[0]
@@ -154,7 +155,7 @@ class Engine:
                 self.stats.sequences[sequence.index].evictions += 1
             if not batch.decode:
                 return batch, roots_only(0, self.device), None
-            if self.fixed_steps is not None and not batch.prefill:
+            if self.fixed_step is not None and not batch.prefill:
                 return batch, None, None
             plan = None if self.tuner is None else self._plan(self.tuner, batch)
             if plan is not None and plan.depth is None:
@@ -313,7 +314,6 @@ class Engine:
     def _append(
         self, sequence: GeneratedSequence, tokens: list[int], is_eos: bool, is_tree: bool, logprobs: list[list[Any]]
     ) -> None:
-        """Appends the committed tokens, up to the length limit or the end of a stop string or grammar."""
         stats = self.stats.sequences[sequence.index]
         sequence.cached = sequence.root + len(tokens)
         self.cache.trim(sequence.index, sequence.cached)

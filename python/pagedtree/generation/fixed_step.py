@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.options import OptionRows
 
-__all__ = ["FixedStep", "FixedSteps", "check_device", "check_drafter"]
+__all__ = ["FixedStep", "check_device", "check_drafter"]
 
 IDLE = -1
 
@@ -129,20 +128,6 @@ class FixedStep:
         with torch.cuda.graph(graph):
             self.run()
         return graph
-
-
-class FixedSteps:
-    """Fixed steps for any number of sequences: one per power of two, created on demand."""
-
-    def __init__(self, make: Callable[[int], FixedStep]) -> None:
-        self._make = make
-        self._steps: dict[int, FixedStep] = {}
-
-    def of(self, num_sequences: int) -> FixedStep:
-        batch_size = 1 << (num_sequences - 1).bit_length()
-        if batch_size not in self._steps:
-            self._steps[batch_size] = self._make(batch_size)
-        return self._steps[batch_size]
 
 
 def check_device(device: torch.device) -> None:

@@ -36,8 +36,6 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class _Layer(DecoderLayer):
-    """A decoder layer, with convolutions if the config has them."""
-
     def __init__(self, config: BlockDraftConfig) -> None:
         super().__init__(config, has_head_norms=True)
         self.attention_conv = self.mlp_conv = None

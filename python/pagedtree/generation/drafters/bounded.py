@@ -59,8 +59,6 @@ def bounded(drafter: Drafter) -> Drafter:
 
 
 class _Bounded:
-    """A wrapper that cuts a drafter's proposals and forwards everything else."""
-
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._num_positions = drafter.num_positions

@@ -71,7 +71,6 @@ class ConfigEntries:
         raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {shown}")
 
     def value(self, key: str, default: Any = None) -> Any:
-        """Returns a value of any type; the caller checks it."""
         self._read.add(key)
         return self.entries[key] if key in self else default
 

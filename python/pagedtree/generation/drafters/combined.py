@@ -188,7 +188,6 @@ class CombinedDrafter(Drafter):
         return chosen
 
     def _cost(self, which: int) -> float:
-        """Returns the cost of a proposal, in passes of the target."""
         if self.costs is not None:
             return self.costs[which]
         levels = self._depths[which] if self._levels is None else min(self._levels, self._depths[which])
@@ -244,7 +243,6 @@ class CombinedDrafter(Drafter):
             each.observe(result)
 
     def _count(self) -> None:
-        """Counts the new tokens that each tree of the last proposal contained, chosen or not."""
         for which, given in enumerate(self._given):
             if given is None or not self._lengths:
                 continue

@@ -81,7 +81,6 @@ class MedusaHeads(nn.Module):
 
     @property
     def vocab_size(self) -> int | None:
-        """Columns of the output layer's logits; None if unknown."""
         return getattr(self._lm_head[0], "out_features", None) if self.outputs is None else self.outputs.shape[1]
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -128,7 +127,6 @@ class MedusaHeads(nn.Module):
 
 
 def _own(path: Path, entries: ConfigEntries, width: int | None) -> dict[str, Tensor]:
-    """Returns the weights in a folder of `save_pretrained`. width: input size of the output layer."""
     entries.word("model_type", ("medusa",), "medusa")
     sizes = {name: entries.integer(name) for name in ("num_heads", "hidden_size")}
     shapes = SHAPES

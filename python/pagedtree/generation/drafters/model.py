@@ -244,5 +244,4 @@ class ModelDrafter(TreeGrower):
         return self.num_positions is None or position < self.num_positions
 
     def _clamped(self, positions: Tensor) -> Tensor:
-        """Clamps positions to the model's range. Drafts past it are discarded."""
         return positions.clamp(min=0, max=None if self.num_positions is None else self.num_positions - 1)

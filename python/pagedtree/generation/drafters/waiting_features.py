@@ -23,8 +23,6 @@ Features = tuple[GeneratedSequence, int, Tensor]
 
 @dataclass
 class _Queue:
-    """Features of `count` tokens of a sequence from position `begin` on."""
-
     sequence: GeneratedSequence
     begin: int
     count: int = 0
@@ -52,7 +50,7 @@ class WaitingFeatures:
         self._num_bytes = 0  # upper bound of all queued features
 
     def read(self, rows: FeatureRows) -> None:
-        """Queues the features of prefill tokens; features of trees wait for `observe`."""
+        """Queues the features of prefill tokens; others wait for `observe`."""
         self._rows = rows
         self._num_bytes += rows.features.nbytes
         if rows.counts:

@@ -1,9 +1,7 @@
 """FlashInfer's custom masks: one bit for each (query, key) of a sequence, keys of the prefix included.
 
 A mask of booleans is flat: sequence after sequence, row after row, queries x keys. A packed one holds the same bits in
-bytes, the lowest bit first (packbits, bitorder "little"); sequence b starts at byte mask_indptr[b].
-
-All functions read the lengths on the host, as FlashInfer's plan() does.
+bytes, the lowest bit first; sequence b starts at byte mask_indptr[b]. Lengths are read on the host, as by plan().
 """
 
 from __future__ import annotations
@@ -71,8 +69,8 @@ def export_custom_mask(
 ) -> Tensor:
     """Returns the boolean mask for the arguments of `tree_attention`: bool [sum of queries x keys].
 
-    tree_mask int32 [T, W]; qo_indptr int [B + 1]; seq_lens int [B], keys; tree_lens int [B], default the queries.
-    Raises ValueError for tree_lens outside 0..seq_lens, and for fewer rows than queries.
+    tree_mask: int32 [T, W]; the others as in `import_custom_mask`. Raises ValueError for tree_lens outside 0..seq_lens,
+    and for fewer rows than queries.
     """
     parts = _export(tree_mask, _sizes(qo_indptr, seq_lens, tree_lens))
     return torch.cat([torch.empty(0, dtype=torch.bool, device=tree_mask.device), *parts])

@@ -6,18 +6,14 @@ from typing import Any
 
 import torch
 
-from pagedtree.integrations.sglang.attention import PagedTreeBackend
-from pagedtree.integrations.sglang.step import Step
+from pagedtree.integrations.sglang.attention import PagedTreeBackend, Step
 
 __all__ = ["PagedTreeDraftBackend"]
 
 
 class PagedTreeDraftBackend:
-    """Prepares the steps after the first: `topk` branches per request, which see the prefix and their own slots.
-
-    SGLang calls `attn_backends[i]` in step i. A branch's slots need not fill pages, so the cache is read as pages of
-    one slot.
-    """
+    """Prepares the steps after the first, by `attn_backends[i]`: `topk` branches per request, which see the prefix and
+    their own slots. These need not fill pages, so the cache is read as pages of one slot."""
 
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
         self.topk, self.num_steps = topk, num_steps

@@ -34,9 +34,9 @@ from pagedtree.generation.token_options import TokenOptions
 from pagedtree.integrations.transformers.attention import register
 from pagedtree.integrations.transformers.continuous_batching import continuous_batching
 from pagedtree.integrations.transformers.custom_generate import tree_generate
-from pagedtree.integrations.transformers.draft_model import ModelDrafter
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.gguf import dequantized
+from pagedtree.integrations.transformers.model import ModelDrafter
 from pagedtree.integrations.transformers.mtp import MtpDrafter, MtpHead, load_drafter
 from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel

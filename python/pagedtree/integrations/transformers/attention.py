@@ -104,7 +104,6 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def _in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
-    """Casts them as torch.autocast does for torch's own attention."""
     dtype = autocast_dtype(states[0].device)
     if dtype is None:
         return states

@@ -142,7 +142,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
-    """Reads the checkpoint's settings that no option replaces; lists them on standard error."""
     if args.no_generation_config:
         return ConfigFields()
     given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
@@ -176,7 +175,6 @@ def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
 
 
 def _read(args: argparse.Namespace) -> tuple[str, str | None]:
-    """Returns the prompt, and the schema or the grammar; refuses unusable ones before a checkpoint is loaded."""
     if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
         raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
     if args.system is not None and not args.chat:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from pagedtree import _C
 from pagedtree.generation import drafters
 from pagedtree.integrations.transformers.command_files import errors_of, model_folder
-from pagedtree.integrations.transformers.draft_model import ModelDrafter
+from pagedtree.integrations.transformers.model import ModelDrafter
 from pagedtree.integrations.transformers.mtp import load_drafter
 
 __all__ = ["DTYPES", "NUM_NODES", "drafter_of", "is_fast", "load_model"]
@@ -70,7 +70,6 @@ def drafter_of(model: Any, args: argparse.Namespace) -> drafters.Drafter | None:
 
 
 def _deep(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Makes chains of a given number of nodes that deep."""
     is_long = sizes.get("width") == 1 and "num_nodes" in sizes
     return {"depth": sizes["num_nodes"] - 1, **sizes} if is_long else sizes
 

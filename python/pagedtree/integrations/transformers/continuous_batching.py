@@ -49,7 +49,6 @@ def continuous_batching(model: Any) -> Iterator[None]:
 
 
 def _check_cache(model: nn.Module) -> None:
-    """Raises ValueError for recurrent layers, and for latent attention with other widths than transformers' cache."""
     config: Any = model.config
     kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) & RECURRENT_KINDS
     if kinds:

@@ -62,10 +62,9 @@ def tree_generate(
 
     Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 
-    Raises ValueError, naming the option, for options that verification does not support: beams, other logits processors
-    (no_repeat_ngram_size, typical_p, ...), stopping criteria other than length and EOS, scores or states as output, a
-    cache that already holds tokens, and further inputs of the model. transformers hands neither `streamer` nor
-    `assistant_model` to a decoding loop: use callback and drafter.
+    Raises ValueError, naming the option, for beams, other logits processors (no_repeat_ngram_size, typical_p, ...),
+    stopping criteria other than length and EOS, scores or states as output, a cache that already holds tokens, and
+    further inputs of the model. In place of `streamer` and `assistant_model` use callback and drafter.
     """
     if stop_strings is not None and stop_tokenizer is None:
         raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None")
@@ -105,7 +104,6 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 
 
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    """Returns the prompts' mask; refuses model inputs that it does not imply."""
     others = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
     if others:
         raise ValueError(

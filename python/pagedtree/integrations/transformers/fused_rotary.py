@@ -83,12 +83,10 @@ def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | No
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Returns whether the host may read the tensor's values now."""
     return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _fits(rotated: _Rotated) -> bool:
-    """Returns whether `rope_append` computes the layer's rotation."""
     cos, sin, query = rotated.cos, rotated.sin, rotated.query
     shape = (1, query.shape[2], cos.shape[-1])
     if cos.shape != shape or sin.shape != shape or cos.dtype != sin.dtype or cos.shape[-1] % 2:
@@ -126,7 +124,6 @@ def rotary_layers(model: nn.Module) -> list[RotaryLayer]:
 
 
 def _has_function(module: nn.Module) -> bool:
-    """Returns whether the module's forward looks for the function and is neither wrapped nor replaced."""
     forward: Any = type(module).forward
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward or "forward" in vars(module):
         return False

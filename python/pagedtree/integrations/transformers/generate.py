@@ -108,9 +108,8 @@ def generate(
             each pad_token_id in the tensor is padding, unless that token also ends sequences.
         eos_token_id: token or tokens that end a sequence and stay in it; default the generation config's; [] for none.
         pad_token_id: fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
-        stop_strings: text or texts that end a sequence when they occur in its generated text, special tokens included.
-            The token that completes one is kept whole. Needs the tokenizer. Default the generation config's.
-        tokenizer: the model's, for stop_strings.
+        stop_strings: text or texts that end a sequence when they occur in its generated text, special tokens included;
+            the token that completes one is kept whole. Needs the model's tokenizer. Default the generation config's.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "sampled" with params or a generation config that samples, else "greedy".
             "greedy", "sampled": `verify_greedy`, `verify_sampled`.
@@ -122,8 +121,8 @@ def generate(
             step times and acceptance rates measured with this drafter. It depends on the clock, so "rejection", "block"
             and "traversal" may give other texts with the same seed. None: full trees in each step, as always with
             cuda_graph and shards.
-        max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass.
-        max_sequences: maximum number of running sequences; None for no limit.
+        max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass. max_sequences:
+            maximum number of running sequences; None for no limit.
         share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), but in layers with a
             sliding window. None: only if this saves reading at least 1024 tokens.
         cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence needs prefill. One
@@ -159,10 +158,9 @@ def generate(
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor [B * n,
     L + generated], padded at the right with pad_token_id. stats.sequences holds each finish reason.
 
-    Calls from several threads that share a model or a drafter run one after another. The model has our attention during
-    a call, so do not run it in another thread meanwhile. Options, penalties and grammars are exact: each token has the
-    distribution of decoding without drafts. Rule "typical" takes no options and penalties, cuda_graph no grammars,
-    shards no logprobs.
+    Calls from several threads that share a model or a drafter run one after another; do not run the model otherwise in
+    another thread meanwhile. Options, penalties and grammars are exact: each token has the distribution of decoding
+    without drafts. Rule "typical" takes no options and penalties, cuda_graph no grammars, shards no logprobs.
 
     `model.generation_config` counts as in `model.generate`: repetition_penalty, sequence_bias, bad_words_ids,
     suppress_tokens, begin_suppress_tokens, min_length, min_new_tokens, stop_strings, and, if do_sample is True,
@@ -330,7 +328,6 @@ def _check_graph(
 
 
 def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_sharded: bool) -> TreeTuner | None:
-    """Returns the drafter's tuner, with its measurements from earlier calls of this model."""
     if tree not in (None, "auto"):
         raise ValueError(f'tree: expected None or "auto", got {tree!r}')
     # A captured step drafts the same tree each time, and shard ranks would choose by different clocks.

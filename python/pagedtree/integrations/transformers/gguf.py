@@ -108,7 +108,6 @@ def _digest(path: Path) -> str:
 
 
 def _read(path: Path) -> tuple[Any, Any]:
-    """Reads model and tokenizer. Turns the libraries' errors for a bad file into one ValueError."""
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -190,7 +190,6 @@ def _read(
 
 
 def _read_ignored(ignored: Any, read: Processors, widths: list[int], lengths: list[int]) -> None:
-    """Returns how many first tokens, padding included, the repetition penalty ignores: no prompt's, or all of each."""
     if ignored is None:
         return
     counts = ignored.tolist() if isinstance(ignored, Tensor) else [ignored] * len(widths)

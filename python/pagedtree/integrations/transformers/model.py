@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from pagedtree.generation import drafters
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -23,15 +24,17 @@ from pagedtree.integrations.transformers.fused_rotary import rotary_layers, rota
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_linear import PackedRows
 from pagedtree.integrations.transformers.packed_pass import PackedPass
-from pagedtree.integrations.transformers.positions import has_position_table, num_positions
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
-__all__ = ["TransformersModel", "check_model", "decoder_layers", "use_attention"]
+__all__ = ["ModelDrafter", "TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
 # Layer kinds, by their config names: with attention, and without token mixing.
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "hybrid"}
 OTHER_KINDS = {"mlp", "moe"}
+# Config fields with the number of positions, and names of position tables: GPT-2, OPT and BioGPT, BERT, CTRL.
+POSITIONS = ("max_position_embeddings", "max_target_positions")
+POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encoding")
 
 
 def check_model(model: Any) -> None:
@@ -79,7 +82,6 @@ def _makes_masks(model: nn.Module) -> bool:
 
 
 def _takes_positions(model: nn.Module) -> bool:
-    """Returns whether the model takes position_ids, or a submodel that gets its other arguments."""
     parameters = inspect.signature(model.forward).parameters
     hands_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return "position_ids" in parameters or (
@@ -140,11 +142,23 @@ class TransformersModel(PackedModel):
 
     @property
     def num_positions(self) -> int | None:
-        return num_positions(self.model)
+        config = self.model.config.get_text_config()
+        values = (getattr(config, field, None) for field in POSITIONS)
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
 
     @property
     def has_position_table(self) -> bool:
-        return has_position_table(self.model)
+        count = self.num_positions
+        for module in self.model.modules():
+            for name in POSITION_TABLES:
+                table = getattr(module, name, None)
+                rows = table.num_embeddings if isinstance(table, nn.Embedding) else None
+                if isinstance(table, Tensor) and table.ndim == 2:
+                    rows = table.shape[0]
+                # OPT and BioGPT begin with some rows that are for no position.
+                if rows is not None and rows - getattr(table, "offset", 0) == count:
+                    return True
+        return False
 
     @property
     def is_recurrent(self) -> bool:
@@ -235,6 +249,14 @@ class TransformersModel(PackedModel):
                 f"model: expected masks of the config's sliding_window {window}, which transformers' cache keeps,"
                 f" but {name} asks for masks without a window"
             )
+
+
+# The base class has the docstring.
+class ModelDrafter(drafters.ModelDrafter):
+    is_capturable = True
+
+    def pack(self, model: Any) -> TransformersModel:
+        return TransformersModel(model)
 
 
 class _Watched:

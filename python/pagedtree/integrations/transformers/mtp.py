@@ -205,7 +205,6 @@ class MtpDrafter(EagleDrafter):
 
 
 def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
-    """Returns a copy of the model's last full-attention layer, as layer 0 of a cache, and its config."""
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     fits = [i for i, kind in enumerate(kinds) if kind in ATTENTION_KINDS and kind != "sliding_attention"]

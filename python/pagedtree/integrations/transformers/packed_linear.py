@@ -61,8 +61,6 @@ class _ForwardOnly(torch.autograd.Function):
 
 
 class _Outputs(NamedTuple):
-    """The last product's outputs, and its input with its state; None for outputs that a layer has taken."""
-
     input: Tensor
     state: int | Tensor
     parts: list[Tensor | None]
@@ -109,10 +107,8 @@ def _is_in(x: Tensor, state: int | Tensor) -> bool:
 
 
 class PackedRows(Tensor):
-    """The weight of a layer of a `SharedProduct`: a packed parameter's shape, dtype and flags, without memory.
-
-    `to_dense` returns the weight. Other operations raise RuntimeError.
-    """
+    """The weight of a layer of a `SharedProduct`: a packed parameter's shape, dtype and flags, without memory. All
+    operations but `to_dense` raise RuntimeError."""
 
     product: SharedProduct
     place: int

@@ -15,11 +15,8 @@ UNLIMITED = 1 << 30
 
 
 class PackedMask:
-    """Stands in for the masks in a packed pass: one tensor for each window, which no layer reads.
-
-    The model gets `tokens`, bool [1, T], from which transformers makes the masks of its layers, by `of_layers`. So the
-    window is the one that the model asks for; `window_of` finds it again.
-    """
+    """Stands in for the masks in a packed pass: one tensor for each window, which no layer reads. From `tokens`, bool
+    [1, T], transformers makes the masks of the layers, by `of_layers`; `window_of` finds their windows again."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.tokens = torch.ones((1, num_tokens), dtype=torch.bool, device=device)
@@ -43,7 +40,6 @@ class PackedMask:
 
     @property
     def has_windows(self) -> bool:
-        """Whether some layer asked for a window."""
         return any(window > 0 for window in self._masks)
 
     def window_of(self, mask: Tensor | None) -> int:

@@ -31,8 +31,7 @@ class PackedPass:
         self.mask = PackedMask(self.step.slots.shape[0], self.step.slots.device)
 
     def rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
-        """Returns the rotation by cos, sin [1, T, columns], the same angles in both halves; layers with one cos share
-        it."""
+        """Returns the rotation by cos, sin [1, T, columns], the same angles in both halves."""
         if id(cos) not in self._rotations:
             half = cos.shape[-1] // 2
             table = torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=1)

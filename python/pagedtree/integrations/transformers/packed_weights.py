@@ -166,7 +166,6 @@ def check_packable(model: nn.Module) -> None:
 
 
 def _dtypes() -> set[torch.dtype]:
-    """Returns the dtypes that oneDNN multiplies in packed form on this machine."""
     ops = torch.ops.mkldnn
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
         return set()
@@ -180,7 +179,6 @@ def _dtypes() -> set[torch.dtype]:
 
 
 def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_Weight]]:
-    """Returns the packable weights, grouped by the matrix that they will share."""
     named = {id(module): (name, module) for model in models for name, module in model.named_modules()}
     modules = [module for _, module in named.values()]
     read_directly = {id(module._modules[name]) for module in modules for name in READ_DIRECTLY & module._modules.keys()}
@@ -206,7 +204,6 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
-    """Returns the weights that exist if they can share a matrix, else none."""
     found = [weight for weight in weights if weight is not None]
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
     is_alone = all(len(weight.layers) == 1 for weight in found)
@@ -218,7 +215,6 @@ def _is_large(group: list[_Weight]) -> bool:
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:
-    """Returns whether it is a linear layer that only multiplies by a dense weight."""
     weight: Any = module._parameters.get("weight")
     if type(module) is not nn.Linear or "forward" in vars(module) or type(weight) is not nn.Parameter:
         return False

@@ -54,10 +54,8 @@ HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
 
 
 def recurrent_layers(model: Any) -> list[nn.Module]:
-    """Returns the model's recurrent layers; none for a model of attention alone.
-
-    Raises ValueError for layers of an unknown kind, modified layers, and sizes that the ops do not support.
-    """
+    """Returns the model's recurrent layers. Raises ValueError for layers of an unknown kind, modified layers, and sizes
+    that the ops do not support."""
     layers = [module for module in model.modules() if type(module).__name__ in KNOWN]
     for layer in layers:
         _check(layer)
@@ -97,7 +95,6 @@ def on_trees(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def _forward_of(layer: Any) -> Callable[..., Tensor]:
-    """Runs the layer's own forward with our functions in place of transformers'."""
     from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
 
     forward = inspect.unwrap(type(layer).forward)
@@ -141,10 +138,8 @@ def _delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Replaces the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv].
-
-    g: [1, T, H], or [1, T, H, Dk] of Kimi's rule. beta: [1, T, H].
-    """
+    """Replaces the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv]. g: [1, T, H], or
+    [1, T, H, Dk] of Kimi's rule. beta: [1, T, H]."""
     how = {"l2norm": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
     out = step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0].float(), **how)
     return out[None], None
@@ -165,9 +160,7 @@ def _scan(
     **kwargs: Any,
 ) -> Tensor:
     """Replaces Mamba-2's scan: hidden_states [1, T, H, P], dt [1, T, H], A [H], B, C [1, T, G, N] -> [1, T, H, P].
-
-    dt_limit bounds dt in prompts only: transformers' function for single tokens does not bound it.
-    """
+    dt_limit bounds dt in prompts only, as in transformers."""
     x = hidden_states[0]
     dt = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
     dt = nn.functional.softplus(dt) if dt_softplus else dt

@@ -55,10 +55,8 @@ def rotary_limit(config: Any) -> RotaryLimit | None:
 
 
 def check_rotation(name: str, model: Any, sequences: Iterable[GeneratedSequence]) -> bool:
-    """Returns whether these sequences use the long-sequence frequencies, from their prompts on.
-
-    Raises ValueError, with the model's `name`, if transformers would change the frequencies on the way.
-    """
+    """Returns whether these sequences use the long-sequence frequencies, from their prompts on. Raises ValueError, with
+    the model's `name`, if transformers would change the frequencies on the way."""
     limit = rotary_limit(model.config)
     lengths = [(len(sequence.tokens), sequence.max_length) for sequence in sequences]
     if limit is None or not lengths:

@@ -80,7 +80,6 @@ class TextStream:
         return (len(self._window), whole[:-1]) if text.endswith(INCOMPLETE) else (count, text)
 
     def _cut(self, whole: str) -> None:
-        """Drops tokens at the start of a long window if the rest has the same text without them."""
         if len(self._window) <= MAX_WINDOW:
             return
         rest = len(whole) - len(self._returned)

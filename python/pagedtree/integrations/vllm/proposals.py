@@ -61,7 +61,7 @@ def cut_at(most_depth: int, proposal: Proposal) -> Proposal:
 def present_nodes(
     tokens: np.ndarray, parents: np.ndarray, depths: np.ndarray, log_probs: np.ndarray | None = None
 ) -> Proposal:
-    """Drops nodes without a token, and their descendants: vLLM's model would read every one."""
+    """Drops nodes without a token, and their descendants."""
     if len(tokens) == 0:
         return NO_GUESS
     if tokens[1:].min(initial=0) >= 0 and depths[1:].min(initial=1) > 0:

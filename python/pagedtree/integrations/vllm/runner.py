@@ -190,7 +190,6 @@ class TreeRunner:
         self.positions[step.rows] = roots.repeat_interleave(counts, output_size=len(step.rows)) + step.trees.depths
 
     def _set_masks(self, step: StepTrees | None, num_queries: int) -> None:
-        """Hands the masks to the attention metadata builders, which run next."""
         tree = None
         if step is not None:
             mask = step.trees.mask.new_zeros((num_queries, step.trees.mask.shape[1]))

@@ -20,7 +20,6 @@ class Texts:
         self._next_index = 0
 
     def known(self, request_id: str) -> list[int]:
-        """The text at the last call of `sequences`."""
         sequence = self._sequences.get(request_id)
         return sequence.tokens if sequence is not None else []
 

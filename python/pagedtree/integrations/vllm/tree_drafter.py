@@ -28,14 +28,13 @@ class TreeDrafter:
         defaults        its options and their default values
         needed          the required option and its meaning, or None
         needs_hidden    `draft` gets the target's last hidden states
-        feature_layers  `read` gets the outputs of these decoder layers (0 = the first) at all tokens of each pass;
-                        `load_model` may still set it
+        feature_layers  `read` gets the outputs of these decoder layers (0 = the first); `load_model` may still set it
         on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the
                         first one alone, whose proposals count; for drafters that compute over the ranks
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
         is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
-                        log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes]; vLLM's adaptive
-                        verification (runner V2) needs that
+                        log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes], for vLLM's adaptive
+                        verification (runner V2)
 
     Attributes:
         options: `defaults`, updated from additional_config.
@@ -194,7 +193,6 @@ class TreeDrafter:
         return drafts
 
     def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
-        """Checks the return value of `draft`; raises ValueError if it breaks the contract in its docstring."""
         name = f"{type(self).__name__}.draft"
         if len(proposed) != count:
             raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")

@@ -1,8 +1,5 @@
-"""How many nodes each request of vLLM's batch gets: as many as maximize throughput.
-
-The choice is made by `pagedtree.generation.tree_tuner`, as in `generate(tree="auto")`. This module finds out how much
-of the last proposals was accepted, and which passes measure a step's cost.
-"""
+"""How many nodes each request of vLLM's batch gets: as many as maximize throughput, by `generation.tree_tuner`, from
+the accepted parts of the last proposals, and the passes that measure a step's cost."""
 
 from __future__ import annotations
 
@@ -35,8 +32,6 @@ class Pass:
 
 @dataclass
 class _Step:
-    """Proposals for the next pass: the requests, the plan, the start time and the drafting time in seconds."""
-
     request_ids: Sequence[str]
     plan: Plan
     begin: float
@@ -136,6 +131,5 @@ def accepted_path(proposal: Proposal, new_tokens: Sequence[int]) -> list[tuple[i
 
 
 def _padded(rows: Sequence[Sequence[int]]) -> Tensor:
-    """int64 [len(rows), maximum length], padded with -1."""
     width = max(map(len, rows))
     return torch.tensor([[*row, *[-1] * (width - len(row))] for row in rows], dtype=torch.int64)

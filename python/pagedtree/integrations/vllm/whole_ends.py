@@ -33,7 +33,6 @@ class WholeEnds:
 
 
 def _whole_rows(name: str, layer: Any, vocab_size: int) -> Tensor:
-    """Returns [V, H], without vLLM's padding rows."""
     weight = getattr(layer, "weight", None)
     if weight is None or not weight.is_floating_point():
         raise ValueError(f"head: expected a target whose {name} is not quantized, got {type(layer).__name__}")
