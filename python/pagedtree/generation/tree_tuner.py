@@ -66,11 +66,8 @@ class Odds:
 
 
 class StepCosts:
-    """Estimates of the seconds of steps of one batch size: priors at first, then measurements.
-
-    plain: a step without drafts. once: fixed cost of drafts in the target's pass. row: cost per drafted row. level: the
-    drafter's cost per level, and its fixed cost per call.
-    """
+    """Estimates of the seconds of steps of one batch size, priors at first. plain: a step without drafts. once: fixed
+    cost of drafts in the target's pass. row: cost per drafted row. level: the drafter's per level and per call."""
 
     def __init__(self, plain: float, once: float, row: float, level: float) -> None:
         self.plain, self.once, self.row, self.level = plain, once, row, level
@@ -119,11 +116,8 @@ class StepCosts:
 
 @dataclass(frozen=True)
 class Kept:
-    """The nodes of a proposal that the target verifies.
-
-    rows: int32, their rows in the proposal; None: all of it. num_drafted: nodes that are not roots. guesses: (tree,
-    parent's row or -1 at roots, class) of each row of the proposal.
-    """
+    """The nodes of a proposal that the target verifies. rows: int32, their rows in the proposal; None: all of it.
+    num_drafted: nodes that are not roots. guesses: (tree, parent's row or -1, class) of each row of the proposal."""
 
     draft: Draft
     proposal: Draft
@@ -134,10 +128,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step: its seconds, including the drafter's; accepted nodes and their tokens [B, S].
-
-    seconds is None if this step's time is not representative. A tree whose nodes are all -1 is ignored.
-    """
+    """The outcome of a step: its seconds, including the drafter's, None: not representative; accepted nodes and their
+    tokens [B, S]. A tree whose nodes are all -1 is ignored."""
 
     seconds: float | None
     accept_index: Tensor

@@ -33,10 +33,7 @@ class LLGuidanceMatcher(DepthFirstMatcher):
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> None:
-        """tokenizer: the one that the matcher was made with.
-
-        Raises TypeError for other types, ValueError for a matcher with an error, as one of a wrong grammar has.
-        """
+        """tokenizer: the matcher's. Raises TypeError for other types, ValueError for a matcher with an error."""
         expect_type("matcher", matcher, llguidance.LLMatcher)
         expect_type("tokenizer", tokenizer, llguidance.LLTokenizer)
         if matcher.is_error():

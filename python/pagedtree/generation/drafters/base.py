@@ -187,8 +187,7 @@ class Drafter:
         raise NotImplementedError
 
     def confidence(self) -> Tensor | None:
-        """Returns fp32 [N], the drafter's joint log-probability of each node of the last proposal; None: unknown.
-        `generate(tree="auto")` calibrates it."""
+        """Returns fp32 [N], the drafter's joint log-probability of each node of the last proposal; None: unknown."""
         return None
 
     def read(self, rows: FeatureRows) -> None:
@@ -205,8 +204,8 @@ class Drafter:
         """Receives the verified pass. rows: as in `propose`; then result.sequences is empty, and `advance` follows."""
 
     def limit_depth(self, levels: int | None) -> None:
-        """Limits further proposals to this many levels, if fewer levels take less time. None: max_depth. 0, only with
-        `has_free_guesses`: only drafts that need no model pass."""
+        """Limits further proposals to this many levels, if fewer take less time; None: max_depth; 0, with
+        `has_free_guesses`: to drafts without a model pass."""
         self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
@@ -221,7 +220,7 @@ class Drafter:
         """Updates the host's state after a captured step has committed tokens of these sequences."""
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        """Drops a finished or evicted sequence. An evicted one may return and is then read again from its start."""
+        """Drops a finished or evicted sequence; an evicted one may return."""
 
 
 class _Stateless(Drafter):

@@ -40,8 +40,8 @@ class BlockDraftConfig(LayerSizes):
         block_size: tokens of a block, including the known one at its start.
         mask_token_id: a token of the target, the placeholder for unknown tokens.
         target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
-        layer_types: "full_attention" or "sliding_attention" per layer, default all full. In a full layer the tokens of
-            a block see each other; a sliding one is causal, with a window of `sliding_window`.
+        layer_types: "full_attention", where the tokens of a block see each other, or "sliding_attention", causal with a
+            window of `sliding_window`, per layer; default all full.
         is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
         input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
         window_from_anchor: whether all windows of a block end `sliding_window` before the known token, as speculators

@@ -106,10 +106,8 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama-style layer: pre-norm attention and gated MLP, each with a residual connection.
-
-    has_head_norms: whether queries and keys have an RMSNorm, as in Qwen 3. inputs: see `Attention`.
-    """
+    """A Llama-style layer: pre-norm attention and gated MLP, each with a residual connection. has_head_norms: whether
+    queries and keys have an RMSNorm, as in Qwen 3. inputs: see `Attention`."""
 
     def __init__(self, sizes: LayerSizes, inputs: int | None = None, *, has_head_norms: bool) -> None:
         super().__init__()

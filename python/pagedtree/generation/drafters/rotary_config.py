@@ -22,8 +22,6 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Rotary(NamedTuple):
-    """Kind, base and parameters of a rotary embedding."""
-
     kind: str
     theta: float
     values: dict[str, float]

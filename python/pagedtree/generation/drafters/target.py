@@ -47,7 +47,6 @@ class Target(NamedTuple):
         return weight.device, weight.dtype
 
     def check(self, entries: ConfigEntries, key: str, size: int) -> None:
-        """Raises ValueError for a number of tokens that is not the target's."""
         if size not in self.vocab_sizes:
             entries.refuse(key, f"the target's {' or '.join(map(str, sorted(self.vocab_sizes)))} tokens", size)
 

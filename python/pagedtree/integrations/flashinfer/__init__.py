@@ -1,7 +1,4 @@
-"""FlashInfer's paged prefill, latent attention, packed masks, merging and chain sampling, on pagedtree.
-
-FlashInfer is not needed.
-"""
+"""FlashInfer's paged prefill, latent attention, packed masks, merging and chain sampling, without FlashInfer."""
 
 from pagedtree.integrations.flashinfer.masks import (
     export_custom_mask,

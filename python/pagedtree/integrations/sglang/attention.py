@@ -36,7 +36,7 @@ class Step:
     over_rows: Step | None = None  # see of_rows
 
     def of_rows(self, count: int) -> Step:
-        """Returns the same `count` queries over keys that are their own rows, in a cache with pages of one slot."""
+        """Returns the step of `count` queries over keys that are their own rows, in pages of one slot."""
         if self.over_rows is None:
             offsets, width = self.cu_seqlens_q, self.max_seqlen_q or count
             table = offsets[:-1, None] + torch.arange(width, dtype=torch.int32, device=offsets.device)
@@ -192,7 +192,6 @@ def _pages(buffer: Tensor, page_size: int) -> Tensor:
 
 
 def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
-    """Refuses latent heads that need prefix keys, because the pool's rows are latents."""
     if save_kv_cache or forward_batch.extend_prefix_lens_cpu is None or any(forward_batch.extend_prefix_lens_cpu):
         raise NotImplementedError("pagedtree's backend: expected latents, got heads of them behind a prefix")
 

@@ -97,7 +97,7 @@ def attention_forward(
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype in which torch.autocast computes attention now; None outside of it."""
+    """Returns the dtype in which torch.autocast computes attention now, if it does."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):  # which does not know meta
         return None
     return torch.get_autocast_dtype(device.type)

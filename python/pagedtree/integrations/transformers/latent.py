@@ -55,7 +55,7 @@ def _is_served(module: Any) -> bool:
 
 
 def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
-    """Makes these layers pass their latents to the attention interface in place of keys and values inside the block."""
+    """Makes these layers pass their latents to the attention interface inside the block."""
     return with_forwards(((layer, _latents) for layer in layers), "expand_kv")
 
 

@@ -107,7 +107,6 @@ class MtpHead(nn.Module):
             check_attention(num_heads, max(num_heads // groups, 1), attention.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError if the head does not fit a target of these sizes."""
         own = self.projection.out_features
         if own != hidden_size or self.vocab_size < vocab_size:
             raise ValueError(
@@ -147,8 +146,8 @@ class MtpHead(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
         """Returns the first MTP layer for `model` from the model's checkpoint, or from a folder that speculators wrote.
 
-        Embedding and output layer are the target's where the checkpoint has none or the same values. Names, shapes and
-        types are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
+        Embedding and output layer are the target's where the checkpoint has none or the same values. Raises as
+        `EagleHead.from_pretrained` does.
         """
         path = Path(path)
         stored = StoredTensors(path, WEIGHTS_NAMES)

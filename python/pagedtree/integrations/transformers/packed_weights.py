@@ -99,18 +99,16 @@ def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
     A pass over few tokens takes less time. `generate` packs for one call where that pays; hold the block open over many
     calls to pack once. `model(...)` and `model.generate(...)` work inside the block; backward raises RuntimeError.
 
-    Weights are packed one after another and their dense forms freed at once, so the models need no more memory. A
-    matrix that is also the embedding (tied weights) stays dense for the embedding, too. So does a weight held
-    elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view or another
-    process shares its memory; a value written to it meanwhile counts after the block. An array passed to
+    Weights are packed one after another and their dense forms freed at once. Tied weights stay dense, too, and weights
+    held elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view or
+    another process shares its memory; a value written to it meanwhile counts after the block. An array passed to
     `torch.from_numpy` is not detected.
 
-    q_proj, k_proj and v_proj of a module become one matrix, gate_proj and up_proj another, if they get the same
-    unchanged tensor. Inside the block `weight` of a packed layer has the same shape and dtype in oneDNN's layout, which
-    torch's dense operations refuse: save, move and load weights outside, and keep torch.autocast outside. A model
-    compiled by `torch.compile` runs uncompiled. At the end, also after an exception, the same parameters have the same
-    bits again. Blocks may be nested. Packing waits for calls of `generate` on the models in other threads; do not run
-    the models there meanwhile.
+    q_proj, k_proj and v_proj of a module share a product, and gate_proj and up_proj another, if they get the same
+    unchanged tensor. Inside the block `weight` of a packed layer is in oneDNN's layout, which torch's dense operations
+    refuse: save, move and load weights outside, and keep torch.autocast outside. A model compiled by `torch.compile`
+    runs uncompiled. At the end, also after an exception, the same parameters have the same bits again. Blocks may be
+    nested. Packing waits for calls of `generate` on the models in other threads; do not run them there meanwhile.
 
     Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
     computes in them), from 524288 in fp32. Others stay unchanged: subclasses, quantised, offloaded, sharded and

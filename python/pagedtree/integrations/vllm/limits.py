@@ -137,7 +137,7 @@ def avoid_rotary_op(vllm_config: Any) -> None:
 
 
 def check_drafter(name: str) -> Any:
-    """Returns the class of this name. Raises ValueError unless it is a tree drafter: vLLM would instantiate it."""
+    """Returns the class of this name. Raises ValueError unless it is a tree drafter."""
     from pagedtree.integrations.vllm.drafters import TreeDrafter  # imports vLLM and transformers
 
     module_name, _, class_name = name.rpartition(".")

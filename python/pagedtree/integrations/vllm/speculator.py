@@ -21,13 +21,11 @@ __all__ = ["KeptTrees", "TreeSpeculator"]
 class KeptTrees:
     """The trees of requests, kept like vLLM's draft tokens: on the device, by the request's slot.
 
-    Every tree has `num_speculative_tokens` draft tokens. Missing ones are children of the root without a token (-1),
-    which no verification accepts.
+    Every tree has `num_speculative_tokens` draft tokens; missing ones are children of the root without a token (-1).
 
     Attributes:
         parents: int32 [max_num_reqs, num_speculative_tokens + 1], the root's included; of a chain at first.
-        max_nodes, max_depth: of each tree.
-        accepted: of the last pass, set by the runner.
+        max_nodes, max_depth: of each tree. accepted: of the last pass, set by the runner.
         draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, where vLLM's
             adaptive verification is on: each node's probability divided by its predecessor's. vLLM multiplies them
             along the nodes and keeps the most probable ones of the batch, each request's first ones, because nodes are
