@@ -261,29 +261,23 @@ def test_masks_there_and_back() -> None:
     assert torch.equal(import_packed_custom_mask(spaced, mask_indptr + 3, qo_indptr, seq_lens), words)
 
 
-def test_masks_of_the_newest_level(backend, dtype) -> None:
-    """Rectangular: two queries, a tree of five."""
-    batch = Batch([14], [2], 4, dtype)
-    seen = tree_sees(random_trees([5])[0], 9)[3:]
-    tree_lens = int32([5])
-    words = import_custom_mask(seen.flatten(), batch.qo_indptr, int32([14]), tree_lens)
-    table, lens = page_table(batch.indptr, batch.indices, batch.last_page_len, 4)
+@pytest.mark.parametrize(("lens", "queries", "tree_lens"), [([14], [2], [5]), ([14, 6], [3, 2], [0, 0])])
+def test_rectangular_masks(backend, dtype, lens, queries, tree_lens) -> None:
+    """Two queries of a tree of five; and words that cover none of the keys: every query sees every key."""
+    batch = Batch(lens, queries, 4, dtype)
+    sees = [torch.ones(n, s, dtype=torch.bool) for n, s in zip(queries, lens, strict=True)]
+    if any(tree_lens):
+        sees = [tree_sees(random_trees([5])[0], 9)[3:]]
+    form = batch.qo_indptr, int32(lens), int32(tree_lens)
+    flat = torch.cat([seen.flatten() for seen in sees])
+    words = import_custom_mask(flat, *form)
+    assert words.shape == (sum(queries), any(tree_lens))
+    table, seq_lens = page_table(batch.indptr, batch.indices, batch.last_page_len, 4)
     out = tree_attention(
-        batch.q, *cache_views(batch.kv_cache), table, lens, batch.qo_indptr, words, tree_lens=tree_lens
+        batch.q, *cache_views(batch.kv_cache), table, seq_lens, batch.qo_indptr, words, tree_lens=int32(tree_lens)
     )
-    close(out, batch.expected([seen])[0])
-    assert torch.equal(export_custom_mask(words, batch.qo_indptr, int32([14]), tree_lens), seen.flatten())
-
-
-def test_masks_of_no_tree(backend, dtype) -> None:
-    """Words that cover none of the keys: every query sees every key."""
-    batch = Batch([14, 6], [3, 2], 4, dtype)
-    sees, none = [torch.ones(n, s, dtype=torch.bool) for n, s in ((3, 14), (2, 6))], int32([0, 0])
-    words = import_custom_mask(torch.cat([seen.flatten() for seen in sees]), batch.qo_indptr, int32(batch.lens), none)
-    assert words.shape == (5, 0)
-    table, lens = page_table(batch.indptr, batch.indices, batch.last_page_len, 4)
-    out = tree_attention(batch.q, *cache_views(batch.kv_cache), table, lens, batch.qo_indptr, words, tree_lens=none)
     close(out, batch.expected(sees)[0])
+    assert torch.equal(export_custom_mask(words, *form), flat)
 
 
 def test_masks_of_a_tree_batch() -> None:

@@ -86,7 +86,8 @@ class Server:
         widths = {"qk_head_dim": self.dims[0], "v_head_dim": self.dims[1], "tp_k_head_num": self.buffers[0].shape[1]}
         layer, options = fields.pop("layer", layer_of(**widths)), fields.pop("options", {})
         device = self.q.device
-        batch = {"forward_mode": mode, "seq_lens": torch.tensor(self.lens).to(device), **self.common, **fields}
+        lens = {"seq_lens": torch.tensor(self.lens).to(device), "extend_seq_lens": torch.tensor(self.news).to(device)}
+        batch = {"forward_mode": mode, **self.common, **lens, **fields}
         backend = PagedTreeBackend(self.runner)
         backend.init_forward_metadata(SimpleNamespace(**batch))
         call = backend.forward_decode if mode is Mode.DECODE else backend.forward_extend
@@ -118,8 +119,7 @@ def test_decode(backend, device, dtype, page_size) -> None:
 @pytest.mark.parametrize("dims", [(DIM, DIM), (192, 128)])
 def test_extend(backend, device, dtype, page_size, known_on_host, dims) -> None:
     server = Server([9, 40, 17], [9, 5, 1], page_size, device, dtype, dims=dims)
-    fields = {"extend_seq_lens": torch.tensor(server.news, dtype=torch.int32, device=device)}
-    fields |= {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
+    fields = {"extend_seq_lens_cpu": server.news} if known_on_host else {"seq_lens_cpu": None}
     out = server.run(Mode.EXTEND, **fields)
     server.check(out, [causal(n, s) for n, s in zip(server.news, server.lens, strict=True)])
 
@@ -137,8 +137,7 @@ def test_latents(backend, device, dtype) -> None:
     spec = SimpleNamespace(draft_token_num=n, custom_mask=mask.to(device))
     server.check(server.run(Mode.TARGET_VERIFY, **at, seq_lens_cpu=torch.tensor(prefixes), spec_info=spec), sees)
     server = Server(lens, [n] * 3, 1, device, dtype, **latents)
-    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor([n] * 3, device=device))
-    server.check(out, [causal(n, s) for s in lens])
+    server.check(server.run(Mode.EXTEND), [causal(n, s) for s in lens])
 
 
 @pytest.mark.parametrize("known_on_host", [True, False])
@@ -149,7 +148,7 @@ def test_prompts_of_latent_layers(backend, device, dtype, known_on_host) -> None
     given = Server(lens, lens, 4, device, dtype, dims=(192, 128))
     server.q, server.k, server.v = given.q, given.k, given.v
     layer = layer_of(qk_head_dim=192, v_head_dim=128)
-    fields = {"extend_seq_lens": torch.tensor(lens, device=device), "extend_prefix_lens_cpu": [0, 0, 0], "layer": layer}
+    fields = {"extend_prefix_lens_cpu": [0, 0, 0], "layer": layer}
     fields |= {"extend_seq_lens_cpu": lens} if known_on_host else {}
     out = server.run(Mode.EXTEND, **fields, options={"save_kv_cache": False})
     rows = zip(given.q.cpu().view(-1, HEADS, 192).split(lens), given.paged.k, given.paged.v, lens, strict=True)
@@ -162,10 +161,7 @@ def test_windows_caps_and_sinks(backend, device, dtype) -> None:
     server = Server([9, 40, 17], [9, 5, 1], 4, device, dtype)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     out = server.run(
-        Mode.EXTEND,
-        layer=layer_of(sliding_window_size=6, logit_cap=2.5),
-        options={"sinks": sinks.to(device, dtype)},
-        extend_seq_lens=torch.tensor(server.news, device=device),
+        Mode.EXTEND, layer=layer_of(sliding_window_size=6, logit_cap=2.5), options={"sinks": sinks.to(device, dtype)}
     )
     sees = [causal(n, s, window=7) for n, s in zip(server.news, server.lens, strict=True)]  # 6 and the query's own
     server.check(out, sees, softcap=2.5, sinks=sinks)
@@ -202,13 +198,11 @@ def test_rows_that_were_written_before(backend, device, dtype) -> None:
     server.buffers = [x.to(device).flatten(0, 1) for x in (server.paged.k_cache, server.paged.v_cache)]
     k, v = server.k, server.v
     server.k = server.v = None
-    out = server.run(Mode.EXTEND, extend_seq_lens=torch.tensor([2, 2], device=device))
+    out = server.run(Mode.EXTEND)
     server.k, server.v = k, v
     server.check(out, [causal(2, 9), causal(2, 5)])
     server.k = server.v = torch.full_like(k, torch.nan)
-    again = server.run(
-        Mode.EXTEND, extend_seq_lens=torch.tensor([2, 2], device=device), options={"save_kv_cache": False}
-    )
+    again = server.run(Mode.EXTEND, options={"save_kv_cache": False})
     assert torch.equal(out, again)
 
 
@@ -264,11 +258,7 @@ def test_fp8_cache(backend, device) -> None:
     server = Server([20, 7], [3, 7], 4, device, dtype)
     scale = torch.tensor(0.0625, device=device)
     server.buffers = [(x.nan_to_num() / scale).to(torch.float8_e4m3fn) for x in server.buffers]
-    out = server.run(
-        Mode.EXTEND,
-        layer=layer_of(k_scale=scale, v_scale=scale),
-        extend_seq_lens=torch.tensor(server.news, device=device),
-    )
+    out = server.run(Mode.EXTEND, layer=layer_of(k_scale=scale, v_scale=scale))
     queries = server.q.cpu().view(-1, HEADS, DIM).split(server.news)
     for b, (q, rows) in enumerate(zip(queries, out.cpu().view(-1, HEADS, DIM).split(server.news), strict=True)):
         stored = [(x[b] / 0.0625).to(torch.float8_e4m3fn).float() * 0.0625 for x in (server.paged.k, server.paged.v)]

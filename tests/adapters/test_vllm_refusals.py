@@ -34,11 +34,24 @@ def config_of(**model):
     )
 
 
-def test_models_with_recurrent_layers_are_refused():
+@pytest.mark.parametrize(
+    ("options", "device", "message"),
+    [
+        (
+            {"has_inner_state": True},
+            "cpu",
+            r"model \(recurrent layers, whose states follow no trees here\) = False, got",
+        ),
+        ({"use_mla": True}, "cuda", "latent attention on a GPU"),
+    ],
+)
+def test_models_are_refused(options, device, message):
     """vLLM says has_inner_state of models with recurrent layers, such as Qwen3-Next."""
-    check_config(config_of())
-    with pytest.raises(ValueError, match=r"model \(recurrent layers, whose states follow no trees here\) = False, got"):
-        check_config(config_of(has_inner_state=True))
+    check_config(config_of(use_mla=True))
+    config = config_of(**options)
+    config.device_config.device_type = device
+    with pytest.raises(ValueError, match=message):
+        check_config(config)
 
 
 @pytest.mark.parametrize("worker", ["auto", "vllm.v1.worker.gpu_worker.Worker", None])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +27,6 @@ from vllm_case import (
 
 from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.latent import PagedTreeLatentBackend
-from pagedtree.integrations.vllm.limits import check_config
 
 PROMPTS = token_prompts()
 # Stock vLLM with its rotation in torch, as where it compiles; `limits.avoid_rotary_op` says why.
@@ -165,18 +162,6 @@ def test_compiled_model(deepseek, tmp_path):
     env = {"VLLM_CACHE_ROOT": str(tmp_path)}
     with engine(model=path, **oracle(expected), enforce_eager=False, env=env) as llm:
         assert generate(llm, PROMPTS) == expected
-
-
-@V1_ONLY
-def test_trees_of_latent_models_are_refused_on_a_gpu(deepseek):
-    path, expected = deepseek
-    with engine(model=path, **oracle(expected)) as llm:
-        config = copy.copy(llm.llm_engine.vllm_config)
-    check_config(config)
-    config.device_config = SimpleNamespace(device_type="cuda")
-    with pytest.raises(ValueError, match="latent attention on a GPU"):
-        check_config(config)
-    assert PagedTreeBackend.is_mla() is False  # by which vLLM itself refuses the backend alone
 
 
 @V1_ONLY

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from vllm_case import (
-    MEDUSA,
     RUNNER,
     SamplingParams,
     StructuredOutputsParams,
@@ -25,12 +24,10 @@ from vllm_case import (
 if RUNNER == "V1":
     pytest.skip("this is of model runner V2: make test-engines ENGINE=vllm_v2", allow_module_level=True)
 
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu.warmup import warmup_kernels
 
 from pagedtree.integrations.vllm import speculator
 from pagedtree.integrations.vllm.async_scheduler import AsyncTreeScheduler
-from pagedtree.integrations.vllm.attention import PagedTreeMetadataBuilder
 
 PROMPTS = token_prompts(4)
 # What waits for a device's results.
@@ -159,23 +156,6 @@ def test_the_batch_bounds_the_nodes(stock):
     with engine(**options) as llm:
         assert generate(llm, PROMPTS) == stock
         assert accepted(llm) > len(PROMPTS)
-
-
-def test_masks_stay_where_captured_graphs_see_them(stock, monkeypatch):
-    seen: set[tuple[int, int]] = set()
-    build = PagedTreeMetadataBuilder.build
-
-    def spy(builder, *args, **kwargs):
-        metadata = build(builder, *args, **kwargs)
-        seen.add((metadata.tree.tree_mask.data_ptr(), metadata.tree.tree_lens.data_ptr()))
-        return metadata
-
-    monkeypatch.setattr(PagedTreeMetadataBuilder, "build", spy)
-    with engine(**tree_options("medusa", heads=MEDUSA)) as llm:
-        assert generate(llm, PROMPTS) == stock
-        config = runner_of(llm).vllm_config
-        assert PagedTreeMetadataBuilder.get_cudagraph_support(config, None) == AttentionCGSupport.UNIFORM_BATCH
-    assert len(seen) == 1
 
 
 def test_the_steps_that_warm_a_gpu_up_run_with_trees(stock):
