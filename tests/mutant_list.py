@@ -34,7 +34,7 @@ def of_drafting(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
-    only = "simt and (best_first or select_nodes)"
+    only = "simt and (best_first or select_nodes) or small_clusters"
     return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, (CASES,), "simt", only)
 
 

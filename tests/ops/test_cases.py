@@ -82,7 +82,7 @@ def test_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_small_clusters(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU without clusters gives one CTA all trees."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
-    row = run_row(CASES["select_nodes/200 sequences"], SIMT)
+    row = run_row(CASES["select_nodes/300 sequences"], SIMT)
     assert row.status == OK, row.detail
 
 

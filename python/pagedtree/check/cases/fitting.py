@@ -42,7 +42,7 @@ def cases() -> Iterator[Case]:
     yield _selection("padding rows", [7, 0, 40], 16, padding=5)
     yield _selection("no sequence", [], 4, padding=3)
     yield _selection("a chain of 1024", [1024, 5], 700, reach=1)
-    yield _selection("200 sequences", [i % 40 for i in range(200)], 1500, limit=1200)
+    yield _selection("300 sequences", [i % 40 for i in range(300)], 1500, limit=1200)
     yield _selection("malformed trees", [9, 30, 1, 12], 35, malformed=True)
 
 
