@@ -27,9 +27,7 @@ class LLGuidanceMatcher(DepthFirstMatcher):
     where nothing can follow a complete text. Without whitespace_pattern or whitespace_flexible=False a schema allows
     white space without end.
 
-    Attributes:
-        matcher: llguidance's own. Direct calls to it count here, too.
-        vocab_size, stop_token_ids: the tokenizer's.
+    matcher: llguidance's own, to which direct calls count here, too. vocab_size, stop_token_ids: the tokenizer's.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, tokenizer: llguidance.LLTokenizer) -> None:

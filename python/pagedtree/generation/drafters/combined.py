@@ -32,18 +32,17 @@ LOOK_AFTER = 32
 class CombinedDrafter(Drafter):
     """A choice between two drafters by expected tokens per cost, per sequence and step.
 
-    It counts, per sequence, the new tokens that each drafter's tree contained. N-grams are looked up before the choice,
-    so their trees always count, separately per match length. A pass of a model takes the same time for one sequence and
-    for all, so the whole batch decides:
+    It counts, per sequence, the new tokens that each drafter's tree contained; n-grams, looked up before the choice,
+    always count, separately per match length. A pass of a model takes the same time for one sequence and for all, so
+    the whole batch decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         # one drafter everywhere, the other everywhere, or the one with the largest expected[d][b] per sequence:
         chosen = the way with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
-    The choice depends neither on a clock nor on the draws of the chosen tree: greedy decoding and rule "sampled" give
-    the same text, the other rules the same distribution. A drafter that was idle for 32 steps is asked once. The choice
-    is made on the host: one synchronisation per step on a GPU.
+    The choice depends neither on a clock nor on the draws of the chosen tree, so rules stay lossless. A drafter that
+    was idle for 32 steps is asked once. The choice is made on the host: one synchronisation per step on a GPU.
 
     Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 

@@ -38,7 +38,7 @@ class EagleHead(nn.Module):
 
     Args:
         config: entries of config.json, as in SGLang and vLLM. ValueError for unknown or unsupported entries.
-        embed_tokens, lm_head: the target's embedding and output layer, used unless the head's checkpoint has others.
+        embed_tokens, lm_head: the target's, used unless the head's checkpoint has others.
         feature_layers: target layers whose outputs are the features (`Drafter.feature_layers`).
         target_ids: int64 [draft vocabulary], ascending; None = the target's whole vocabulary.
     """
@@ -88,22 +88,19 @@ class EagleHead(nn.Module):
 
     @property
     def vocab_size(self) -> int:
-        """Size of the draft vocabulary."""
         return self.target_ids.shape[0]
 
     @property
     def embedding(self) -> nn.Module:
-        """The head's embedding, else the target's."""
         return self._embed_tokens[0] if self.embed_tokens is None else self.embed_tokens
 
     @property
     def input_rows(self) -> Tensor:
-        """[V, hidden_size], rows of the embedding."""
         return cast(Tensor, self.embedding.weight)
 
     @property
     def output_rows(self) -> Tensor:
-        """[draft vocabulary, hidden_size], rows of the head's output layer, else of the target's."""
+        """[draft vocabulary, hidden_size]."""
         return self._rows[0] if self.lm_head is None else self.lm_head.weight
 
     def check_attention(self) -> None:

@@ -30,9 +30,9 @@ class ModelDrafter(TreeGrower):
     last. Rows of the accepted path stay in its cache, whose pages, of running sequences only, do not count in
     `num_pages` of `generate`; the pool doubles when full.
 
-    Vocabulary padding may differ (Qwen2.5 has 151936 or 152064 rows): tokens that the target lacks are never drafted,
-    tokens that the draft model lacks have probability 0; sizes may differ by at most 1024. The drafts of another
-    tokenizer are rejected, and the text stays correct. It drafts only within the draft model's positions.
+    Vocabulary padding may differ by at most 1024 (Qwen2.5 has 151936 or 152064 rows): tokens that the target lacks are
+    never drafted, tokens that the draft model lacks have probability 0. The drafts of another tokenizer are rejected;
+    the text stays correct. It drafts only within the draft model's positions.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)

@@ -20,9 +20,9 @@ RUNS_OF_A_BRANCH = 2
 class SuffixDrafter(NgramDrafter):
     """Prompt lookup in the text itself and in former answers, for agents and other workloads with repetitive requests.
 
-    A finished sequence's generated tokens are remembered across calls of `generate`. If at least the last four tokens
-    of a text occur in a former answer, its continuation is a candidate too. Longer n-grams come first; at equal length
-    the text itself, then the most frequent continuation of former answers.
+    Finished sequences' generated tokens are remembered across calls of `generate`. If at least the last four tokens of
+    a text occur there, their continuation is a candidate too. Longer n-grams come first; at equal length the text
+    itself, then the most frequent continuation.
 
         tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 

@@ -129,14 +129,10 @@ def reconstruct_indices_from_tree_mask(
 ) -> None:
     """Writes the links and positions of trees of N = draft_token_num nodes, given as masks.
 
-    Args:
-        tree_mask: bool or bytes, bs * N * N elements: node i sees node j; parents come before their children.
-        verified_seq_len: integers [bs], the lengths without the tree.
-        positions: [bs * N], written: verified_seq_len + the number of earlier nodes that a node sees.
-        retrive_index, retrive_next_token, retrive_next_sibling: [bs, N], written as by `build_tree_kernel_efficient`;
-            a node's parent is the last earlier node that it sees.
-
-    Raises ValueError for wrong shapes.
+    tree_mask: bool or bytes, bs * N * N elements: node i sees node j; parents come before their children. positions:
+    [bs * N], verified_seq_len [bs] + the number of earlier nodes that a node sees. The links are as
+    `build_tree_kernel_efficient` writes them; a node's parent is the last earlier node that it sees. Raises ValueError
+    for wrong shapes.
     """
     bs, n = batch_size, draft_token_num
     if tree_mask.element_size() != 1 or tree_mask.numel() != bs * n * n:

@@ -28,7 +28,7 @@ def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gathe
     `VocabShards` of the output layer, of no use with gather_logits.
 
     Raises ValueError for a model without a plan, heads that do not divide, or more ranks than key and value heads where
-    these differ from layer to layer (Gemma 4); ImportError for an older transformers.
+    these differ by layer (Gemma 4); ImportError for an older transformers.
     """
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -74,10 +74,8 @@ class KnowsTexts(TreeDrafter):
 
 
 class NgramTreeDrafter(WithoutModel):
-    """Prompt lookup: continuations of the last n-gram's earlier occurrences in the request's text, merged into a tree.
-
-    Options: as in `pagedtree.integrations.transformers.NgramDrafter`, without `remember`.
-    """
+    """Prompt lookup in the request's text. Options: as in `pagedtree.integrations.transformers.NgramDrafter`, without
+    `remember`."""
 
     defaults: ClassVar[dict[str, Any]] = {"max_depth": None, "max_branches": 4, "min_ngram": 1, "max_ngram": 4}
 
@@ -169,8 +167,7 @@ class MedusaTreeDrafter(WithoutModel):
     """Medusa: heads on the target's last hidden state predict the tokens after the root, one head per tree level.
 
     Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
-    `pagedtree.best_first_tree`. The heads share the target's output layer, which computes over all tensor-parallel
-    ranks; each has all other weights.
+    `pagedtree.best_first_tree`. The heads share the target's output layer over all tensor-parallel ranks.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}

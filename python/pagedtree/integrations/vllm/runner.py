@@ -40,8 +40,7 @@ class TreeRunner:
         _prepare_inputs           chain slots first; then positions become start + depth, and masks are set
         sample_tokens             keeps the grammar's mask for _sample
         _sample                   verification, and the accepted rows of all layers moved together
-        propose_draft_token_ids   hands the drafter hidden states; keeps the trees of its proposals until their tokens
-                                  are scheduled
+        propose_draft_token_ids   hands the drafter hidden states; keeps the trees of its proposals
         take_draft_token_ids      sends the trees to the scheduler
 
     It also works without a drafter: the same seeded sampling, one token per step.

@@ -1,4 +1,4 @@
-"""The base class of drafters: the methods that vLLM's runners call, and the bookkeeping that trees need."""
+"""The base class of drafters for vLLM's runners."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class TreeDrafter:
         needed          the required option and its meaning, or None
         needs_hidden    `draft` gets the target's last hidden states
         feature_layers  `read` gets the outputs of these decoder layers (0 = the first); `load_model` may still set it
-        on_every_rank   all tensor-parallel ranks call `read` and `draft`, with the same arguments, instead of the
-                        first one alone, whose proposals count; for drafters that compute over the ranks
+        on_every_rank   all tensor-parallel ranks call `read` and `draft`, instead of the first one alone, whose
+                        proposals count
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
         is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
                         log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes], for vLLM's adaptive
@@ -144,7 +144,7 @@ class TreeDrafter:
         raise NotImplementedError
 
     def limit_depth(self, levels: int) -> None:
-        """Limits trees to so many levels from now on, if fewer take less time; called before the next `draft`."""
+        """Limits trees to so many levels, if fewer take less time; called before the next `draft`."""
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
         """Returns how many target tokens `draft` would read beyond a normal step's; called before `draft`."""
