@@ -78,7 +78,7 @@ wheels: export PAGEDTREE_CUDA := 1
 wheels: export PAGEDTREE_SIMT := 0
 wheels: export PAGEDTREE_EMULATED_ISA := 0
 wheels: export TORCH_CUDA_ARCH_LIST ?= 8.0 8.9 9.0a 10.0 12.0+PTX
-wheels: $(READY)  ## a wheel for each Python that is found (PYTHONS="python3.12 ..."), into dist/, and what they hold is checked
+wheels: $(READY)  ## build and check a wheel for each Python found (PYTHONS="python3.12 ..."), into dist/
 	rm -rf build/lib.* build/bdist.* dist/*.whl
 	set -e; for python in $(PYTHONS); do \
 	  environment=build/wheels/$$($$python -c "import sys; print(sys.implementation.cache_tag)"); \
@@ -134,46 +134,46 @@ test-all: export PAGEDTREE_SIMT := 1
 test-all: export PAGEDTREE_CUDA := 1
 
 .PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines test-peers check-aarch64 fuzz
-test: $(READY_DEV) build  ## the core suite; CUDA=1: that of the CUDA kernels too
+test: $(READY_DEV) build  ## run the core suite; with CUDA=1 also on the CUDA kernels
 ifeq ($(CUDA),0)
 	@echo "== CUDA=0: the tests of the CUDA kernels are left out; make test CUDA=1 compiles them and runs them on the CPU"
 endif
 	$(say_set_up)
 	$(PYTEST) -m "not slow and not stats"
 
-test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## every test, the long ones too
+test-all: $(READY_DEV) build test-sanitizers test-host-cuda test-engines test-mutations  ## run every test, long ones included
 	$(PYTEST)
 	for engine in vllm vllm_v2 vllm_next sglang flashinfer flash_attn speculators; do $(MAKE) test-engines ENGINE=$$engine || exit 1; done
 
-test-stats: $(READY_DEV) build  ## sampling against the exact distributions, a million draws from each; planted errors are caught
+test-stats: $(READY_DEV) build  ## compare sampling with exact distributions, a million draws each
 	$(PYTEST) -m stats
 
-test-mutations: $(READY_DEV) build  ## breaks verification and the wgmma kernel, one place at a time: the tests must notice
+test-mutations: $(READY_DEV) build  ## plant faults in verification and the wgmma kernel: the tests must notice each
 	python tests/mutants.py
 
 # ThreadSanitizer sees races that no order of execution shows.
 test-simt: export PAGEDTREE_SIMT := 1
-test-simt: $(READY_DEV) build  ## CUDA kernels under ThreadSanitizer: the op tests, and planted bugs with each sanitizer
+test-simt: $(READY_DEV) build  ## run the op tests on the CUDA kernels under ThreadSanitizer, and planted bugs under each sanitizer
 	cmake --build build/cmake-$$(python -c "import sys; print(sys.implementation.cache_tag)") --parallel $${MAX_JOBS:-$$(nproc)} --target simt_selftest_asan simt_selftest_tsan
 	$(PYTEST) tests/kernels/test_simt.py
 	tests/run_races.sh -n $(WORKERS)
 
 .PHONY: witness
-witness: $(READY)  ## what NVIDIA's CuTe says of mma, ldmatrix and wgmma, for the tests: makes tests/cute/vectors.npz.xz anew
+witness: $(READY)  ## regenerate tests/cute/vectors.npz.xz: CuTe's layouts of mma, ldmatrix and wgmma
 	python tests/cute/make_vectors.py
 
 test-host-cuda: export PAGEDTREE_SIMT := 1
-test-host-cuda: $(READY_DEV) build  ## the tests of the backend cuda without a GPU: on CUDA tensors in memory of the host, by simt
+test-host-cuda: $(READY_DEV) build  ## run the tests of the backend cuda without a GPU: CUDA tensors in host memory, kernels on simt
 	tests/run_host_cuda.sh -n $(WORKERS)
 
 fuzz: export PAGEDTREE_SIMT := 1
-fuzz: $(READY_DEV) build  ## hostile calls of the public functions, a minute on each backend (SECONDS=600, CASES=50000, SEED=1)
+fuzz: $(READY_DEV) build  ## fuzz the public functions, a minute per backend (SECONDS=600, CASES=50000, SEED=1)
 	for backend in cpu simt; do \
 	  OMP_NUM_THREADS=1 python tests/fuzz.py --backend $$backend --seconds $(or $(SECONDS),60) \
 	    $(if $(CASES),--cases $(CASES)) $(if $(SEED),--seed $(SEED)) || exit 1; \
 	done
 
-test-sanitizers: test-simt  ## the op tests on a build with AddressSanitizer and UndefinedBehaviorSanitizer
+test-sanitizers: test-simt  ## run the op tests with AddressSanitizer and UndefinedBehaviorSanitizer
 	tests/run_sanitized.sh -n $(WORKERS)
 
 # Each engine has an environment of its own, laid over the other packages of this one.
@@ -211,14 +211,14 @@ TESTS_sglang        := tests/engines/test_sglang_*.py tests/adapters/test_sglang
 TESTS_flashinfer    := tests/engines/test_flashinfer_*.py tests/adapters/test_flashinfer_*.py
 TESTS_flash_attn    := tests/engines/test_flash_attn_*.py tests/adapters/test_flash_attn.py
 TESTS_speculators   := tests/engines/test_speculators_*.py tests/engines/test_dflash_package.py
-test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## ENGINE=transformers (5.23, 4.57), vllm, vllm_v2 (its runner V2) or sglang: within the engine; vllm_next (0.33), flashinfer, flash_attn: the adapter, and that package's signatures; speculators: heads that it and dflash saved
+test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## test the adapters against the engines: ENGINE=transformers, vllm, vllm_v2, vllm_next, sglang, flashinfer, flash_attn or speculators
 	python setup.py -q egg_info
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
 # Single definitions of the peer's are executed; nothing of it is installed, nothing of it is in this repository.
 PEERS := sglang flashinfer fla vllm medusa eagle
-test-peers: $(READY_DEV) build  ## PEER=sglang, flashinfer, fla, vllm, medusa or eagle, SOURCE=its source tree: its tests' expected values, on our adapters
+test-peers: $(READY_DEV) build  ## run another package's tests on our ops: PEER=sglang, flashinfer, fla, vllm, medusa or eagle, SOURCE=its source tree
 	$(if $(filter $(PEER),$(PEERS)),,$(error PEER: expected one of $(PEERS), got "$(PEER)"))
 	$(if $(wildcard $(SOURCE)/.),,$(error SOURCE: expected the folder of the source tree of $(PEER), got "$(SOURCE)"))
 	PEER=$(PEER) PEER_SOURCE="$(abspath $(SOURCE))" $(PYTEST) tests/peers/test_peer_$(PEER).py -rx
@@ -236,7 +236,7 @@ $(ENGINES)/.ready: $(READY_DEV)
 # Needs g++-aarch64-linux-gnu and qemu-user (Debian's names).
 check-aarch64: export PAGEDTREE_CUDA := 0
 AARCH64 := build/aarch64
-check-aarch64: $(READY)  ## the CPU backend, cross-compiled for aarch64, runs the C++ example under qemu
+check-aarch64: $(READY)  ## cross-compile the CPU backend for aarch64 and run the C++ example under qemu
 	cmake -S . -B $(AARCH64) -DPAGEDTREE_PYTHON=OFF -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 	cmake --build $(AARCH64) --parallel $${MAX_JOBS:-$$(nproc)}
@@ -247,7 +247,7 @@ check-aarch64: $(READY)  ## the CPU backend, cross-compiled for aarch64, runs th
 	$$(command -v qemu-aarch64-static qemu-aarch64 | head -n 1) -L /usr/aarch64-linux-gnu $(AARCH64)/example/tree_step
 
 .PHONY: lint format
-lint: $(READY_DEV)  ## ruff, mypy, clang-format
+lint: $(READY_DEV)  ## run ruff, mypy, clang-format
 	ruff check .
 	ruff format --check .
 	mypy
@@ -259,21 +259,21 @@ format: $(READY_DEV)  ## rewrite the sources in the project's format
 	clang-format -i $(CXX_FILES)
 
 .PHONY: demo bench docs
-demo: build  ## tree-speculative decoding on real text
+demo: build  ## show tree-speculative decoding on real text
 	$(say_set_up)
 	python examples/demo.py --device $(DEVICE)
 
 # vLLM is a peer where its environment is there. Without BENCH what the docs show follows.
-bench: $(READY_DEV) build  ## every op beside its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
+bench: $(READY_DEV) build  ## measure every op against its peers on this machine (BENCH=--quick; BENCH="--ops tree_attention --axes batch")
 	PATH="$(CURDIR)/build/engines-vllm/bin:$(PATH)" python -m pagedtree bench $(BENCH)
 ifeq ($(strip $(BENCH)),)
 	python docs/make_pages.py
 endif
 
-docs: $(READY_DEV) build  ## write the generated pages of docs/ anew; the API reference into build/docs
+docs: $(READY_DEV) build  ## regenerate the pages of docs/, and the API reference in build/docs
 	python docs/make_api.py
 	python docs/make_pages.py
 
 .PHONY: clean
-clean:  ## remove what was built; .venv stays
+clean:  ## remove build products; .venv stays
 	rm -rf build dist python/*.egg-info python/pagedtree/lib python/pagedtree/include python/pagedtree/*.so
