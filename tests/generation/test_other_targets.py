@@ -8,8 +8,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import CONFIG, block_model
-from generate_case import VOCAB, generated, tiny, tiny_eagle
+from block_case import CONFIG
+from generate_case import VOCAB, generated, tiny
+from subject_case import Subject
 
 from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (
@@ -36,28 +37,20 @@ def narrow():
     return tiny(1, hidden_size=64, num_attention_heads=1, num_key_value_heads=1)
 
 
-def medusa(model, tree=9):
-    return MedusaDrafter(MedusaHeads(model.config.hidden_size, 3, model.lm_head).requires_grad_(False), tree)
+# For each drafter of the subjects: its module's name.
+PARTS = {"medusa": "heads", "EAGLE": "head", "block": "model"}
 
 
-def eagle(model):
-    return EagleDrafter(tiny_eagle(model), num_nodes=9, depth=3, width=2)
-
-
-def block(model):
-    return BlockDrafter(block_model(model), num_nodes=9, width=3)
-
-
-MAKERS = {"medusa": medusa, "eagle": eagle, "block": block}
-PARTS = {"medusa": "heads", "eagle": "head", "block": "model"}  # what a drafter calls its module
+def drafter_of(name, model):
+    return Subject(lambda: model).drafter(name)
 
 
 def narrow_heads(name):
     """A drafter for a target of hidden size 64."""
     other, sizes = narrow(), {"hidden_size": 64, "intermediate_size": 32}
     if name == "medusa":
-        return medusa(other)
-    if name == "eagle":
+        return drafter_of(name, other)
+    if name == "EAGLE":
         entries = {**sizes, "num_attention_heads": 1, "vocab_size": VOCAB}
         return EagleDrafter(EagleHead(entries, other.model.embed_tokens, other.lm_head, (0, 1)))
     config = BlockDraftConfig(**{**vars(CONFIG), **sizes})
@@ -77,36 +70,36 @@ def refused(model, drafter, message):
     handle.remove()
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", PARTS)
 def test_another_hidden_size(model, name):
     message = {
         "medusa": r"hidden size 128, weight \[3, 128, 128\] and bias \[3, 128\], got \[3, 64, 64\] and \[3, 64\]",
-        "eagle": "a head of the target's hidden size 128, got one that reads 128 features of 2 layers",
+        "EAGLE": "a head of the target's hidden size 128, got one that reads 128 features of 2 layers",
         "block": "a target with 128 features of a token, got 256",
     }[name]
     refused(model, narrow_heads(name), message)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("size", [100, 200])
 def test_another_vocabulary(model, name, size):
-    drafter, target = MAKERS[name](model), tiny(1, vocab_size=size)
+    drafter, target = drafter_of(name, model), tiny(1, vocab_size=size)
     if name == "block" and size < VOCAB:  # tokens that the target lacks are cut off
         generated(target, drafter, [torch.arange(5)])
         return
     message = {
         "medusa": f"expected heads of the target's {size} tokens, got 128",
-        "eagle": "a head of the target's 100 tokens, got 126" if size < VOCAB else r"\[at least 200, 128\]",
+        "EAGLE": "a head of the target's 100 tokens, got 126" if size < VOCAB else r"\[at least 200, 128\]",
         "block": r"embeddings of the target's 200 tokens and of hidden_size 128, got \[128, 128\]",
     }[name]
     with pytest.raises(ValueError, match=message):
         generated(target, drafter, [torch.arange(5)])
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("place", [torch.bfloat16, torch.device("meta")])
 def test_another_dtype_or_device(model, name, place):
-    drafter = MAKERS[name](model)
+    drafter = drafter_of(name, model)
     getattr(drafter, PARTS[name]).to(place)
     refused(model, drafter, "drafter: expected .* target's .*(float32 on cpu|device cpu), got")
 
@@ -116,7 +109,7 @@ def test_a_draft_model_on_another_device(model):
 
 
 def test_weights_that_were_given_directly(model):
-    drafter = medusa(model)
+    drafter = drafter_of("medusa", model)
     for weight, bias in (((3, 64, 64), (3, 64)), ((3, 128, 64), (3, 128)), ((2, 128, 128), (3, 128))):
         drafter.heads.weight, drafter.heads.bias = (nn.Parameter(torch.zeros(shape)) for shape in (weight, bias))
         refused(model, drafter, "drafter: expected heads of the target's hidden size 128")
@@ -125,7 +118,7 @@ def test_weights_that_were_given_directly(model):
         "embed_tokens": nn.Embedding(100, 128),
         "fc": nn.Linear(3 * 128, 128, bias=False),
     }.items():
-        drafter = eagle(model)
+        drafter = drafter_of("EAGLE", model)
         setattr(drafter.head, name, layer)
         refused(model, drafter, "features of 2 layers" if name == "fc" else rf"{name}\.weight: expected")
 
@@ -137,7 +130,7 @@ def test_modules_that_do_not_fit_are_refused_when_made(model):
         with pytest.raises(ValueError, match="expected at least 1, got 0"):
             MedusaHeads(*sizes, model.lm_head)
     with pytest.raises(ValueError, match="tree: expected at most 3 levels, one for each head, got 4"):
-        medusa(model, DraftTree.chain(4))
+        MedusaDrafter(MedusaHeads(128, 3, model.lm_head), DraftTree.chain(4))
     with pytest.raises(ValueError, match=r"embed: expected a weight of \[.*hidden_size 128\], got \[128, 64\]"):
         BlockDraftModel(CONFIG, narrow().model.embed_tokens, model.lm_head)
     for ids in (torch.tensor([128]), torch.tensor([-1]), torch.tensor([1.0]), torch.tensor([[1]])):

@@ -8,13 +8,13 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import generated, greedy, prompts_of, tiny, tiny_eagle, tiny_of
+from generate_case import generated, greedy, prompts_of, tiny, tiny_of
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 from packed_case import of_any_size, packed_layers  # noqa: F401 - a fixture
+from subject_case import Subject
 
-from pagedtree.integrations.transformers import BlockDrafter, EagleDrafter, ModelDrafter, NgramDrafter, packed_weights
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -83,12 +83,6 @@ def test_compiled_recurrent_layers():
     assert layer.forward is forward and not backend.num_runs
 
 
-DRAFTERS = {
-    "ngram": lambda model: NgramDrafter(8),
-    "model": lambda model: ModelDrafter(tiny(1), num_nodes=8),
-    "eagle": lambda model: EagleDrafter(tiny_eagle(model), num_nodes=8),
-    "block": lambda model: BlockDrafter(block_model(model), num_nodes=8),
-}
 AUTOCAST = {
     "full": tiny_of,
     "window": tiny_of,
@@ -100,13 +94,14 @@ AUTOCAST = {
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own, of norms in autocast
 @pytest.mark.parametrize(
-    ("name", "drafter"), [*((name, "ngram") for name in AUTOCAST), *(("full", name) for name in [*DRAFTERS][1:])]
+    ("name", "drafter"),
+    [*((name, "ngram tree") for name in AUTOCAST), ("full", "draft model"), ("full", "EAGLE"), ("full", "block")],
 )
 def test_autocast(name, drafter):
     model, prompts = AUTOCAST[name](name), prompts_of(PROMPTS)
     with torch.autocast("cpu", torch.float16):  # in bfloat16 tokens are nearly tied
         expected = [greedy(model, prompt) for prompt in prompts]
-        assert generated(model, DRAFTERS[drafter](model), prompts)[0] == expected
+        assert generated(model, Subject(lambda: model).drafter(drafter), prompts)[0] == expected
         with use_attention(model):
             assert [greedy(model, prompt) for prompt in prompts] == expected
 

@@ -123,19 +123,6 @@ def test_every_child_of_an_accepted_node_tells_something():
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
 
 
-def test_drafts_that_were_drawn_keep_the_siblings_before_them():
-    tuner, machine = fresh(Machine([0.1, 0.8], row=0.2)), Machine([0.1, 0.8], row=0.2)
-    for _ in range(50):
-        tuner.odds.add(min(int(4 * 1.5**0.5), 11), True)
-        tuner.odds.add(min(int(4 * 0.5**0.5), 11), False)
-    for _ in range(20):
-        plan = tuner.plan([500])
-        plan.costs.age = 0  # as if a plain step had just been measured: good guesses are verified
-        kept = plan.keep(machine.draft(DraftTree.full([3]), {0: 0}))
-        ranks = kept.draft.draft_tokens.tolist()[1:]
-        assert ranks == list(range(len(ranks)))
-
-
 @pytest.fixture
 def model():
     return SUBJECTS["full"].model
