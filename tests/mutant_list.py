@@ -370,7 +370,7 @@ CHOICE = [
     Mutant(
         "drafts that are weighed by another drafter's probabilities", "generation/drafters/bounded.py",
         "else d.draft_rows + before", "else d.draft_rows",
-        ("tests/generation/test_generate_rules.py",), "python", "combined",
+        ("tests/generation/test_generate_rules.py",), "python", "two",
     ),
     of_drafts(
         "drafters that cost nothing", "drafters/combined",
