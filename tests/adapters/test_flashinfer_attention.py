@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagedtree import TreeBatch, tree_attention
+from pagedtree import tree_attention
 from pagedtree.check.cases.inputs import as_words, offsets
 from pagedtree.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -101,33 +101,17 @@ def test_page_table() -> None:
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", [1, 2])
+@pytest.mark.parametrize(("form", "dims"), [(1, (DIM, DIM)), (2, (DIM, DIM)), (2, (192, 128))])
 @pytest.mark.parametrize("page_size", [1, 5, 16])
-def test_causal_and_full(backend, dtype, layout, form, page_size) -> None:
-    batch = Batch([37, 0, 8, 3], [5, 0, 8, 1], page_size, dtype, layout, form)
-    out = batch.plan(causal=True).run(batch.q, batch.kv_cache)
+def test_causal_and_full(backend, dtype, layout, form, dims, page_size) -> None:
+    batch = Batch([37, 0, 8, 3], [5, 0, 8, 1], page_size, dtype, layout, form, dims)
+    out = batch.plan(causal=True, head_dim_vo=dims[1]).run(batch.q, batch.kv_cache)
     close(out, batch.expected(batch.causal())[0])
     out, lse = batch.plan().run(batch.q, batch.kv_cache, return_lse=True)
     everything = [torch.ones(n, s, dtype=torch.bool) for n, s in zip(batch.queries, batch.lens, strict=True)]
     expected, natural = batch.expected(everything)
     close(out, expected)
     torch.testing.assert_close(lse, natural / math.log(2), atol=2e-3, rtol=2e-3)
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_values_of_another_width(backend, dtype, layout) -> None:
-    batch = Batch([37, 8], [5, 8], 16, dtype, layout, form=2, dims=(192, 128))
-    expected = batch.expected(batch.causal())[0]
-    wrapper = batch.plan(causal=True, head_dim_vo=128)
-    close(wrapper.run(batch.q, batch.kv_cache), expected)
-    for cache in batch.kv_cache:  # written anew
-        cache.zero_()
-    rows = [torch.cat(side) for side in (batch.paged.k, batch.paged.v)]
-    sequence = torch.repeat_interleave(torch.arange(2), torch.tensor(batch.lens))
-    positions = torch.cat([torch.arange(s) for s in batch.lens])
-    form = batch.kv_cache, batch.indices, batch.indptr, batch.last_page_len
-    append_paged_kv_cache(*rows, sequence, positions, *form, layout)
-    close(wrapper.run(batch.q, batch.kv_cache), expected)
 
 
 def tree_batch(dtype, sizes=(7, 1, 33, 0), prefixes=(12, 0, 30, 5), page_size=8):
@@ -278,17 +262,6 @@ def test_rectangular_masks(backend, dtype, lens, queries, tree_lens) -> None:
     )
     close(out, batch.expected(sees)[0])
     assert torch.equal(export_custom_mask(words, *form), flat)
-
-
-def test_masks_of_a_tree_batch() -> None:
-    trees = random_trees([40, 3])
-    batch = TreeBatch.from_trees(trees)
-    flat = export_custom_mask(batch.mask, batch.cu_nodes, int32([50, 3]))
-    expected = [tree_sees(tree, p).flatten() for tree, p in zip(trees, (10, 0), strict=True)]
-    assert torch.equal(flat, torch.cat(expected))
-    none = int32([0]), int32([])
-    assert export_custom_mask(batch.mask[:0], *none).shape == (0,)
-    assert import_custom_mask(torch.zeros(0, dtype=torch.bool), *none).shape == (0, 0)
 
 
 def test_masks_that_are_refused() -> None:

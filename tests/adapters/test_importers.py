@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,25 +15,14 @@ from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, compact_kv, tree_attention
 
-
-@pytest.fixture(autouse=True)
-def examples(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "examples"))
-
-
-@pytest.fixture
-def trt():
-    return importlib.import_module("tensorrt_llm_trees")
+sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
+import lightllm_pool as lightllm
+import tensorrt_llm_trees as trt
 
 
-@pytest.fixture
-def lightllm():
-    return importlib.import_module("lightllm_pool")
-
-
-@pytest.mark.parametrize("name", ["tensorrt_llm_trees", "lightllm_pool"])
-def test_examples_run(name, capsys) -> None:
-    importlib.import_module(name).main()
+@pytest.mark.parametrize("example", [trt, lightllm])
+def test_examples_run(example, capsys) -> None:
+    example.main()
     assert capsys.readouterr().out
 
 
@@ -55,12 +44,12 @@ def packed_by_numpy(trees: list[DraftTree], max_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("choices", [CHOICES, LEAVES])
-def test_choices(trt, choices) -> None:
+def test_choices(choices) -> None:
     assert trt.tree_from_choices(choices).parents.tolist() == PARENTS
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_paths(trt, dtype) -> None:
+def test_paths(dtype) -> None:
     chain = [[0, 1, 2, -1], *[[-1] * 4] * 4]
     root = [[0, -1, -1, -1], *[[-1] * 4] * 4]
     trees = trt.trees_from_paths(torch.tensor([PATHS, chain, root], dtype=dtype))
@@ -70,7 +59,7 @@ def test_paths(trt, dtype) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [40, 64, 70])
-def test_packed_masks_there_and_back(trt, max_tokens) -> None:
+def test_packed_masks_there_and_back(max_tokens) -> None:
     host = random_trees([40, 1, 33, 7])
     trees = TreeBatch.from_trees(host, capacity=90)  # rows of padding
     packed, lengths = trt.packed_mask_of(trees, max_tokens)
@@ -88,7 +77,7 @@ def test_packed_masks_there_and_back(trt, max_tokens) -> None:
 # lightllm -------------------------------------------------------------------------------------------------------------
 
 
-def test_token_pool(lightllm, backend, on_device) -> None:
+def test_token_pool(backend, on_device) -> None:
     dtype = torch.float32 if backend == "cpu" else torch.float16
     generator = seeded(0)
     buffer = torch.randn(120, 5, 64, generator=generator).to(dtype)  # 2 heads of K, 2 of V, one that is not used
