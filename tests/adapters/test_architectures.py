@@ -13,12 +13,7 @@ import transformers
 from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
 from continuous_case import IS_5, batched, known_memory  # noqa: F401
 from generate_case import NEW_TOKENS, greedy, prompts_of, tiny
-from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
-    or_masks,
-    sliding_window_causal_mask_function,
-)
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
 from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward

@@ -12,21 +12,11 @@ pytest.importorskip("transformers")
 
 from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny
 from tokenizer_case import words
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    dynamic_module_utils,
-)
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
-from pagedtree.integrations.transformers import (
-    ModelDrafter,
-    NgramDrafter,
-    custom_generate,
-    tree_generate,
-)
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, custom_generate, tree_generate
 from pagedtree.integrations.transformers.logits_processors import read_processors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

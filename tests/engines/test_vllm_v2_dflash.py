@@ -5,17 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm_case import (
-    NO_TREES,
-    PREEMPTED,
-    RUNNER,
-    accepted,
-    block_options,
-    engine,
-    generate,
-    metrics_of,
-    token_prompts,
-)
+from vllm_case import NO_TREES, PREEMPTED, RUNNER, accepted, block_options, engine, generate, metrics_of, token_prompts
 
 if RUNNER == "V1":
     pytest.skip("this is of model runner V2: make test-engines ENGINE=vllm_v2", allow_module_level=True)
