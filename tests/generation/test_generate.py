@@ -158,24 +158,26 @@ def test_eviction_and_restoration_leave_the_text_alone(subject, name):
 SHARED = {"full": ["ngram tree", "EAGLE", "draft model", "block"], "hybrid": ["ngram tree"], "latent": ["oracle"]}
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("more", [{"share_prefix": True}, {"num_pages": 18, "max_batch_tokens": 9}], ids=str)
 @pytest.mark.parametrize(("kind", "name"), cases(SHARED))
-def test_sampled_outcomes_that_share_pages(subject, name):
+def test_sampled_outcomes_that_share_pages(subject, name, more):
     """The shared tokens are read once; with too few pages, outcomes are evicted and come back."""
-    options = {"params": SAMPLING, "n": 3, "seeds": SEEDS, "page_size": 7}
-    for more in ({"share_prefix": True}, {"num_pages": 18, "max_batch_tokens": 9}):
-        texts, stats = generated(subject.model, subject.drafter(name), **options, **more)
-        assert texts == subject.outcomes
-        assert (stats.shared_prefix_steps if "share_prefix" in more else stats.evictions) > 0
+    options = {"params": SAMPLING, "n": 3, "seeds": SEEDS, "page_size": 7, **more}
+    texts, stats = generated(subject.model, subject.drafter(name), **options)
+    assert texts == subject.outcomes
+    assert (stats.shared_prefix_steps if "share_prefix" in more else stats.evictions) > 0
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("name", ["medusa", "EAGLE", "draft model", "block", "combined"])
-def test_sequences_wait_for_a_place(model, texts, name):
+def test_sequences_wait_for_a_place(model, texts, name, count):
     drafter, together = SUBJECTS["full"].drafter(name), []
-    for count in (1, 2):
-        options = {"max_sequences": count, "n": count, "on_step": lambda step: together.append(len(step.sequences))}
-        found, stats = generated(model, drafter, **options)
-        assert found == [text for text in texts for _ in range(count)]
-        assert max(together) == count and stats.evictions == 0
+    options = {"max_sequences": count, "n": count, "on_step": lambda step: together.append(len(step.sequences))}
+    found, stats = generated(model, drafter, **options)
+    assert found == [text for text in texts for _ in range(count)]
+    assert max(together) == count and stats.evictions == 0
 
 
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])

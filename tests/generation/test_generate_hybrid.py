@@ -44,8 +44,8 @@ def texts():
 def test_prompts_of_several_chunks(name):
     """Longer than the ops' chunks of 64 tokens and than a pass; evicted, so that texts are read again."""
     other, prompts = tiny_hybrid(name), prompts_of((64, 65, 200, 129))
-    expected = [greedy(other, prompt, 40) for prompt in prompts]
-    texts, stats = generated(other, Oracle(expected, 0.8), prompts, 40, num_pages=24, max_batch_tokens=70)
+    expected = [greedy(other, prompt, 20) for prompt in prompts]
+    texts, stats = generated(other, Oracle(expected, 0.8), prompts, 20, num_pages=24, max_batch_tokens=70)
     assert texts == expected and stats.evictions > 0
 
 
