@@ -21,26 +21,13 @@ def of_join(name: str, file: str, line: str, broken: str, tests: tuple[str, ...]
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(
-        name,
-        f"cuda/attention/{file}_wide.cuh",
-        line,
-        broken,
-        LATENT,
-        "simt",
-        "simt and latent and not wgmma",
+        name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and latent and not wgmma"
     )
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
-    return Mutant(
-        name,
-        "cuda/attention/attend_latent_sm90.cuh",
-        line,
-        broken,
-        LATENT,
-        "simt",
-        "simt and latent and wgmma",
-    )
+    file = "cuda/attention/attend_latent_sm90.cuh"
+    return Mutant(name, file, line, broken, LATENT, "simt", "simt and latent and wgmma")
 
 
 WGMMA = [

@@ -103,14 +103,12 @@ def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> lis
 def test_launches_keep_within_the_device(recorded: Recorded, device: Device) -> None:
     architecture = architecture_of(device)
     of_build, bounds = kernels(architecture), launch_bounds(architecture)
-    launches = recorded.launches(device.capability)
     broken = [
         (launch, faults)
-        for launch in launches
+        for launch in recorded.launches(device.capability)
         if (faults := faults_of(launch, of_build[launch.kernel], bounds[launch.kernel], device))
     ]
     assert not broken
-    print(len(launches), "launches of", len({launch.kernel for launch in launches}), "kernels", device)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))

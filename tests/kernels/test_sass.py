@@ -271,9 +271,11 @@ def test_rows_are_copied_by_sixteen_bytes(architecture: str, pattern: str, numbe
 
 
 @of_kernels(
-    r"(rope_append_kernel|append_kernel<Quantize)<\(DType\)2, (16|8)>", 2,
-    "(rope_append_kernel|append_kernel<Quantize)<.*, (16|8|4)>", 6,
-)  # fmt: skip
+    r"(rope_append_kernel|append_kernel<Quantize)<\(DType\)2, (16|8)>",
+    2,
+    "(rope_append_kernel|append_kernel<Quantize)<.*, (16|8|4)>",
+    6,
+)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rows_are_rotated_and_quantized_by_sixteen_bytes(architecture: str, pattern: str, number: int) -> None:
     """GPUs since 8.9 convert to e4m3 themselves."""
