@@ -283,7 +283,8 @@ class Engine:
         if self.grammars is not None:
             mask = self.grammars.mask()
         result, report, found = self.decode_step.judge(packed, sequences, output, history, sampling, options, mask)
-        self._store_history(sequences, history)
+        if history is not self.history:
+            self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
         self._take_over(result, report.tolist(), found)  # the step's one synchronisation
         self.drafter.observe(result)
         self._finish(result)
@@ -347,10 +348,6 @@ class Engine:
         if len(sequences) == self.history.shape[0] and all(s.index == i for i, s in enumerate(sequences)):
             return self.history
         return self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)]
-
-    def _store_history(self, sequences: list[GeneratedSequence], history: Tensor) -> None:
-        if history is not self.history:
-            self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
 
     def _to_device(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self.device, non_blocking=True)

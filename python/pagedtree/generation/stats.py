@@ -30,7 +30,6 @@ class SequenceStats:
         evictions: how often it lost its pages. restored_tokens: tokens read again after that.
         time_to_first_token: seconds from the call of `generate`.
         finish_reason: "eos", "length", "stop_string", "grammar" or "callback".
-        logprobs: log-probabilities of the generated tokens, if requested.
     """
 
     num_tokens: int = 0

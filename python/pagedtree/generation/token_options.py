@@ -23,8 +23,7 @@ class TokenOptions:
         bias: added to the logits of tokens, before penalties and temperature; -inf forbids a token.
         allowed_tokens: the only tokens allowed, EOS tokens included; None = all.
         bad_words: forbidden lists of token ids; one may also begin in the prompt, as in transformers.
-        begin_suppress_tokens: tokens that may not come first.
-        penalize_prompt: whether repetition_penalty also counts the prompt's tokens.
+        begin_suppress_tokens: may not come first. penalize_prompt: whether repetition_penalty also counts the prompt.
     """
 
     bias: Mapping[int, float] | None = None

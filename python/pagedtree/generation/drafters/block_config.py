@@ -44,8 +44,8 @@ class BlockDraftConfig(LayerSizes):
             window of `sliding_window`, per layer; default all full.
         is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
         input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
-        window_from_anchor: whether all windows of a block end `sliding_window` before the known token, as speculators
-            trains them, instead of before each token.
+        window_from_anchor: whether all windows of a block end `sliding_window` before the known token (speculators),
+            instead of before each token.
         sample_from_anchor: whether each token of a block predicts the next one; else each mask token its own place.
         conv_kernel_size, conv_group_size, selector_rank, selector_top_k: of DFlash 2, see `block_layers`; else None.
         rotary: kind and base of the rotary embedding; None: the default one of `rope_theta`.

@@ -48,7 +48,8 @@ class StoredTensors:
         if not found:
             raise FileNotFoundError(f"{folder}: expected {' or '.join(files)}, found none of them")
         for path in found:
-            for name, stored in _stored(path).items():
+            read = _of_safetensors if path.suffix == ".safetensors" else _of_pickle
+            for name, stored in read(path).items():
                 own = rename(name)
                 if own in self._tensors:
                     raise ValueError(f"{path}: expected each tensor once, got another {name}")
@@ -154,10 +155,6 @@ def save_checkpoint(
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=2) + "\n")
     tensors = {key: tensor.detach().to(dtype).contiguous() for key, tensor in weights.items()}
     save_file({**tensors, **(others or {})}, folder / name, metadata={"format": "pt"})
-
-
-def _stored(path: Path) -> dict[str, _Stored]:
-    return _of_safetensors(path) if path.suffix == ".safetensors" else _of_pickle(path)
 
 
 def _of_safetensors(path: Path) -> dict[str, _Stored]:

@@ -91,17 +91,14 @@ class PagedTreeBackend(AttentionBackend):
             if forward_batch.extend_seq_lens_cpu is not None:
                 max_q = max(forward_batch.extend_seq_lens_cpu, default=None)
         self.forward_metadata = Step(
-            page_table=self._page_table(forward_batch, max_q or 0),
+            # Pages are aligned, so a page's first slot identifies the page.
+            page_table=self.slots_of(forward_batch, max_q or 0, self.page_size) // self.page_size,
             seq_lens=seq_lens.int(),
             cu_seqlens_q=torch.nn.functional.pad(lens_q.cumsum(0), (1, 0)).int(),
             tree_mask=tree_mask,
             max_seqlen_q=max_q,
             page_size=self.page_size,
         )
-
-    def _page_table(self, forward_batch: Any, new: int) -> Tensor:
-        # Pages are aligned, so a page's first slot identifies the page.
-        return self.slots_of(forward_batch, new, self.page_size) // self.page_size
 
     def slots_of(self, forward_batch: Any, new: int = 0, step: int = 1) -> Tensor:
         """Returns every `step`-th slot of each request's text and `new` tokens, -1 for requests outside the pool."""

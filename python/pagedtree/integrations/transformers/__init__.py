@@ -1,5 +1,5 @@
 """transformers models on pagedtree: the attention implementation "pagedtree" (registered by importing this package),
-also for continuous batching, and `generate` over a paged cache with draft trees, also as `custom_generate`.
+also for continuous batching, and `generate` with draft trees, also as `custom_generate`.
 
     from pagedtree.integrations.transformers import NgramDrafter, generate
 

@@ -71,7 +71,8 @@ def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | No
     layer = rotated.layer
     is_same = query is rotated.query and key is rotated.key
     if layer.is_fused is None:
-        if _has_values(rotated.cos):
+        cos = rotated.cos
+        if not (cos.is_meta or (cos.is_cuda and torch.cuda.is_current_stream_capturing())):  # the host may read it
             layer.is_fused = is_same and _fits(rotated)
         return None
     if not layer.is_fused:
@@ -80,10 +81,6 @@ def rotation_of(packed: PackedPass, query: Tensor, key: Tensor) -> Rotation | No
         name = type(layer.module).__name__
         raise ValueError(f"model: expected {name} to hand what it rotates to the attention, as in its first pass")
     return packed.rotation(rotated.cos, rotated.sin)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    return not (tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()))
 
 
 def _fits(rotated: _Rotated) -> bool:
@@ -128,11 +125,9 @@ def _has_function(module: nn.Module) -> bool:
     if not isinstance(forward, FunctionType) or inspect.unwrap(forward) is not forward or "forward" in vars(module):
         return False
     function = forward.__globals__.get(FUNCTION)
-    return FUNCTION in forward.__code__.co_names and _takes(function, "q", "k", "cos", "sin")
-
-
-def _takes(function: Any, *names: str) -> bool:
-    return callable(function) and (*inspect.signature(function).parameters,)[: len(names)] == names
+    if FUNCTION not in forward.__code__.co_names or not callable(function):
+        return False
+    return (*inspect.signature(function).parameters,)[:4] == ("q", "k", "cos", "sin")
 
 
 def rotated_in_attention(layers: Iterable[RotaryLayer]) -> AbstractContextManager[None]:

@@ -109,9 +109,11 @@ def _digest(path: Path) -> str:
 
 def _read(path: Path) -> tuple[Any, Any]:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    config = getattr(transformers, "GgufConfig", None)  # versions before 5 always unpack the weights
+    dense: dict[str, Any] = {} if config is None else {"quantization_config": config(dequantize=True)}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            **source, **_dense(), dtype=_dtype(path), output_loading_info=True
+            **source, **dense, dtype=_dtype(path), output_loading_info=True
         )
         tokenizer = AutoTokenizer.from_pretrained(**source)
     except ImportError:
@@ -132,12 +134,6 @@ def _read(path: Path) -> tuple[Any, Any]:
     if quantizer is not None:  # since transformers 5; it refuses to save, although the weights are plain by now
         quantizer.remove_quantization_config(model)
     return model, tokenizer
-
-
-def _dense() -> dict[str, Any]:
-    """Returns arguments that make transformers unpack the weights; versions before 5 always do."""
-    config = getattr(transformers, "GgufConfig", None)
-    return {} if config is None else {"quantization_config": config(dequantize=True)}
 
 
 def _dtype(path: Path) -> torch.dtype:

@@ -198,7 +198,8 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
             for weight in group:
                 del weights[id(weight.layers[0])]
     groups += [[weight] for weight in weights.values()]
-    return [group for group in groups if group and _is_large(group)]
+    sizes = [sum(weight.dense.numel() for weight in group) for group in groups]
+    return [g for g, size in zip(groups, sizes, strict=True) if g and size >= MIN_ELEMENTS[g[0].dense.dtype]]
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
@@ -206,10 +207,6 @@ def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
     kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
     is_alone = all(len(weight.layers) == 1 for weight in found)
     return found if len(found) > 1 and len(kinds) == 1 and is_alone else []
-
-
-def _is_large(group: list[_Weight]) -> bool:
-    return sum(weight.dense.numel() for weight in group) >= MIN_ELEMENTS[group[0].dense.dtype]
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:

@@ -60,15 +60,13 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
     for layer in layers:
         _check(layer)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    others = {type(module).__name__ for module in model.modules() if _keeps_state(module)} - KNOWN.keys()
+    stateful = (module for module in model.modules() if hasattr(module, "layer_idx"))
+    stateful = (module for module in stateful if "cache_params" in inspect.signature(module.forward).parameters)
+    others = {type(module).__name__ for module in stateful} - KNOWN.keys()
     if others or len(layers) != sum(kind in RECURRENT_KINDS for kind in kinds):
         found = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
         raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {found}")
     return layers
-
-
-def _keeps_state(module: nn.Module) -> bool:
-    return hasattr(module, "layer_idx") and "cache_params" in inspect.signature(module.forward).parameters
 
 
 def _check(layer: Any) -> None:

@@ -5,6 +5,5 @@
         "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
 
 On a GPU also name worker and scheduler, and the method "ngram_gpu", for vLLM's model runner V2
-(docs/integrations/vllm.md). vLLM finds the package by its entry points; no file of vLLM is changed. Made for vLLM 0.32,
-its model runners V1 and V2. Nothing here is imported unless vLLM does it.
+(docs/integrations/vllm.md). vLLM 0.32 finds the package by its entry points; nothing else imports it.
 """

@@ -17,11 +17,11 @@ __all__ = ["TreeCPUWorker", "TreeGPUWorker"]
 
 
 class TreeCPUModelRunner(TreeRunner, CPUModelRunner):
-    """On CPUs."""
+    pass
 
 
 class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
-    """On GPUs."""
+    pass
 
 
 class TreeCPUWorker(CPUWorker):
