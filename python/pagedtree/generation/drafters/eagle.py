@@ -26,9 +26,9 @@ __all__ = ["EagleDrafter"]
 class EagleDrafter(TreeGrower):
     """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels from its most likely tokens.
 
-    Each step runs the head `depth` times: over the tokens that the target has read since the last step, with the
-    target's features, then over the best `width` nodes of each level but the last, with the head's states as features.
-    The `num_nodes` best candidates form the tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
+    Each step runs the head `depth` times: over the tokens that the target has read since, with its features, then over
+    the best `width` nodes of each level but the last, with the head's states as features. The `num_nodes` best
+    candidates form the tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
 
     head: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`.
     """

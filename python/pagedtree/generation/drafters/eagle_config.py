@@ -62,9 +62,8 @@ class EagleConfig(LayerSizes):
         entries: the file's entries, with speculators' transformer_layer_config merged in.
         target_hidden_size: hidden size of the target's layers.
         draft_vocab_size: None: not given.
-        norm_before_residual: whether the residual is the state after its norm.
-        norm_before_fc, fc_norm: whether the features are normed before `fc`: all layers together, or per layer.
-        norm_output: whether a node's children read the state after the last norm, as the output layer does.
+        norm_before_residual: whether the residual is the state after its norm. norm_before_fc, fc_norm, norm_output:
+            see `EagleHead`.
         by_output, by_input: target layers that are read, by their outputs or inputs; () = not given. num_layers_read:
             their number; None: not given.
         has_head_norms: whether queries and keys have a norm, as in Qwen 3.

@@ -1,4 +1,4 @@
-"""State that the wrappers' plan() keeps for run(): the planned dtypes and query counts."""
+"""The planned dtypes and query counts, which the wrappers' plan() keeps for run()."""
 
 from __future__ import annotations
 

@@ -40,8 +40,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
 def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """Joins attention over any number of disjoint sets of keys.
 
-    v: [T, states, heads, dim]; s: fp32 [T, states, heads], log-sum-exps in base 2. Returns (v [T, heads, dim], s [T,
-    heads]) over the union, joined in order. Raises ValueError for wrong shapes or dtypes.
+    v: [T, states, heads, dim]; s: fp32 [T, states, heads], log-sum-exps in base 2. Returns (v, s) over the union,
+    joined in order. Raises ValueError for wrong shapes or dtypes.
     """
     expect_dims("[rows, states, heads, dim]", v=v)
     if s.shape != v.shape[:3] or v.shape[1] == 0:

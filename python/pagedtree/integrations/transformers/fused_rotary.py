@@ -97,7 +97,7 @@ def _fits(rotated: _Rotated) -> bool:
 
 @lru_cache
 def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -> bool:
-    """Returns whether the function rotates the halves of the heads' first columns, tried on fp32 numbers."""
+    """Tries on fp32 numbers whether the function rotates the halves of the heads' first columns."""
     generator = torch.Generator().manual_seed(0)
     drawn = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
     q, k = (drawn(1, heads, 3, head_dim) for heads in (4, 2))

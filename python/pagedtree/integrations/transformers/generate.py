@@ -91,8 +91,8 @@ def generate(
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
             interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has, or with
-            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash), of which only the
-            latents are cached. Some layers may be gated delta rules or Mamba-2 (Qwen3-Next, Kimi Linear, Nemotron-H).
+            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash). Some layers may be gated
+            delta rules or Mamba-2 (Qwen3-Next, Kimi Linear, Nemotron-H).
         input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or a
             tokenizer's BatchEncoding or dict of input_ids and attention_mask.
         drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
@@ -118,9 +118,8 @@ def generate(
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
             "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
         tree: "auto": each step drafts and verifies the subtree (possibly none) with the highest expected throughput, by
-            step times and acceptance rates measured with this drafter. It depends on the clock, so "rejection", "block"
-            and "traversal" may give other texts with the same seed. None: full trees in each step, as always with
-            cuda_graph and shards.
+            step times and acceptance rates measured with this drafter, so "rejection", "block" and "traversal" may give
+            other texts with the same seed. None: full trees in each step, as always with cuda_graph and shards.
         max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass. max_sequences:
             maximum number of running sequences; None for no limit.
         share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), but in layers with a
@@ -146,8 +145,8 @@ def generate(
             not called.
         generation_config: whether `model.generation_config` supplies defaults, see below; False = only its EOS and
             padding.
-        grammars: a `pagedtree.grammars.GrammarMatcher` or None for each sequence (n per prompt), a separate one that
-            serves one call. A text ends with the token that completes the grammar (EOS if the grammar ends with it).
+        grammars: a separate `pagedtree.grammars.GrammarMatcher`, for one call, or None for each sequence. A text ends
+            with the token that completes the grammar (EOS if the grammar ends with it).
         logprobs: stats.sequences also gets each token's log-probability, its rank and the top-`logprobs` tokens
             (`TokenLogprobs`), at most 1024; 0 = only the token's own, None = off.
         logprobs_mode: "raw": of the model's logits; "processed": of the distribution that the token was drawn from,

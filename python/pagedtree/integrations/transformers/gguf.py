@@ -29,9 +29,9 @@ FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
     """Returns a GGUF file's checkpoint as a folder that `from_pretrained` of model and tokenizer loads.
 
-    The first call for a file reads it with transformers and writes the folder: weights, config, generation config,
-    tokenizer and chat template. A message on standard error announces this (20 s for 135 million parameters). Later
-    calls only compare the file's digest with the folder's name. The folder may be deleted at any time.
+    The first call for a file reads it with transformers and writes the folder, with a message on standard error (20 s
+    for 135 million parameters). Later calls only compare the file's digest with the folder's name. The folder may be
+    deleted at any time.
 
     Weights of a file with quantised tensors are kept in bfloat16, which rounds by at most 0.2 %, while Q8_0, the finest
     usual type, rounds by up to 0.4 % of the largest of 32 weights. Other files keep their type: float32, float16 or

@@ -24,9 +24,8 @@ LATENT_DIM, ROPE_DIM = 512, 64
 
 
 def latent_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the model's layers of latent attention that a packed pass runs over their latents. Layers of other sizes
-    are left out if their expanded keys and values are equally wide, and so cached as in other models. Raises ValueError
-    for the rest."""
+    """Returns the model's layers of latent attention that a packed pass runs over their latents, without layers of
+    other sizes whose expanded keys and values are equally wide. Raises ValueError for the rest."""
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
 
 

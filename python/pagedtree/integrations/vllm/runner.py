@@ -38,7 +38,7 @@ class TreeRunner:
 
         _update_states            looks at the parameters of new requests
         _prepare_inputs           chain slots first; then positions become start + depth, and masks are set
-        sample_tokens             keeps the grammar's mask for _sample
+        sample_tokens             keeps the grammar's mask
         _sample                   verification, and the accepted rows of all layers moved together
         propose_draft_token_ids   hands the drafter hidden states; keeps the trees of its proposals
         take_draft_token_ids      sends the trees to the scheduler
