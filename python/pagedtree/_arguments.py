@@ -69,10 +69,9 @@ def checked(
 ) -> Callable[[Function], Function]:
     """Makes a function refuse arguments that are not of their annotated types, for functions that are not a single op.
 
-    integers: names of tensors that must be int32 or int64. written: names of written tensors, whose elements must not
-    share memory. own: names of arguments whose types the function checks itself. one_device: also refuses tensors on
-    different devices. Tensors without values (on "meta") are refused: such a function reads values. Raises TypeError
-    and ValueError that name the argument. Under torch.compile nothing is checked.
+    integers: tensors that must be int32 or int64. written: tensors whose elements must not share memory. own: arguments
+    that the function checks itself. one_device: also refuses tensors on different devices. Tensors on "meta" are
+    refused. Raises TypeError and ValueError that name the argument. Under torch.compile nothing is checked.
     """
 
     def decorate(function: Function) -> Function:

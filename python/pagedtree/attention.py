@@ -38,8 +38,7 @@ def tree_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes attention of a ragged batch of queries over a paged KV cache, with a mask row per query.
 
-    A batch may mix trees, chains, prefill chunks and plain decode. The queries' own keys must already be in the cache
-    (`append_kv`).
+    A batch may mix trees, chains, prefill chunks and plain decode. The queries' keys must already be in the cache.
 
     Args:
         q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU), last dimension contiguous; rows past cu_seqlens_q[-1] pad.

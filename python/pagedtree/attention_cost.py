@@ -18,25 +18,24 @@ class AttentionLaunch:
     """One launch of the attention kernel.
 
     Attributes:
-        sequences: batch indices of its sequences.
+        sequences: batch indices.
         engine: "mma.sync" or "wgmma", the matrix instructions.
         m_tile: rows (query tokens x heads of a KV head) of a tile.
-        row_warps, key_warps, column_warps: warps of a CTA along the rows, along the keys of a stage, and along V's
-            columns.
+        row_warps, key_warps, column_warps: warps of a CTA along rows, keys of a stage, and V's columns.
         keys_per_stage, stages: the ring in shared memory. A stage holds K and V of its keys, or one of the two (with
             wgmma or column_warps).
         shared_bytes: shared memory of a CTA.
         ctas_per_sm: resident CTAs per multiprocessor.
         row_tiles, kv_tiles: tiles of rows; tiles of 64 keys over all of them.
         ranges: parts of the work, one per CTA.
-        sharers: CTAs that read the same keys at the same time, each for different row tiles.
-        cut_row_tiles: row tiles split at a range boundary, so that several CTAs share their keys.
+        sharers: CTAs that read the same keys at the same time, for different row tiles.
+        cut_row_tiles: row tiles split at a range boundary.
         pieces: partial results of those row tiles.
         balance: maximum over mean of the KV tiles per CTA with a visible key; 1.0 is even.
         idle: CTAs without such a tile.
         kv_reads: bytes of K and V read from memory over their size; above 1 where CTAs reread keys.
-        bytes: minimum traffic: K and V of the keys within the window once per KV head (a latent row once for both), q,
-            out and page table; plus the pieces, written and read.
+        bytes: minimum traffic: keys within the window once per KV head (a latent row once for both), q, out, page
+            table, and the pieces, written and read.
         executed_flops: tensor core flops, over whole tiles with a visible key.
     """
 

@@ -23,9 +23,9 @@ def slot_mapping(
     """Returns the slots of each sequence's last q_len positions, where `append_kv` puts its new rows.
 
     Args:
-        page_table: int32 [B, max_pages], rows may be strided; page_table[b, i] holds positions i * page_size onwards.
+        page_table: int32 [B, max_pages], rows may be strided.
         seq_lens: int32 [B], lengths including the new rows.
-        cu_seqlens_q: int32 [B + 1], first 0; sequence b has cu_seqlens_q[b + 1] - cu_seqlens_q[b] new rows.
+        cu_seqlens_q: int32 [B + 1], first 0, offsets of the new rows.
         page_size: positions per page, >= 1.
         total_q: T, the rows of the result, at least cu_seqlens_q[-1]. Without it cu_seqlens_q[-1] is read, which
             synchronises, cannot be captured or compiled with fullgraph=True, and must fit page_table's positions.
@@ -138,7 +138,6 @@ def rope_append(
             Default: a new tensor.
 
     Returns q_out. Products and sums are fp32, each rounded separately, and the result is rounded once to q's dtype.
-    Appended rows equal `append_kv` of the rotated keys bitwise, NaN payloads aside.
 
         half = rotary_dim // 2
         for t in range(T):
@@ -187,11 +186,8 @@ def compact_kv(
                 for j, row in enumerate(rows, start=1):
                     cache[slot(b, start[b] + j)] = row
 
-    All rows of a sequence are read before any write, so overlaps are safe. A row with an end outside the table or pool,
-    or a negative node id, is not moved; PAGEDTREE_CHECK=1 raises instead, also for a path that does not ascend. Two
-    sequences must not share the pages of their trees.
-
-    Sources: TensorRT-LLM and SGLang.
+    A row with an end outside the table or pool, or a negative node id, is not moved; PAGEDTREE_CHECK=1 raises instead,
+    also for a path that does not ascend. Two sequences must not share the pages of their trees.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """

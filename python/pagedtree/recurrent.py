@@ -47,7 +47,7 @@ def tree_delta_rule(
         state_index: int32 [B], the slot of each sequence's state; -1 or outside: zeros.
         trees: the B trees, of at most 256 nodes each; T is their N. None: causal, by cu_seqlens.
         cu_seqlens: int32 [B + 1], first 0, with trees=None: sequences of any length, each row after the one before it.
-        scale: factor of the outputs, default Dk ** -0.5.
+        scale: of the outputs, default Dk ** -0.5.
         l2norm, l2norm_eps: normalise q and k first: x / sqrt(sum(x ** 2) + l2norm_eps) in fp32; l2norm_eps > 0.
 
     Returns [T, H, Dv] of v's dtype; 0 for unreachable nodes and rows past the last sequence.
@@ -144,11 +144,11 @@ def tree_conv1d(
             inputs = [*conv_state[state_index[b]].T, *(x[m] for m in path(n))][-W:]
             out[n] = activation(bias + sum(weight[:, w] * inputs[w] for w in range(W)))
 
-    Sums are fp32. `conv_state` is not changed: `advance_conv` applies the accepted path.
+    Sums are fp32. `conv_state` is not changed: see `advance_conv`.
 
     Source: Mamba (Gu and Dao, 2023).
 
-    Raises ValueError for wrong shapes, dtypes, devices or sizes; with PAGEDTREE_CHECK=1 as `tree_delta_rule`.
+    Raises as `tree_delta_rule`.
     """
     tree, rows = _rows(trees, cu_seqlens)
     return call(ops.tree_conv1d, x, weight, bias, conv_state, state_index, *tree, **rows, activation=activation)
@@ -176,12 +176,7 @@ def advance_conv(
             path = accept_index[b, : num_accepted[b] + 1]
             conv_state[state_index[b]] = [*conv_state[state_index[b]].T, *(x[n] for n in path)][-(W - 1) :].T
 
-    Nothing is written where `advance_state` would write nothing.
-
-    Source: Mamba (Gu and Dao, 2023).
-
-    Raises ValueError for wrong shapes, dtypes, devices or sizes, before anything is written; with PAGEDTREE_CHECK=1 as
-    `advance_state`.
+    Nothing is written where `advance_state` would write nothing. Raises as `advance_state`.
     """
     tree, rows = _rows(trees, cu_seqlens)
     call(ops.advance_conv, conv_state, state_index, x, *tree, accept_index, num_accepted, **rows)

@@ -25,9 +25,8 @@ class Commit(NamedTuple):
         finished: bool [B], the path ended with an EOS token or with the last token left, or no token was kept.
         num_accepted: int32 [B], draft tokens kept; for `compact_kv`, with the verdict's accept_index.
         num_tokens: int32 [B], tokens kept: tokens[b, : num_tokens[b]] of the verdict.
-        accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1: the rows
-            whose hidden states the drafter needs.
-        draft_accept_index: int32 [B, S], accept_index for `compact_kv` on the draft model's own cache. This and the
+        accept_rows: int64 [B, S], flat rows (cu_nodes[b] + node) of the root and the nodes kept, then -1.
+        draft_accept_index: int32 [B, S], accept_index for `compact_kv` on the draft model's cache. This and the
             following are None without node_map.
         draft_num_accepted: int32 [B].
         draft_missing: int64 [B, S], tokens kept, in order, that the draft cache lacks, up to position start - 1; then
@@ -58,7 +57,7 @@ def prepare_step(
         start: int32 [B], position of each root = length of the committed prefix; negative = idle: its rows are padding
             (position 0, slot -1, seq_lens 0).
         page_size: positions per page, >= 1.
-        total_q: T, the rows of the query, usually N. Nodes past it are cut off, rows past the trees are padding.
+        total_q: T, rows of the query, usually N. Nodes past it are cut off.
 
     Returns (positions, seq_lens, cu_seqlens_q, slots):
         positions: int64 [T], rotary position start + depth; start for an unreachable node, 0 for padding.
@@ -125,11 +124,9 @@ def commit(
             draft_accept_index[b] = present
             draft_missing[b] = tokens[len(present) - 1 : len(nodes) - 1]
 
-    Invalid verdicts are safe: a path stops before a node that does not ascend or is outside the tree and before a
-    negative token. PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending offsets,
-    history_lens outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
-
-    Source: the drafters of EAGLE (Li et al., ICML 2024) and Medusa continue from the accepted nodes' rows.
+    A path stops before a node that does not ascend or is outside the tree and before a negative token.
+    PAGEDTREE_CHECK=1 raises for such a path, for num_accepted outside 0..S - 1, descending offsets, history_lens
+    outside 0..H, and history_rows outside -1..P - 1 or of two sequences.
 
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """

@@ -43,8 +43,8 @@ def choose_tree(
             rate = expected_tokens(tree, acceptance) / (step_cost(tree.num_nodes) + level_cost * tree.max_depth)
         return the tree of the greatest rate, the smallest one if several have it
 
-    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, for bounds below 1 or above 1024
-    nodes, and for a cost that is not positive and finite; TypeError for arguments that are not numbers or functions.
+    Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1, bounds outside 1..1024, and a cost
+    that is not positive and finite; TypeError for wrong types.
     """
     levels = _levels(acceptance, min(max_depth, MAX_NODES))
     if not callable(step_cost):

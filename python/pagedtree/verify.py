@@ -31,8 +31,8 @@ class Verdict(NamedTuple):
     Attributes:
         accept_index: int32 [B, S], node ids of the path: the root's 0 first, then the accepted drafts, then -1.
         num_accepted: int32 [B], accepted draft tokens, without root and bonus.
-        tokens: int64 [B, S], tokens[b, j] follows node accept_index[b, j]: the accepted drafts, then at num_accepted[b]
-            the bonus (the token that the target model adds), then -1.
+        tokens: int64 [B, S], the accepted drafts, then at num_accepted[b] the bonus (the token that the target model
+            adds), then -1.
         status: int32 [B], 0 or a sum of 1 (malformed tree) and 2 (a row that the walk read had NaN or no finite logit).
 
     A tree of no nodes (an idle sequence) gives only -1 in accept_index and tokens, num_accepted 0 and status 1
@@ -180,8 +180,8 @@ def verify_rejection(
             for "iid" and "swor", None for "onehot". Entries that are not positive and finite read as 0.
         draft_rows: int32 or int64 [N], the row of q_n in draft_probs; default n. Children of a row outside 0..M-1 are
             rejected.
-        coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each node whose children are judged
-            ("onehot"). Default: Philox of seeds[b], positions[b] + depth of that node, and the child's rank.
+        coins: float32 [N] in [0, 1), the u of each child ("iid", "swor") or of each parent ("onehot"). Default: Philox
+            of seeds[b], positions[b] + depth of that node, and the child's rank.
         final_coins: float32 [B] in [0, 1), the u of the bonus. Default: Philox, at the last node's position.
         draft_params: draft_probs then holds logits, whose distribution under these parameters (no penalties) is q_n.
 
@@ -240,8 +240,8 @@ def verify_block(
 
     Args:
         trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
-            before its first id outside 0..V-1 (-1).
-        draft_law: "iid" and "swor" mean the same on a chain; under "onehot" q is the point mass at the draft.
+            before its first id outside 0..V-1.
+        draft_law: "iid" or "swor", the same on a chain, or "onehot".
         coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
             the node.
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
@@ -257,7 +257,7 @@ def verify_block(
 
     Source: Sun et al., "Block Verification Accelerates Speculative Decoding", ICLR 2025.
 
-    Raises as `verify_rejection`; with PAGEDTREE_CHECK=1 also ValueError for trees that are not chains.
+    Raises as `verify_rejection`; with PAGEDTREE_CHECK=1 also for trees that are not chains.
     """
     return _by_ratio(
         ops.verify_block, logits, draft_tokens, trees, params, draft_law, draft_probs, draft_rows, seeds, positions,
@@ -336,11 +336,9 @@ def verify_typical(
     Args:
         logits, draft_tokens, trees, grammar_mask, draft_to_target, tokens_left: see `verify_greedy`.
         params: scalars, or tensors [B]; no penalties.
-        epsilon: in 0..1, the probability that always suffices.
-        delta: >= 0; where the distribution is broad, delta * exp(-entropy) suffices.
+        epsilon: in 0..1, a sufficient probability. delta: >= 0, a factor of exp(-entropy), which also suffices.
 
-    Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit. With the entropy H in nats of p_n,
-    the distribution of row n:
+    Returns a `Verdict`; status bit 2 where a visited row had NaN or no finite logit. H is the entropy in nats:
 
         accepted = {root} and each node of draft x under an accepted parent n with
                    p_n[x] > min(epsilon, delta * exp(-H(p_n)))
