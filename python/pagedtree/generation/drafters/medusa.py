@@ -160,8 +160,8 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
-    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before:
-    a path of child ranks r1, r2, ... then has probability 2^-(r1 + 1) * 2^-(r2 + 1) * ..."""
+    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before.
+    A path of child ranks r1, r2, ... then has probability 2^-(r1 + 1) * 2^-(r2 + 1) * ..."""
     paths: list[list[int]] = []
     queue: list[tuple[int, list[int]]] = [(1, [0])]
     while len(paths) < num_nodes - 1:
