@@ -52,9 +52,8 @@ def cases() -> Iterator[Case]:
         ("fp32", 1), ("fp16", 6), ("bf16", 16), ("fp32", 33), ("bf16", 129), ("fp32", 1000), ("fp16", 1025),
         ("bf16", 4001), ("fp16", 4001), ("bf16", 33_001),
     ]:  # fmt: skip
-        yield _sample(
-            f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
-        )
+        samplings = SAMPLINGS if vocab < 4000 else FEW_SAMPLINGS
+        yield _sample(f"{dtype}/V {vocab}", hostile_rows(vocab, DTYPES[dtype]), samplings)
     yield _sample("no row", torch.zeros(0, 50, dtype=torch.float32), FEW_SAMPLINGS)
     yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
     for problem in problems():
