@@ -19,13 +19,12 @@ class Machine:
     """A machine whose steps take `plain` seconds, and more per row and level; children are accepted by chance.
 
     What is accepted at a place of a text does not depend on the steps before, so that one text can be generated in
-    several ways. ease: how much likelier than `acceptance` guesses are, for each sequence.
+    several ways.
     """
 
-    def __init__(self, acceptance, *, plain=1.0, row=0.01, level=0.05, noise=0.0, batch=1, ease=(1.0,), seed=0):
+    def __init__(self, acceptance, *, plain=1.0, row=0.01, level=0.05, noise=0.0, batch=1, seed=0):
         self.acceptance, self.plain, self.row, self.level = acceptance, plain, row, level
         self.noise, self.batch, self.rng = noise, batch, np.random.default_rng(seed)
-        self.ease = ease
         self.text = self.rng.random((batch, 2000))
 
     def target(self, drafted: int, size: int) -> float:
@@ -51,7 +50,7 @@ class Machine:
         """Accepted nodes, and the token behind each. A node's draft token is its rank."""
         begin, end = draft.trees.cu_nodes[b : b + 2].tolist()
         parents, ranks = draft.trees.parents[begin:end].tolist(), draft.draft_tokens[begin:end].tolist()
-        rates = np.cumsum(self.acceptance) * self.ease[sequence % len(self.ease)]
+        rates = np.cumsum(self.acceptance)
         path, tokens = [0], []
         while True:
             rank = int(np.searchsorted(rates, self.text[sequence, place + len(path) - 1], side="right"))

@@ -106,19 +106,6 @@ def test_other_layers(model, texts, changes):
     assert all(recorder.is_dense(model))
 
 
-def test_sizes_that_are_not_possible_become_smaller(model, texts):
-    drafter = BlockDrafter(block_model(model), num_nodes=100, depth=2, width=3)
-    assert (drafter.max_nodes, drafter.max_depth) == (13, 2)
-    chain = BlockDrafter(block_model(model), num_nodes=100, width=1)
-    assert chain.is_chain and (chain.max_nodes, chain.max_depth) == (6, 5)
-    assert BlockDrafter(block_model(model), num_nodes=3).max_depth == 2
-    everything = BlockDrafter(block_model(model), num_nodes=200, depth=1, width=1000)
-    for each in (drafter, chain, everything):
-        sizes = set()
-        decode(model, each, texts, on_step=lambda result, sizes=sizes: sizes.add(result.trees.max_nodes))
-    assert max(sizes) == 200
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("limit", [1 << 28, 3000])
 @pytest.mark.parametrize("options", [{}, {"n": 2, "page_size": 4, "num_pages": 24}, {"max_batch_tokens": 6}])

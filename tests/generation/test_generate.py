@@ -169,17 +169,6 @@ def test_sampled_outcomes_that_share_pages(subject, name, more):
     assert (stats.shared_prefix_steps if "share_prefix" in more else stats.evictions) > 0
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("name", ["medusa", "EAGLE", "draft model", "block", "combined"])
-def test_sequences_wait_for_a_place(model, texts, name, count):
-    drafter, together = SUBJECTS["full"].drafter(name), []
-    options = {"max_sequences": count, "n": count, "on_step": lambda step: together.append(len(step.sequences))}
-    found, stats = generated(model, drafter, **options)
-    assert found == [text for text in texts for _ in range(count)]
-    assert max(together) == count and stats.evictions == 0
-
-
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])
 def test_prompt_that_never_fits(model, drafter):
     nodes = 8 if drafter else 1

@@ -95,14 +95,6 @@ def test_the_models_own_text(model, checkpoints, run, drafts):
     assert "12 tokens in" in outcome.err and "tokens per sequence and step" in outcome.err
 
 
-@pytest.mark.parametrize(("rule", "law"), [("block", "iid"), ("traversal", "swor"), ("rejection", "topk")])
-def test_rules(checkpoints, run, rule, law):
-    drafts = ["--draft", checkpoints / "draft", "--draft-law", law, "--num-nodes", "5", "--rule", rule]
-    outcome = run(*drafts, "--temperature", "0.9")
-    assert outcome.status == 0 and len(outcome.tokens) == 12 and "12 tokens in" in outcome.err
-    check_refused(run, *drafts, message="rule: expected params")
-
-
 def test_the_default_device_is_one_that_runs(checkpoints, run, monkeypatch):
     """A GPU that this build cannot use is not the default."""
     monkeypatch.setattr(cli_module, "backends", lambda: ["cpu"])

@@ -156,12 +156,6 @@ def test_a_head_is_saved_and_loaded(model, head, tmp_path):
     assert same_guesses(EagleHead.from_pretrained(tmp_path, model), head)
 
 
-def test_the_output_layer_may_stay_with_the_target(model, head, tmp_path):
-    head.save_pretrained(tmp_path, dtype=torch.float32, needs_target=True)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
-    assert same_guesses(EagleHead.from_pretrained(tmp_path, model), head)
-
-
 def same_guesses(one, other):
     features, tokens, positions = torch.randn(7, 3 * 128), torch.arange(7), torch.arange(3, 10)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 """Penalties, token options and log-probabilities of `generate`: with draft trees as in plain decoding, token by token.
 
-Plain decoding is compared with `sample` and with dense arithmetic on the model's own attention. test_generation_config
-compares greedy text with transformers' processors.
+Log-probabilities are compared with dense arithmetic on the model's own attention.
+test_generation_config compares greedy text with transformers' processors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers.generation import (
     TopKLogitsWarper,
 )
 
-from pagedtree import RequestOptions, SamplingParams, reference, sample
+from pagedtree import SamplingParams, reference
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import (
     ModelDrafter,
@@ -136,36 +136,6 @@ def test_any_subset_gives_the_text_of_plain_decoding_long(model, draft_model, da
 
 
 EVERYTHING = [*PENALTIES, "bias", "allowed", "bad words", "minimum"]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_plain_text_is_that_of_sample(model, temperature):
-    """Plain decoding on the model's own attention, with all options; then the same text with drafts and evictions."""
-    arguments = asked(EVERYTHING, temperature)
-    expected = [plainly(model, prompt, b, of_prompt(arguments, b)) for b, prompt in enumerate(PROMPTS)]
-    assert generated(model, **arguments)[0] == expected
-    few = {"page_size": 4, "num_pages": 16, "max_batch_tokens": 16}
-    texts, stats = generated(model, Oracle(expected, 0.9), **few, **arguments)
-    assert texts == expected and stats.evictions > 0 and stats.mean_accepted > 0.8
-
-
-def plainly(model, prompt, seed, arguments):
-    tokens, outputs, each = prompt.tolist(), [], arguments["options"] or TokenOptions()
-    params = arguments["params"] or SamplingParams(temperature=0.0)
-    while len(outputs) < NEW_TOKENS and not set(outputs[-1:]) & set(EOS):
-        options = options_of(prompt.tolist(), outputs, each, arguments["min_new_tokens"])
-        with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[0, -1:]
-        position = torch.tensor([len(tokens) - 1])
-        token = int(sample(logits, params, seeds=torch.tensor([seed]), positions=position, options=options))
-        tokens, outputs = [*tokens, token], [*outputs, token]
-    return tokens
-
-
-def options_of(prompt, outputs, each, least):
-    lists = {"prompts": [prompt], "outputs": [outputs], "allowed": [each.allowed_tokens], "bias": [each.bias]}
-    least_of = {"stop_ids": [EOS], "min_positions": [len(prompt) + least]}
-    return RequestOptions.from_lists(VOCAB, **lists, bad_words=[each.bad_words], **least_of)
 
 
 def test_a_list_of_processors(model):

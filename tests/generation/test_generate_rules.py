@@ -151,7 +151,6 @@ def test_evictions_leave_the_distribution_alone(toy, toy_draft, toy_distribution
 
 PADDED = {3: (0.5, 0.3, 0.2), 4 + 2: (0.1, 0.2, 0.1, 0.1, 0.3, 0.2)}
 PADDED_DRAFTERS = {
-    "topk": {"num_nodes": 6, "depth": 2, "width": 5},
     "coupled": {"num_nodes": 7, "depth": 3, "width": 2},
     "iid": {"num_nodes": 7, "branching": [3, 2]},
     "swor": {"num_nodes": 25, "branching": [5, 4]},  # more children than tokens: every token is drawn

@@ -102,9 +102,6 @@ WITHOUT_EFFECT = {
     **{"cache_config": {"backend": "quanto"}, "compile_config": CompileConfig(), "continuous_batching_config": None},
     **{"num_assistant_tokens_schedule": "heuristic", "speculation_type": "dflash", "transformers_version": "4.0.0"},
 }
-# model.generate wants a model, a cache, a compiler or (4.57) an EOS token for these, or returns more than the text.
-NOT_THERE = {"cache_config", "compile_config", "assistant_early_exit", "use_mtp", "speculation_type"}
-NOT_THERE |= {"return_dict_in_generate", "prompt_lookup_num_tokens"}
 
 
 def test_a_model_without_one(model, plain, monkeypatch):
@@ -183,15 +180,6 @@ def test_stop_strings(model, configure, plain):
         assert generated(model, None, PROMPTS[:1], **arguments)[0] == [expected]
     with pytest.raises(ValueError, match="generation_config: stop_strings: tokenizer: expected the model's tokenizer"):
         generated(model, None, PROMPTS[:1])
-
-
-@pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *SAMPLED, *SAMPLED_REFUSED} - {"do_sample"}))
-def test_what_does_not_change_a_greedy_text(model, configure, plain, name):
-    beginnings = [text[: len(prompt) + 6] for text, prompt in zip(plain[0], PROMPTS, strict=True)]
-    configure(**{name: {**WITHOUT_EFFECT, **SAMPLED, **SAMPLED_REFUSED}[name]})
-    if name in NAMES - NOT_THERE:
-        assert greedy(model, PROMPTS[0], 6) == beginnings[0]
-    assert generated(model, NgramDrafter(8), count=6)[0] == beginnings
 
 
 @pytest.mark.parametrize("name", REFUSED)

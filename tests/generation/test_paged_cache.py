@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from pagedtree import compact_kv
 from pagedtree.generation.paged_cache import PagedCache
 
 CPU = torch.device("cpu")
@@ -52,21 +51,6 @@ def test_pages_are_held_as_a_plain_model_says(page_size, actions):
     assert cache.free_pages == cache.num_pages
     assert cache.reserve(9, cache.num_pages * page_size)
     assert sorted(cache.pages(9)) == list(range(cache.num_pages))
-
-
-def test_rows_move_in_the_caches_that_there_are_now():
-    """Layers that came later, and a pool that has grown: what was prepared for older caches is not used."""
-    cache, states = PagedCache(2, 4, CPU), torch.randn(1, 2, 8)
-    moves = tuple(torch.tensor(values).int() for values in ([[1, 0]], [2], [[0, 2, 5]], [2]))
-    with torch.inference_mode():
-        for change in ((0, states, states), (1, states, None), None):
-            cache.grow(3) if change is None else cache.layer(*change)
-            for tensor in cache.tensors():
-                tensor.copy_(torch.randn_like(tensor))
-            expected = [tensor.clone() for tensor in cache.tensors()]
-            compact_kv(expected, *moves)
-            cache.compact(*moves)
-            assert all(map(torch.equal, cache.tensors(), expected)) and len(expected) in (2, 3)
 
 
 def test_bad_arguments():

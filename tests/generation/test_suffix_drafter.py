@@ -131,22 +131,6 @@ def model():
     return tiny(0)
 
 
-def test_an_evicted_answer_is_remembered_once(model):
-    prompts, added = prompts_of((5, 12, 9, 7)), []
-    drafter = SuffixDrafter(10_000, num_nodes=8)
-    add = drafter.memory.add
-    drafter.memory.add = lambda tokens: (added.append(list(tokens)), add(tokens))
-    sequences, stats = generate(
-        model, prompts, drafter=drafter, max_new_tokens=24, page_size=4, num_pages=20, tree=None
-    )
-    assert stats.evictions > 0
-    answers = [text[len(prompt) :] for prompt, text in zip(prompts, lists(sequences), strict=True)]
-    context = drafter.max_ngram
-    assert sum(map(len, added)) <= sum(map(len, answers)) + context * len(added)
-    for answer in answers:  # each token of an answer, beginning with the ones that an eviction cut off
-        assert sum(answer[-8:] == text[-8:] for text in added) == 1
-
-
 def test_beside_a_model(model):
     """The model is asked only where neither the text nor a former answer has what follows."""
     prompts, asked = prompts_of((5, 12)), []

@@ -75,17 +75,6 @@ def test_text_is_the_whole_one(tokenizer, most):
         assert found == whole(tokenizer, tokens)
 
 
-def test_special_tokens_in_between(tokenizer):
-    """They are left out, also within a character, and are no context for the next token."""
-    tokenizer, text = tokenizer
-    rng = random.Random(0)
-    special = [token for token, added in tokenizer.added_tokens_decoder.items() if added.special]
-    tokens = [each for token in text * 2 for each in (token, *rng.choices(special, k=rng.choice([0, 0, 1, 2, 40])))]
-    assert len(tokens) > 4 * len(text)
-    assert "".join(pieces(tokenizer, tokens, lambda: rng.randint(1, 7))) == whole(tokenizer, tokens)
-    assert whole(tokenizer, tokens) == whole(tokenizer, text * 2)
-
-
 @pytest.mark.parametrize("make", SHIPPED, ids=lambda make: make.__name__)
 def test_text_comes_early(make):
     """At most an incomplete character and, with clean-up, the last few characters are held back."""
