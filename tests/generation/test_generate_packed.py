@@ -19,7 +19,7 @@ from subject_case import Subject
 from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import NgramDrafter, generate, packed_weights
-from pagedtree.integrations.transformers.packed_weights import check_packable, pays
+from pagedtree.integrations.transformers.packed_weights import check_packable
 from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,14 +49,6 @@ def test_text_is_that_of_dense_weights(name):
     assert lists(sequences) == texts
     assert set(seen) == {NETWORKS.get(name, 0)}
     assert not packed_layers(model) and not any(packed_layers(net) for net in networks)
-
-
-@pytest.mark.parametrize(("dtype", "passes", "tokens"), [(torch.float32, 64, 4), (torch.bfloat16, 64, 1)])
-def test_when_it_pays(dtype, passes, tokens):
-    model = tiny(0).to(dtype)
-    assert pays(model, passes, tokens) and not pays(model, passes - 1, 16)
-    assert pays(model, passes, 3) == (dtype == torch.bfloat16) and not pays(model.half(), passes, 3)
-    assert not pays(model.to("meta"), passes, tokens)
 
 
 @pytest.mark.parametrize(

@@ -208,21 +208,3 @@ def test_a_tied_head_reads_its_embedding(model, tmp_path):
     path.write_text(json.dumps({**config, "draft_vocab_size": 64}))
     with pytest.raises(ValueError, match="tie_word_embeddings: expected false with 64 of 128 tokens"):
         EagleHead.from_pretrained(tmp_path, model)
-
-
-def test_a_target_with_padding_behind_its_tokens(tmp_path):
-    """The head without d2t drafts the tokens of its config, of a target whose layers have more rows."""
-    model = tiny(0, num_hidden_layers=4)
-    head = eagle_head(model, None)
-    head.save_pretrained(tmp_path, dtype=torch.float32)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file({name: t for name, t in tensors.items() if name not in ("d2t", "t2d")}, tmp_path / "model.safetensors")
-    prompt = prompts_of([7])[0]
-    text = greedy(model, prompt)
-    model.resize_token_embeddings(192)
-    with torch.no_grad():
-        model.lm_head.weight[VOCAB:] = 0.0
-    model.config.vocab_size = VOCAB
-    loaded = EagleHead.from_pretrained(tmp_path, model)
-    assert loaded.vocab_size == VOCAB
-    assert lists(generate(model, [prompt], drafter=EagleDrafter(loaded), max_new_tokens=20)[0]) == [text]

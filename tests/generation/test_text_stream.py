@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tokenizer_case import SHIPPED, TOKENIZERS, blanks, moonshine, unigram
+from tokenizer_case import SHIPPED, TOKENIZERS, moonshine, unigram
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -116,16 +116,6 @@ def test_tokens_of_parts_of_two_characters():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
     given = pieces(tokenizer, [0, *[1] * 100, 2], lambda: 1)
     assert "".join(given) == "中" * 101 and given[MAX_MISSING + 1 :] == ["中"] * (101 - MAX_MISSING) + [""]
-
-
-def test_clean_up_takes_back_no_blank():
-    """The blank of " ." goes and that of " ' ." comes again, wherever a step ends."""
-    tokenizer = blanks()
-    for text in (["Hello", " ", ".", "x", " ", "n", " ", "'", " ", "t"], ["Hello", " ", "'", " ", ".", "x"]):
-        tokens = [tokenizer.convert_tokens_to_ids(word) for word in text]
-        given = pieces(tokenizer, tokens, lambda: 1)
-        assert "".join(given) == whole(tokenizer, tokens) == {10: "Hello.xn't", 6: "Hello '.x"}[len(tokens)]
-        assert given[0] == "H"
 
 
 def test_cost_is_linear(tokenizer):

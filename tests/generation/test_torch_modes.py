@@ -74,15 +74,6 @@ def test_compiled_models(how, is_warm):
     assert backend.num_runs > before and greedy(model, prompts[0], 2) == expected[0][: PROMPTS[0] + 2]
 
 
-def test_compiled_recurrent_layers():
-    backend, prompts = Backend(), prompts_of(PROMPTS)
-    model = tiny_hybrid()
-    expected, layer = [greedy(model, prompt) for prompt in prompts], model.model.layers[0].linear_attn
-    layer.forward = forward = torch.compile(layer.forward, backend=backend)
-    assert generated(model, NgramDrafter(4), prompts)[0] == expected
-    assert layer.forward is forward and not backend.num_runs
-
-
 AUTOCAST = {
     "full": tiny_of,
     "window": tiny_of,
