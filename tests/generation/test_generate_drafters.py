@@ -36,9 +36,6 @@ def prompts():
     return prompts_of(LENGTHS, seed=3)
 
 
-CHAIN = {"num_nodes": 5, "depth": 4, "width": 1}
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -50,7 +47,8 @@ CHAIN = {"num_nodes": 5, "depth": 4, "width": 1}
 )
 def test_a_model_that_drafts_for_itself_is_always_right(model, options):
     """A chain of the draft model's own greedy tokens is accepted whole, so one wrong row in its cache would show."""
-    drafter = ModelDrafter(model, **CHAIN, max_batch_tokens=options.get("max_batch_tokens", 4096))
+    most = options.get("max_batch_tokens", 4096)
+    drafter = ModelDrafter(model, num_nodes=5, depth=4, width=1, max_batch_tokens=most)
     _, stats = generate(model, prompts(), drafter=drafter, max_new_tokens=31, **options)
     for sequence in stats.sequences:
         # The last pass may be cut by the limit.
