@@ -16,11 +16,6 @@ from pagedtree.integrations.flash_attn import flash_attn_varlen_func, flash_attn
 HEADS, KV_HEADS, DIM = 4, 2, 64
 
 
-@pytest.fixture
-def dtype(backend, on_device) -> torch.dtype:
-    return torch.float32 if backend == "cpu" else torch.float16
-
-
 def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
     generator = torch.Generator().manual_seed(5)
     return placed(torch.randn(*shape, HEADS, dim, generator=generator, device="cpu").to(dtype))

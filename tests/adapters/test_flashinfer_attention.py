@@ -71,11 +71,6 @@ class Batch:
         return torch.cat(outs), torch.cat(lses)
 
 
-@pytest.fixture
-def dtype(backend, on_device) -> torch.dtype:
-    return torch.float32 if backend == "cpu" else torch.float16
-
-
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", [1, 2])
 def test_the_cache_is_not_copied(layout, form) -> None:

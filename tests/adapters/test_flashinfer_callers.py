@@ -22,11 +22,6 @@ def paged_form(pages: Pages, lens: list[int], page_size: int) -> tuple[torch.Ten
     return offsets([len(p) for p in pages.pages]), int32([page for p in pages.pages for page in p]), int32(last)
 
 
-@pytest.fixture
-def dtype(backend, on_device) -> torch.dtype:
-    return torch.float32 if backend == "cpu" else torch.float16
-
-
 def test_merging(backend, dtype) -> None:
     """Parts of the keys, joined, are attention over all of them."""
     generator = torch.Generator().manual_seed(3)

@@ -77,8 +77,7 @@ def test_packed_masks_there_and_back(max_tokens) -> None:
 # lightllm -------------------------------------------------------------------------------------------------------------
 
 
-def test_token_pool(backend, on_device) -> None:
-    dtype = torch.float32 if backend == "cpu" else torch.float16
+def test_token_pool(dtype) -> None:
     generator = seeded(0)
     buffer = torch.randn(120, 5, 64, generator=generator).to(dtype)  # 2 heads of K, 2 of V, one that is not used
     index = torch.randperm(120, generator=generator)[:90].view(3, 30).int()

@@ -38,8 +38,8 @@ class Server:
         right = self.hits(request)
         return chain([self.texts[request] + 1 + i if i < right else 0 for i in range(DEPTH)])
 
-    def step(self, read: dict[str, int] | None = None, ended: tuple[str, ...] = ()) -> dict[str, int]:
-        """A pass of the target, and the proposals behind it; returns how many tokens each request got.
+    def step(self, read: dict[str, int] | None = None, ended: tuple[str, ...] = ()) -> None:
+        """A pass of the target, and the proposals behind it.
 
         read: new requests, and the tokens of their prompts. ended: requests that are no longer there.
         """
@@ -64,31 +64,29 @@ class Server:
         self.drafted.append(num_drafted)
         requests = list(new)
         if not requests:
-            return {}
+            return
         plan = self.tuner.plan(Pass(requests, [*new.values()], rows + sum(read.values()), seconds), requests)
         proposals = [NO_GUESS] * len(requests)
         if plan.depth is not None:
             self.asked += 1
             proposals = self.tuner.keep([self.guess(request) for request in requests])
         self.proposed = dict(zip(requests, proposals, strict=True))
-        return {request: len(tokens) for request, tokens in new.items()}
+
+    def run(self, steps: int) -> float:
+        """Steps without new requests; returns how many drafts the last 30 of them had on average."""
+        for _ in range(steps):
+            self.step()
+        return float(np.mean(self.drafted[-30:]))
 
 
 def test_guesses_that_turn_right_are_found_and_those_that_turn_wrong_are_given_up():
     server, right = Server(lambda _: right[0]), [0]
     server.step({"a": 100})
-    for _ in range(60):
-        server.step()
+    server.run(60)
     right[0] = DEPTH
-    begin = len(server.drafted)
-    for _ in range(60):
-        server.step()
-    assert np.mean(server.drafted[begin + 30 :]) > 0.9 * DEPTH
+    assert server.run(60) > 0.9 * DEPTH
     right[0] = 0
-    begin = len(server.drafted)
-    for _ in range(250):
-        server.step()
-    assert np.mean(server.drafted[begin + 200 :]) < 0.2
+    assert server.run(250) < 0.2
 
 
 def test_costs_are_those_of_passes_of_decoding_alone():
@@ -123,8 +121,7 @@ def test_a_busy_server_learns_from_its_tokens_alone():
 def test_drafts_that_found_no_room_are_not_charged():
     server = Server(lambda _: DEPTH)
     server.step({"a": 100})
-    for _ in range(20):
-        server.step()
+    server.run(20)
     before = server.costs.row, server.costs.plain, server.costs.age
     cut = server.proposed["a"]
     assert len(cut.tokens) > 1
@@ -143,8 +140,7 @@ def test_a_drafter_that_costs_much_is_not_asked_where_it_guesses_wrong():
 
     server.tuner.keep = slow
     server.step({"a": 100})
-    for _ in range(300):
-        server.step()
+    server.run(300)
     assert server.asked < 30
 
 
@@ -170,8 +166,7 @@ def test_the_surest_nodes_are_kept():
     """Two requests; what the drafter says of its nodes decides where they are worth as much as a plain step."""
     server = Server(lambda _: 0)
     server.step({"a": 100, "b": 100})
-    for _ in range(10):
-        server.step()
+    server.run(10)
     plan = server.tuner._step.plan
     assert plan.depth is not None
     sure = Proposal([1, 2, 3], np.arange(-1, 3, dtype=np.int32), np.zeros(4, dtype=np.float32))
