@@ -195,30 +195,6 @@ def test_the_end(engine) -> None:
     assert [bits(row) for row in rows][1:] == [after_c, {EOS}, below, every, every, every]
 
 
-def test_a_chain_of_1024(engine) -> None:
-    matcher = engine.behind("letters", ids("{"))
-    trees = TreeBatch.from_trees([DraftTree.chain(1023)])
-    with GrammarMasks([matcher], len(VOCAB)) as masks:
-        rows = masks.fill(torch.full((1024,), ids("a")[0]), trees).result()
-        assert bits(rows[0]) == engine.after("letters", ids("{"))
-        assert (rows[1:] == rows[1]).all() and bits(rows[1]) == engine.after("letters", ids("{a"))
-        assert torch.equal(masks.fill_next().result()[0], rows[0])
-
-
-def test_many_sequences_on_threads(engine) -> None:
-    rng = np.random.default_rng(3)
-    trees = random_shapes(rng, 12)
-    texts = [ids("{" + "ab" * (b % 3)) for b in range(12)]
-    drafts = [[-1, *rng.choice(ids("abcde:12}"), tree.num_nodes - 1).tolist()] for tree in trees]
-    tokens, batch = batch_of(trees, drafts)
-    results = []
-    for threads in (1, 4, 4):
-        matchers = [engine.behind("letters", text) for text in texts]
-        with GrammarMasks(matchers, len(VOCAB), threads=threads) as masks:
-            results.append(masks.fill(tokens, batch).result())
-    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
-
-
 # What is xgrammar's own -----------------------------------------------------------------------------------------------
 
 
@@ -232,15 +208,6 @@ def test_no_stop_token_needed(engine, xgrammar) -> None:
     assert bits(rows[3]) == {EOS} and len(bits(rows[4])) == len(VOCAB)
     assert masks.advance([[*path, EOS]]) == [True] and masks.is_terminated() == [True]
     assert bits(masks.fill_next().result()[0]) == {EOS}
-
-
-def test_other_stop_tokens(engine, xgrammar) -> None:
-    stops = [VOCAB.index(b"}}"), VOCAB.index(b"name")]
-    masks = GrammarMasks([engine.make(FINITE["xgrammar"], override_stop_tokens=stops)], len(VOCAB))
-    assert masks.advance([[VOCAB.index(word) for word in (b"ab", b"c", b"12")]]) == [True]
-    assert bits(masks.fill_next().result()[0]) == set(stops)
-    assert masks.advance([stops[:1]]) == [True] and masks.is_terminated() == [True]
-    assert bits(masks.fill_next().result()[0]) == set(stops)
 
 
 def test_xgrammar_refuses(engine, xgrammar) -> None:

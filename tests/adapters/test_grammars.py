@@ -10,7 +10,7 @@ import torch
 from grammar_case import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch, build_trees
-from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree, allow_only
+from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree
 
 
 def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
@@ -109,21 +109,6 @@ def test_the_end_of_a_grammar() -> None:
     assert not dead.allowed() and bits(GrammarMasks([dead], 40).fill_next().result()[0]) == {EOS}
 
 
-def test_stop_tokens_past_the_logits() -> None:
-    class Stops(Parity):
-        stop_token_ids = (39, EOS, 33)
-
-    assert bits(GrammarMasks([Stops([1, 2, EOS])], 35).fill_next().result()[0]) == {EOS, 33}
-
-
-def test_allow_only() -> None:
-    row = np.full(2, 7, np.int32)
-    allow_only(row, [0, 31, 63])
-    assert bits(row) == {0, 31, 63}
-    allow_only(row, [-1, 64])
-    assert bits(row) == set()
-
-
 def test_draft_to_target() -> None:
     trees = TreeBatch.from_trees([DraftTree([-1, 0, 0, 0, 0, 1])])
     tokens, ids = torch.tensor([9, 0, 1, 3, -1, 2]), torch.tensor([5, 2, 4])
@@ -160,15 +145,6 @@ def test_close_lets_a_fill_end() -> None:
     assert [len(bits(row)) for row in fill.result()] == [19, 20]
     with pytest.raises(RuntimeError, match="after shutdown"):
         masks.fill_next()
-
-
-def test_matchers_may_change() -> None:
-    masks = GrammarMasks([Parity()], 40)
-    masks.matchers.append(None)
-    masks.matchers[0] = Parity([1])
-    assert [len(bits(row)) for row in masks.fill_next().result()] == [19, 40]
-    masks.matchers = (Parity(),)
-    assert [len(bits(row)) for row in masks.fill_next().result()] == [20]
 
 
 def test_work_goes_on_beside_the_caller() -> None:

@@ -11,7 +11,7 @@ from generate_case import MODELS, tiny, tiny_of
 from transformers import AttentionInterface, BertConfig, BertModel
 
 from pagedtree.integrations.transformers import attention, register
-from pagedtree.integrations.transformers.attention import _pack_mask, attention_forward
+from pagedtree.integrations.transformers.attention import attention_forward
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -168,18 +168,6 @@ def test_layers_that_are_not_causal():
     kept = batch["attention_mask"].bool()
     torch.testing.assert_close(got[0][kept], expected[0][kept], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("kv_len", [1, 31, 32, 33, 64, 100])
-def test_packed_masks(kv_len):
-    torch.manual_seed(kv_len)
-    mask = torch.rand(2, 1, 5, kv_len + 3) < 0.5
-    packed = _pack_mask(mask, 2, 5, kv_len)
-    assert packed.dtype == torch.int32 and packed.shape == (10, (kv_len + 31) // 32)
-    for row in range(10):
-        for j in range(packed.shape[1] * 32):
-            bit = int(packed[row, j // 32]) >> (j % 32) & 1
-            assert bit == (j < kv_len and bool(mask[row // 5, 0, row % 5, j]))
 
 
 class Layer(torch.nn.Module):
