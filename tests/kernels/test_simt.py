@@ -59,10 +59,10 @@ BUGS = {
 }
 # What a sanitizer must find by itself, in any order.
 RACES = (
-    "no_barrier_before_read", "no_barrier_before_refill", "no_reduction_barrier", "merge_race", "no_cluster_barrier",
-    "buffer_back_early", "stage_back_early",
-)  # fmt: skip
-BY_SANITIZER = {"asan": {"table_overrun": "AddressSanitizer"}, "tsan": dict.fromkeys(RACES, RACE)}
+    "no_barrier_before_read no_barrier_before_refill no_reduction_barrier merge_race no_cluster_barrier "
+    "buffer_back_early stage_back_early"
+)
+BY_SANITIZER = {"asan": {"table_overrun": "AddressSanitizer"}, "tsan": dict.fromkeys(RACES.split(), RACE)}
 PROGRAMS = [
     pytest.param("simt_selftest", id="plain"),
     pytest.param("simt_selftest_asan", id="asan", marks=pytest.mark.slow),
