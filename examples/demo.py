@@ -78,7 +78,7 @@ class Demo:
         names, rows = list(self.drafters), []
         print(
             f"\nthree kinds of text, the median over {self.args.prompts} prompts of each, one after the other, at most"
-            f" {self.args.max_new_tokens} tokens;\ntokens per second, and how often plain decoding's:\n"
+            f" {self.args.max_new_tokens} tokens;\ntokens per second, and the ratio to plain decoding:\n"
         )
         print(f"{'':28}" + "".join(f"{name:>20}" for name in names) + "   same texts")
         for kind in KINDS:
@@ -160,8 +160,8 @@ def main() -> int:
         print("output differs from plain decoding", file=sys.stderr)
         return 1
     print(
-        f"In {name} a pass over more tokens rounds in another way, and where two tokens are nearly tied the texts part;"
-        "\n--dtype float32 gives the same texts."
+        f"In {name} wider passes round differently, so texts can diverge at near-ties;\n--dtype float32 gives the same"
+        " texts."
     )
     return 0
 

@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"\none sequence: a prompt of {len(batch[0])} tokens and {args.live_tokens} more, without drafts and then with"
     )
-    print(f"the drafter that was the fastest of {len(tried)} on the first {TRIAL_TOKENS} tokens, {best}:")
+    print(f"the drafter that was fastest of {len(tried)} on the first {TRIAL_TOKENS} tokens, {best}:")
     ways = {name: drafters[name] for name in ("plain", best)}
     alone, drafted = compare_live(model, batch[0], ways, decode, max_new_tokens=args.live_tokens)
     is_wrong = not torch.equal(alone, drafted)
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rule_rows.append(row_of(sampling, f"{name}, {rule}", stats, identical))
     print_table(rows)
     print_table(rule_rows)
-    print("typical is lossy: it favours likely drafts. The other rules leave the distribution of the text as it is.")
+    print("typical is lossy: it favours likely drafts. The other rules preserve the distribution of the text.")
     rows += rule_rows
     print(f"\nprompt 0 ends:\n{texts[0][-200:]}\n--- greedy completion:\n{completions[0]}")
     if args.json:

@@ -172,7 +172,7 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
   check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
   p.sinks = check.read<float>(a.sinks, "sinks", {{"Hq", num_heads}});
   const bool latent = is_latent(a.k_cache, a.v_cache);
-  check.that(!latent || p.softcap == 0.0f, "softcap", "0 where v_cache is a view of k_cache", p.softcap);
+  check.that(!latent || p.softcap == 0.0f, "softcap", "0 if v_cache is a view of k_cache", p.softcap);
   const OptionalTensor& v_scale = latent && !a.v_scale.has_value() ? a.k_scale : a.v_scale;
   p.k_scale_stride = check_scale(check, a.k_scale, a.k_cache, "k_scale");
   p.v_scale_stride = check_scale(check, v_scale, a.v_cache, "v_scale");

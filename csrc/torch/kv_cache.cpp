@@ -38,7 +38,7 @@ AppendSide append_side(const Check& check, const Tensor& rows, const Tensor& cac
   side.cache_head_stride = cache.stride(2);
   side.head_dim = rows.size(2);
   if (!scale.has_value()) return side;
-  check.that(rows.scalar_type() != cache.scalar_type(), name, "absent where the rows are copied as they are",
+  check.that(rows.scalar_type() != cache.scalar_type(), name, "None if rows are copied without conversion",
              "a scale with a cache of dtype " + dtype_text(cache.scalar_type()));
   if (scale->dim() == 0) {
     side.scale = check.read<float>(*scale, name, {});
@@ -246,8 +246,8 @@ AppendKvParams append_params(const Check& check, const Tensor& k, const Optional
   check.tensor(k_cache, "k_cache", {k_cache.scalar_type()},
                {"pages", "page_size", {"Hkv", num_kv_heads}, {"D", k.size(2)}}, Strides::kLastContiguous);
   const bool has_v = v.has_value();
-  check.that(has_v || !v_cache.has_value(), "v", "a Tensor where `v_cache` is one", "None");
-  check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor where `v` is one", "None");
+  check.that(has_v || !v_cache.has_value(), "v", "a Tensor if `v_cache` is one", "None");
+  check.that(!has_v || v_cache.has_value(), "v_cache", "a Tensor if `v` is one", "None");
   check.that(has_v || !v_scale.has_value(), "v_scale", "None where `v` is", "a Tensor");
   if (has_v) {
     check.tensor(*v, "v", {k.scalar_type()}, {{"T", num_tokens}, {"Hkv", num_kv_heads}, "Dv"},

@@ -36,7 +36,7 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
                                int64_t num_slots, const Path* path) {
   RecurrentBatch p{};
   const bool trees = rows.cu_nodes.has_value();
-  check.that(trees != rows.cu_seqlens.has_value(), "cu_seqlens", "given where there are no trees, and only there",
+  check.that(trees != rows.cu_seqlens.has_value(), "cu_seqlens", "given if, and only if, there are no trees",
              trees ? "both" : "neither");
   const std::string name = trees ? "cu_nodes" : "cu_seqlens";
   const Tensor& offsets = trees ? *rows.cu_nodes : *rows.cu_seqlens;

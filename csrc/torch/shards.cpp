@@ -119,8 +119,8 @@ void step_shards(const Tensor& logits, Tensor rows, const OptionalTensor& receiv
     params.received = words_of_items(check, *received, "received", parts * num_rows, words_of(params.last));
   }
   if (params.round == ShardRound::kRace) {
-    check.that(seeds.has_value(), "seeds", "given where tokens are drawn", "None");
-    check.that(positions.has_value(), "positions", "given where tokens are drawn", "None");
+    check.that(seeds.has_value(), "seeds", "given to draw tokens", "None");
+    check.that(positions.has_value(), "positions", "given to draw tokens", "None");
     params.seeds = const_pointer<int64_t>(*seeds);
     params.positions = shard.options.positions;
   }

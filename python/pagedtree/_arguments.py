@@ -112,7 +112,7 @@ def _expect_tensor(name: str, tensor: Tensor, is_integer: bool, is_written: bool
     if is_integer and tensor.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: expected int32 or int64, got {tensor.dtype}")
     if is_written and any(size > 1 and step == 0 for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(f"{name}: expected memory of its own for each element, got strides {list(tensor.stride())}")
+        raise ValueError(f"{name}: expected elements that share no memory, got strides {list(tensor.stride())}")
 
 
 def _expect(name: str, value: object, hint: Any) -> None:

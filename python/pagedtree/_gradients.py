@@ -33,7 +33,7 @@ _library.define("_refuse_backward(str op, Tensor gradient, SymInt[] shape, Scala
 
 @torch.library.impl(_library, "_refuse_backward", "CompositeExplicitAutograd")
 def _refuse_backward(op: str, gradient: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    raise RuntimeError(f"{op}: expected no backward pass: pagedtree's ops are for inference only")
+    raise RuntimeError(f"{op}: has no gradient: pagedtree's ops are for inference only")
 
 
 @torch.library.register_fake("pagedtree::_refuse_backward")
@@ -91,7 +91,7 @@ def register_gradients(library: torch.library.Library, op: Any) -> None:
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
         written = [t for t in written_by(args, kwargs) if t.is_floating_point()]
         if any(t.is_leaf and t.requires_grad for t in written):
-            raise RuntimeError(f"{name}: expected to write no leaf tensor that requires grad, as in-place ops do")
+            raise RuntimeError(f"{name}: cannot write to a leaf tensor that requires grad")
 
         def run_below() -> Any:
             with torch._C._AutoDispatchBelowAutograd():

@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: list[Tensor] | None = None, 
 def test_leaves_are_not_written(backend: str) -> None:
     keys = cache().requires_grad_()
     kept = keys.detach().clone()
-    with pytest.raises(ValueError, match="append_kv: expected to write no leaf tensor that requires grad"):
+    with pytest.raises(ValueError, match="append_kv: cannot write to a leaf tensor that requires grad"):
         pt.append_kv(rows(), rows(), keys, cache(), *here(SLOTS))
     assert torch.equal(keys.detach(), kept)
 
@@ -66,5 +66,5 @@ def test_compiled(backend: str, grad: bool) -> None:
         out = torch.compile(layer, fullgraph=True, backend="aot_eager")(x, keys, values)
     assert torch.equal(out, expected) and out.requires_grad == grad
     if grad:
-        with pytest.raises(RuntimeError, match="tree_attention: expected no backward pass"):
+        with pytest.raises(RuntimeError, match="tree_attention: has no gradient"):
             out.sum().backward()

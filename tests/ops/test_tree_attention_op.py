@@ -33,7 +33,7 @@ def test_a_latent_cache_is_a_view_in_compiled_code(target: Target) -> None:
         return tree_attention(**dict(case, q=q, k_cache=k, v_cache=k[..., :128]), softcap=softcap)
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 where v_cache is a view of k_cache"):
+    with pytest.raises((ValueError, RuntimeError), match="`softcap` must be 0 if v_cache is a view of k_cache"):
         compiled(case["q"], case["k_cache"], 5.0)
 
 
