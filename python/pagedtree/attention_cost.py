@@ -120,8 +120,7 @@ def explain(
         kv_bytes: bytes per element of the cache: 2, or 1 for float8_e4m3fn.
         max_seqlen_q: the hint of the call; default ceil(T / B).
         window: attention window in tokens; 0: none.
-        num_sms, max_shared_bytes: the device's multiprocessors and maximum shared memory per CTA.
-        l2_bytes: L2 cache size, all of it available to K and V.
+        num_sms, max_shared_bytes, l2_bytes: the device's multiprocessors, shared memory per CTA, and L2.
         bandwidth, flops_per_second: device peaks in bytes and flops per second; default: nominal H200.
         engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice (PAGEDTREE_ENGINE).
 

@@ -39,8 +39,8 @@ def token_logprobs(
     Returns:
         logprobs: float32 [R], natural logarithms; -inf for a token that the filters drop.
         ranks: int64 [R], how many tokens have a logit >= the token's, itself included, before filters, as in vLLM.
-        top_tokens: int64 [R, top_n], the largest logits first, the lower id first on ties; -1 where fewer are finite,
-            and 0, 1, 2, ... in a row with no finite logit.
+        top_tokens: int64 [R, top_n], the largest logits first, the lower id first on ties; -1 if fewer are finite; 0,
+            1, 2, ... in a row without a finite logit.
         top_logprobs: float32 [R, top_n]; -inf where the filters drop a token.
 
     A token outside 0..V-1 has -inf and rank 0; a row out of range likewise, with no top tokens. NaN logits read as

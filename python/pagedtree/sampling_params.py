@@ -54,11 +54,11 @@ class SamplingParams:
     `token_logprobs` and the lossless verify ops support them; other ops raise ValueError for a penalty that is on.
 
     Host scalars outside temperature >= 0, top_k >= -1, 0 < top_p <= 1, 0 <= min_p <= 1, repetition_penalty > 0, and
-    -2..2 for the other penalties raise ValueError, other types TypeError. Tensor values are clamped to these ranges
-    (top_p 0 keeps one token, a repetition_penalty <= 0 is off) and NaN turns the parameter off (temperature NaN is 1).
+    -2..2 for the other penalties raise ValueError, other types TypeError. Tensor values are clamped (top_p 0 keeps one
+    token, a repetition_penalty <= 0 is off); NaN turns the parameter off (temperature NaN is 1).
 
-    NaN logits read as -inf, +inf as the dtype's largest finite; a row with no finite logit is uniform over V, without
-    filters (temperature 0: id 0). A top_p boundary within 1e-4 of the mass may fall either way.
+    NaN logits read as -inf, +inf as the dtype's largest finite; a row with no finite logit is uniform over V
+    (temperature 0: id 0). A top_p boundary within 1e-4 of the mass may fall either way.
     """
 
     temperature: float | Tensor = 1.0
@@ -84,10 +84,7 @@ class SamplingParams:
             raise ValueError(f'filter_order: expected "top_k_first" or "joint", got {self.filter_order!r}')
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
-        """Returns (temperature, top_k, top_p, min_p, filter_order) as raw ops take them: tensors of shape [1] or [B].
-
-        Tensors are returned unchanged, except an int64 top_k; a host scalar becomes one small cached tensor per device.
-        """
+        """Returns (temperature, top_k, top_p, min_p, filter_order) as raw ops take them, tensors [1] or [B]."""
         keep = _may_keep(device)
         return (
             _on_device(self.temperature, "temperature", device, keep),

@@ -64,12 +64,11 @@ def decoy_propose(
     depth, so the texts of an engine that forgets `compact_kv` diverge, or its drafts are refused.
 
     Args:
-        texts: int32 or int64 [B, L], prompt and continuation; negative where a text has ended.
-        lengths: int32 or int64 [B], tokens of each text that the sequence has so far, at least 1: the root is the last
-            of them.
+        texts: int32 or int64 [B, L], prompt and continuation; negative after the end.
+        lengths: int32 or int64 [B], tokens of each text so far, at least 1: the root is the last of them.
         max_nodes: most nodes of a tree, root included, from 2 * max_depth + 1 to 1024.
         max_depth: right drafts of a tree, >= 1.
-        root_tokens: int32 or int64 [B], the engine's own last tokens, entered at the roots. Default: from `texts`.
+        root_tokens: int32 or int64 [B], the roots' tokens by the engine. Default: from `texts`.
         active: bool [B]; False = finished: a tree of no nodes.
 
         width = (max_nodes - 1) // max_depth

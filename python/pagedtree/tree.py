@@ -292,9 +292,8 @@ class TreeBatch:
     def narrow(self, start: int, length: int) -> TreeBatch:
         """Returns trees `start` to `start + length - 1`, B = length, without padding rows. Synchronises.
 
-        The tensors are views of this batch's, except cu_nodes where the first tree's rows do not begin at 0; max_nodes
-        and max_depth stay. Raises ValueError for trees outside the batch, offsets that descend or pass N, and
-        inconsistent tensors.
+        The tensors are views of this batch's, except cu_nodes if the first tree's rows do not begin at 0. Raises
+        ValueError for trees outside the batch, offsets that descend or pass N, and inconsistent tensors.
         """
         expect_integers(start=start, length=length)
         self._check()
@@ -373,8 +372,7 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
     Args:
         parents: int32 [N], local indices: -1 at each tree's node 0, else 0 <= parents[i] < i.
         cu_nodes: int32 [B + 1], first 0; rows past cu_nodes[B] are padding.
-        max_nodes: bound on the nodes of one tree, 1..1024; it fixes the mask's width.
-        max_depth: bound on the depth; it fixes the width of a verdict.
+        max_nodes, max_depth: bounds of one tree, 1..1024 nodes; they fix the widths of mask and verdict.
 
     A malformed tree sets valid[b] = False: a parent out of range or not smaller than its node, a root whose parent is
     not -1, a second root, more than max_nodes nodes, a node deeper than max_depth, or no node at all. Such a node and

@@ -242,8 +242,7 @@ def verify_block(
         trees: B chains. A node with two children sets status bit 1, and only first children are followed; a chain ends
             before its first id outside 0..V-1.
         draft_law: "iid" or "swor", the same on a chain, or "onehot".
-        coins: float32 [N] in [0, 1); entry i is the u of draft token i. Default: Philox of seeds[b], positions[b] and
-            the node.
+        coins: float32 [N] in [0, 1), the u of each draft. Default: Philox of seeds[b], positions[b] and the node.
         final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
         The others: see `verify_rejection`.
 
@@ -291,9 +290,7 @@ def verify_traversal(
     on a chain it is `verify_block`. Every step must draw fresh drafts, as for `verify_block`.
 
     Args:
-        coins: float32 [N] in [0, 1), entry n the u of node n. Default: Philox of seeds[b], positions[b] and the node.
-        final_coins: float32 [B] in [0, 1). Default: Philox, at the last accepted node's position.
-        The others: see `verify_rejection`; draft_law "onehot" is refused.
+        coins, final_coins: see `verify_block`. The others: see `verify_rejection`; draft_law "onehot" is refused.
 
     Returns a `Verdict`. From verify(root, 1), the root being accepted whatever its coin:
 
