@@ -75,10 +75,10 @@ class BatchMLAPagedAttentionWrapper:
 
         ckv_cache [pages, page_size, 512] and kpe_cache [pages, page_size, 64] are read in place if they are the first
         and last columns of one tensor of 576; else each call copies the batch's pages together, and the queries
-        likewise. query and kv_cache replace the first four: one tensor of 576 columns, or the two parts. Returns out
-        [T, heads, 512], with return_lse also lse, fp32 [T, heads], in base 2 unless return_lse_base_on_e. Raises
-        RuntimeError before plan(), NotImplementedError for unsupported arguments, ValueError for wrong shapes or
-        dtypes.
+        likewise. query and kv_cache replace the first four: one tensor of 576 columns, or the two parts;
+        profiler_buffer has no effect. Returns out [T, heads, 512], with return_lse also lse, fp32 [T, heads], in base 2
+        unless return_lse_base_on_e. Raises RuntimeError before plan(), NotImplementedError for unsupported arguments,
+        ValueError for wrong shapes or dtypes.
         """
         if self._arguments is None:
             raise RuntimeError("run: expected plan() before it")

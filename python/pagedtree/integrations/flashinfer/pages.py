@@ -95,7 +95,8 @@ def append_paged_mla_kv_cache(
 ) -> None:  # fmt: skip
     """Appends like `append_paged_kv_cache`, to the two parts of a latent cache.
 
-    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides.
+    append_ckv, append_kpe: [n, dim]; ckv_cache, kpe_cache: [pages, page_size, dim], written, of any strides;
+    kv_last_page_len has no effect.
     """
     expect_dims("[n, dim]", append_ckv=append_ckv, append_kpe=append_kpe)
     expect_dims("[pages, page_size, dim]", ckv_cache=ckv_cache, kpe_cache=kpe_cache)
