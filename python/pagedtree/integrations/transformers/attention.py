@@ -1,8 +1,7 @@
 """The attention implementation "pagedtree" of transformers models.
 
-Inside `generate` of this package a packed batch runs over a paged cache: the pass publishes a `PackedPass`, which every
-layer reads. In continuous batching it runs over transformers' own paged cache. Elsewhere (`model.generate`,
-`model(...)`) the dense keys and values are read in place, each sequence as one page.
+Inside `generate` of this package a `PackedPass` runs over a paged cache, in continuous batching over transformers' own.
+Elsewhere (`model.generate`, `model(...)`) dense keys and values are read in place, each sequence as one page.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ NAME = "pagedtree"
 
 
 def register() -> None:
-    """Registers `attn_implementation="pagedtree"` with transformers, as importing this package does. Idempotent."""
+    """Registers `attn_implementation="pagedtree"`, as importing this package does. Idempotent."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, _mask)
 
@@ -65,8 +64,8 @@ def attention_forward(
 
     s_aux: the sinks of gpt-oss. sliding_window: None = no window; left out: the module's or the cache's.
     attention_mask: None (causal, or everything visible where the layer is not causal), bool [B, 1, T, >= S], or the
-    same as zeros and very negative numbers; in a packed pass the pass's own, which identifies the window. Raises
-    ValueError for other masks there, other head sizes, dropout, training, attention weights as output, a position bias.
+    same as zeros and very negative numbers; in a packed pass the pass's own. Raises ValueError for other masks there,
+    other head sizes, dropout, training, attention weights as output, a position bias.
     """
     _refuse_unsupported(module, key, value, dropout, kwargs)
     options = {
@@ -137,7 +136,7 @@ def _attend_dense(
     window: int,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attends to dense keys and values [B, Hkv, S, D] as a pool of B pages of S slots, without a copy."""
+    """Attends to dense keys and values [B, Hkv, S, D] as B pages of S slots, without a copy."""
     batch, num_heads, num_queries, head_dim = query.shape
     kv_len = key.shape[2]
     if attention_mask is None and is_causal and num_queries > 1:
@@ -167,7 +166,7 @@ def _attend_dense(
 
 
 def _mask_words(mask: Tensor, *sizes: int) -> Tensor:
-    """Returns a mask's words, shared by all layers of a pass: cached with the mask until it is written to."""
+    """Returns a mask's words, cached until it is written to."""
     if torch.compiler.is_compiling() or mask.is_inference():  # where nobody could tell that it was written to
         return _pack_mask(mask, *sizes)
     made_for, words = getattr(mask, "_pagedtree_words", (None, None))

@@ -90,88 +90,84 @@ def generate(
 
     Args:
         model: a transformers causal language model in evaluation mode whose layers all use transformers' attention
-            interface (Llama, Mistral, Qwen, Gemma, gpt-oss, ...), with a head_dim that `tree_attention` has, or with
-            latent attention of 512 and 64 values (DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash). Some layers may be gated
-            delta rules or Mamba-2 (Qwen3-Next, Kimi Linear, Nemotron-H).
-        input_ids: int64 [B, L], or a list of prompts of different lengths (1-D tensors or lists of ints), or a
-            tokenizer's BatchEncoding or dict of input_ids and attention_mask.
-        drafter: None (plain decoding), or an object with propose(tokens, lengths), see `drafters.Drafter`.
+            interface, with a head_dim that `tree_attention` has, or latent attention of 512 and 64 values. Some layers
+            may be recurrent (docs/transformers.md lists the models).
+        input_ids: int64 [B, L], or a list of prompts (1-D tensors or lists of ints), or a tokenizer's BatchEncoding or
+            dict of input_ids and attention_mask.
+        drafter: None (plain decoding), or a `drafters.Drafter`.
         max_new_tokens: at least 1. EOS ends a sequence earlier; so does the end of a position table (GPT-2, OPT, BERT),
             with a warning and finish_reason "length".
-        params: sampling parameters and penalties; temperature 0 is greedy with penalties. Tensor fields have one entry
-            per prompt, or one per sequence. None = from the generation config.
+        params: sampling parameters and penalties; temperature 0 is greedy. Tensor fields have one entry per prompt or
+            sequence. None = from the generation config.
         seeds: one per sequence, int64 [B * n]; default 0, 1, 2, ...
-        page_size: tokens per page. num_pages: pages in the pool; default: enough for all sequences that run at once.
-            With fewer, sequences wait, and the youngest are evicted and read again later.
-        n: outcomes per prompt; they share the prompt's pages, and only recurrent states are copied.
+        page_size: tokens per page. num_pages: default enough for all sequences that run at once. With fewer, sequences
+            wait, and the youngest are evicted and read again later.
+        n: outcomes per prompt; they share the prompt's pages.
         attention_mask: [B, L], zero where `input_ids`, a tensor, is padding (at either side). None: as in transformers,
             each pad_token_id in the tensor is padding, unless that token also ends sequences.
         eos_token_id: token or tokens that end a sequence and stay in it; default the generation config's; [] for none.
         pad_token_id: fills the rows of a tensor after EOS; default the model's, or its EOS, or 0.
         stop_strings: text or texts that end a sequence when they occur in its generated text, special tokens included;
-            the token that completes one is kept whole. Needs the model's tokenizer. Default the generation config's.
+            the token that completes one is kept whole. Needs `tokenizer`. Default the generation config's.
         rule: how drafts are verified. All but "typical" are lossless.
             "auto": "sampled" with params or a generation config that samples, else "greedy".
             "greedy", "sampled": `verify_greedy`, `verify_sampled`.
             "rejection": `verify_rejection`, by the drafter's draft_law.
             "block": `verify_block`, for drafters of chains.
             "traversal": `verify_traversal`, for drafters of draft_law "iid" or "swor".
-            "typical": `verify_typical` with its defaults; not lossless: likely drafts are favoured, nothing is random.
-        tree: "auto": each step drafts and verifies the subtree (possibly none) with the highest expected throughput, by
-            step times and acceptance rates measured with this drafter, so "rejection", "block" and "traversal" may give
-            other texts with the same seed. None: full trees in each step, as always with cuda_graph and shards.
+            "typical": `verify_typical` with its defaults; not lossless.
+        tree: "auto": each step drafts and verifies the subtree (possibly none) with the highest expected throughput, as
+            measured; so "rejection", "block" and "traversal" may give other texts with the same seed. None: full trees,
+            as always with cuda_graph and shards.
         max_batch_tokens: longer prompts are prefilled in chunks of about this many tokens a pass. max_sequences:
             maximum number of running sequences; None for no limit.
-        share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), but in layers with a
-            sliding window. None: only if this saves reading at least 1024 tokens.
-        cuda_graph: replays a CUDA graph of the decode step, drafting to commit, where no sequence needs prefill. One
-            graph for 1, 2, 4, 8, ... sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`,
-            `ModelDrafter`, `EagleDrafter`, `MtpDrafter`; their pools have room for all sequences from the beginning.
-        pack_weights: whether linear layers of model and drafter use packed weights during the call (`packed_weights`;
-            CPUs only). None: in calls of at least 64 passes without drafts, in fp32 and fp16 only with at least 4
-            tokens a pass, drafts included; never with shards or for weights held elsewhere. True raises ValueError if
-            nothing can be packed, and within torch.autocast.
-        shards: the model's output layer gives this rank's columns of the logits (`tensor_parallel`); all ranks call
-            `generate` together, with the same arguments and seeds, and get the same result. Rules "greedy", "sampled"
-            and "rejection"; the drafter may be a `pagedtree.distributed.DraftGroup`.
+        share_prefix: whether a pass reads shared pages once for all outcomes (`merge_states`), except with sliding
+            windows. None: if this saves reading at least 1024 tokens.
+        cuda_graph: replays a CUDA graph of the decode step where no sequence needs prefill; one for 1, 2, 4, 8, ...
+            sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`,
+            `MtpDrafter`.
+        pack_weights: whether model and drafter use `packed_weights` during the call (CPUs only). None: in calls of at
+            least 64 passes without drafts, in fp32 and fp16 with at least 4 tokens a pass, drafts included; never with
+            shards or for weights held elsewhere. True raises ValueError if nothing can be packed, and within
+            torch.autocast.
+        shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
+            arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a
+            `pagedtree.distributed.DraftGroup`.
         callback: called with (sequence, new tokens) after each pass, in sequence order. True ends the sequence; with
             shards all ranks must agree. on_step: called with a `StepResult` after each pass.
-        options: constraints on tokens (`TokenOptions`): one for all, or a list with one or None per prompt or sequence.
-        min_new_tokens: minimum number of tokens before EOS (stop strings may end a text earlier, as in transformers);
-            one number, or one per prompt or sequence; default the generation config's, or 0.
-        logits_processor: a list of transformers' processors with a counterpart in params, options and min_new_tokens:
-            RepetitionPenalty, SequenceBias of single tokens, NoBadWords, MinLength, MinNewTokensLength, SuppressTokens,
-            SuppressTokensAtBegin, and with params the warpers of temperature, top_k, top_p and min_p. They are read,
-            not called.
-        generation_config: whether `model.generation_config` supplies defaults, see below; False = only its EOS and
-            padding.
-        grammars: a separate `pagedtree.grammars.GrammarMatcher`, for one call, or None for each sequence. A text ends
-            with the token that completes the grammar (EOS if the grammar ends with it).
+        options: `TokenOptions`: one for all, or a list with one or None per prompt or sequence.
+        min_new_tokens: minimum number of tokens before EOS (not before stop strings); one number, or one per prompt or
+            sequence; default the generation config's, or 0.
+        logits_processor: transformers' processors, read but not called: RepetitionPenalty, SequenceBias of single
+            tokens, NoBadWords, MinLength, MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params
+            the warpers of temperature, top_k, top_p and min_p.
+        generation_config: whether `model.generation_config` supplies defaults; False = only EOS and padding.
+        grammars: a `pagedtree.grammars.GrammarMatcher`, for one call, or None for each sequence. A text ends with the
+            token that completes the grammar.
         logprobs: stats.sequences also gets each token's log-probability, its rank and the top-`logprobs` tokens
             (`TokenLogprobs`), at most 1024; 0 = only the token's own, None = off.
-        logprobs_mode: "raw": of the model's logits; "processed": of the distribution that the token was drawn from,
-            after options, grammar, temperature and filters (greedy: after options and grammar).
+        logprobs_mode: "raw": of the model's logits; "processed": after options, grammar, temperature and filters
+            (greedy: after options and grammar).
         streamer: of transformers (`TextStreamer`, ...): gets the prompt, then each new token, of one sequence.
 
     Returns (sequences, stats). Sequence b * n + j is outcome j of prompt b: prompt and generated tokens, EOS included.
     For a list of prompts a list of int64 tensors [length]; for a tensor, like model.generate, one int64 tensor [B * n,
     L + generated], padded at the right with pad_token_id. stats.sequences holds each finish reason.
 
-    Calls from several threads that share a model or a drafter run one after another; do not run the model otherwise in
-    another thread meanwhile. Options, penalties and grammars are exact: each token has the distribution of decoding
-    without drafts. Rule "typical" takes no options and penalties, cuda_graph no grammars, shards no logprobs.
+    Calls that share a model or a drafter run one after another; do not run the model in another thread meanwhile.
+    Options, penalties and grammars are exact. Rule "typical" takes no options and penalties, cuda_graph no grammars,
+    shards no logprobs.
 
-    `model.generation_config` counts as in `model.generate`: repetition_penalty, sequence_bias, bad_words_ids,
-    suppress_tokens, begin_suppress_tokens, min_length, min_new_tokens, stop_strings, and, if do_sample is True,
-    temperature, top_k (50 where it has none), top_p and min_p. params replace its sampling and repetition_penalty as a
-    whole, rule "greedy" its sampling, min_new_tokens (with min_length) and stop_strings the fields of the same name, a
-    logits processor the field of its type. options and other processors are added. min_length counts a tensor's width,
-    of prompts in a list their own lengths. Other fields that change the text (num_beams, ...) are refused by name.
+    `model.generation_config` counts as in `model.generate`, with top_k 50 where do_sample is True and it has none.
+    params replace its sampling and repetition_penalty as a whole, rule "greedy" its sampling, min_new_tokens also
+    min_length, a logits processor the field of its type; options and other processors are added. min_length counts a
+    tensor's width, of prompts in a list their own lengths. Fields without a counterpart that change the text
+    (num_beams, ...) are refused by name.
 
-    Raises ValueError for an empty prompt or ids outside the vocabulary, a model, generation config or arguments that do
-    not fit, sequences that would change each other's rotary frequencies ("longrope", "dynamic"; see `rotary`), a rule
-    that does not fit the drafter or params, cuda_graph without a GPU or with another drafter, or num_pages too small
-    for a sequence with the whole pool to itself; TypeError for params, options, functions or objects of another type.
+    Raises ValueError for an empty prompt or ids outside the vocabulary, a model, generation config, rule or arguments
+    that do not fit, sequences that would change each other's rotary frequencies ("longrope", "dynamic"; see `rotary`),
+    cuda_graph without a GPU, or num_pages too small for one sequence; TypeError for params, options, functions or
+    objects of another type.
     """
     packed = TransformersModel(model)
     arguments.check_kinds(params=params, callback=callback, on_step=on_step, shards=shards, streamer=streamer)
@@ -257,7 +253,7 @@ def generate(
 def _streamed(
     streamer: Any, prompt: list[int], callback: Callable[[int, list[int]], object] | None
 ) -> Iterator[Callable[[int, list[int]], object]]:
-    """Yields a callback that feeds the streamer token by token, as transformers does, then calls the other one."""
+    """Yields a callback that feeds the streamer token by token, then calls the other one."""
     streamer.put(torch.tensor([prompt], dtype=torch.int64))
 
     def put(sequence: int, tokens: list[int]) -> object:

@@ -58,16 +58,16 @@ LAYOUTS = (
 class MtpHead(nn.Module):
     """A decoder layer of the target's architecture that maps a token's embedding and a state to the next state.
 
-    Position t holds the target's token t + 1 and the state of token t: the target's last hidden state or, in a draft,
-    this layer's output at the previous node.
+    Position t holds the target's token t + 1 and the state of token t: the target's last or, in a draft, this layer's
+    at the previous node.
 
         joined = projection(cat([token_norm(embed(token)), state_norm(state)]))   # MiMo: the state first
         state = final_norm(layer(joined))
 
-    The layer copies the architecture of the target's last full-attention layer (latent or not, dense or with experts).
-    It shares the target's rotary embedding, and its embedding and output layer unless a checkpoint has others.
+    The layer has the architecture of the target's last full-attention layer. It shares the target's rotary embedding,
+    and its embedding and output layer unless a checkpoint has others.
 
-    model: the target, a model of transformers with a decoder that has `norm` and `rotary_emb`.
+    model: the target, whose decoder has `norm` and `rotary_emb`.
     """
 
     target_ids: Tensor
@@ -115,7 +115,7 @@ class MtpHead(nn.Module):
             )
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Turns the target's last-layer outputs, [T, H], into the inputs of its output layer."""
+        """Normalizes the target's last-layer outputs, [T, H]."""
         return cast(Tensor, self._of_target[2](features))
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
@@ -146,8 +146,7 @@ class MtpHead(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
         """Returns the first MTP layer for `model` from the model's checkpoint, or from a folder that speculators wrote.
 
-        Embedding and output layer are the target's where the checkpoint has none or the same values. Raises as
-        `EagleHead.from_pretrained` does.
+        Raises as `EagleHead.from_pretrained` does.
         """
         path = Path(path)
         stored = StoredTensors(path, WEIGHTS_NAMES)
@@ -182,8 +181,8 @@ class MtpHead(nn.Module):
 class MtpDrafter(EagleDrafter):
     """Trees of the most likely tokens of the target's multi-token prediction layer.
 
-    It drafts as `EagleDrafter` does, with the same sizes and a separate cache (of latents if the target's is). If a
-    model has several such layers, the first one drafts all levels.
+    It drafts as `EagleDrafter` does, with the same sizes and a separate cache (of latents if the target's is). Of
+    several such layers, the first drafts all levels.
 
     head: `MtpHead.from_pretrained`, of the target that `generate` gets.
     """
@@ -231,7 +230,7 @@ def _layout_of(stored: StoredTensors, num_layers: int) -> Layout | None:
 
 
 def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTensors) -> Mapping[str, tuple[int, ...]]:
-    """Returns the file's tensors that make up one of `MtpHead`, with their shapes: one, or one per expert."""
+    """Returns the file's tensors of one of `MtpHead`, with their shapes: one, or one per expert."""
     part, _, rest = name.partition(".")
     if part != "layer":
         return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}
@@ -275,8 +274,7 @@ def _fill(tensor: Tensor, names: Mapping[str, tuple[int, ...]], stored: StoredTe
 def load_drafter(folder: str | Path, target: Any, **sizes: int) -> Drafter:
     """Returns the drafter for the draft head in a folder.
 
-    As `pagedtree.generation.drafters.load_drafter`, with speculators' mtp and model checkpoints with multi-token
-    prediction layers (`MtpDrafter`) among the formats.
+    As `pagedtree.generation.drafters.load_drafter`, and for multi-token prediction layers (`MtpDrafter`).
     """
     return drafters.load_drafter(folder, target, of_models=_of_model, **sizes)
 

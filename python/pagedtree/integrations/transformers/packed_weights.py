@@ -1,7 +1,6 @@
 """Weights of linear layers in oneDNN's packed form, in which CPUs multiply few rows faster.
 
-torch's own product reads a weight row by row, oneDNN's in the order of its kernel: a pass over few tokens comes closer
-to memory bandwidth.
+oneDNN's product reads a weight in its kernel's order: a pass over few tokens comes closer to memory bandwidth.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ APART = ("cross", "encoder")
 
 
 class _Weight(NamedTuple):
-    """A packable weight, the layers that compute with it, and whether others keep its dense form."""
+    """A packable weight, its layers, and whether others keep its dense form."""
 
     layers: list[nn.Linear]
     dense: nn.Parameter
@@ -49,7 +48,7 @@ class _Weight(NamedTuple):
 
 @dataclass
 class _Packed:
-    """A matrix in packed form, one weight or several of sibling layers stacked by rows, and the layers' stand-ins."""
+    """A packed matrix, one weight or several of sibling layers stacked by rows, and the layers' stand-ins."""
 
     weights: list[_Weight]
     matrix: Tensor
@@ -96,28 +95,26 @@ class _Packed:
 def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
     """Runs linear layers of the models with packed weights inside the block, on CPUs where oneDNN has them.
 
-    A pass over few tokens takes less time. `generate` packs for one call where that pays; hold the block open over many
-    calls to pack once. `model(...)` and `model.generate(...)` work inside the block; backward raises RuntimeError.
+    `generate` packs for one call where that pays; hold the block open over many calls to pack once. `model(...)` and
+    `model.generate(...)` work inside the block; backward raises RuntimeError.
 
-    Weights are packed one after another and their dense forms freed at once. Tied weights stay dense, too, and weights
-    held elsewhere: another module, an optimizer or a variable has the parameter, or another tensor, a NumPy view or
-    another process shares its memory; a value written to it meanwhile counts after the block. An array passed to
-    `torch.from_numpy` is not detected.
+    Dense forms are freed one by one. Tied weights stay dense, too, and weights held elsewhere: another module, an
+    optimizer or a variable has the parameter, or another tensor, a NumPy view or another process shares its memory;
+    values written there meanwhile count after the block. An array passed to `torch.from_numpy` is not detected.
 
-    q_proj, k_proj and v_proj of a module share a product, and gate_proj and up_proj another, if they get the same
-    unchanged tensor. Inside the block `weight` of a packed layer is in oneDNN's layout, which torch's dense operations
-    refuse: save, move and load weights outside, and keep torch.autocast outside. A model compiled by `torch.compile`
-    runs uncompiled. At the end, also after an exception, the same parameters have the same bits again. Blocks may be
-    nested. Packing waits for calls of `generate` on the models in other threads; do not run them there meanwhile.
+    q_proj, k_proj and v_proj of a module share a product, and gate_proj and up_proj another. Inside the block torch's
+    dense operations refuse a packed `weight`: save, move and load weights outside, and keep torch.autocast outside. A
+    compiled model runs uncompiled. At the end, also after an exception, the same parameters have the same bits again.
+    Blocks may be nested. Do not run the models in other threads meanwhile.
 
     Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
-    computes in them), from 524288 in fp32. Others stay unchanged: subclasses, quantised, offloaded, sharded and
-    parametrised layers; kv_b_proj of latent attention and dt_proj of Mamba, whose weights are read directly. In fp32
-    and fp16, packed weights slow down passes of one and two tokens. Results differ from dense weights by rounding,
-    which may depend on the number of tokens in the pass, and are reproducible bit for bit.
+    computes in them), from 524288 in fp32; not quantised, offloaded, sharded and parametrised ones, nor kv_b_proj of
+    latent attention and dt_proj of Mamba. In fp32 and fp16, packed weights slow down passes of one and two tokens.
+    Results differ from dense weights by rounding, also by the number of tokens in the pass, and are reproducible bit
+    for bit.
 
-    copy_held: whether to pack weights held elsewhere, too, which doubles their memory; else they stay dense. Yields the
-    number of packed layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.
+    copy_held: whether to pack weights held elsewhere, too, which doubles their memory. Yields the number of packed
+    layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.
     """
     for model in models:
         if not isinstance(model, nn.Module):
