@@ -11,7 +11,7 @@ ANSWER = "xanswerx"
 
 
 def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list[int]:
-    """Returns the ids of a conversation that waits for the model's answer; the template writes all special tokens.
+    """Returns the ids of a conversation that waits for the model's answer, special tokens included.
 
     message: the user's; trailing line breaks are stripped. system: None: the template's default, if any. Raises
     ValueError for a tokenizer without a template, and for one that fails or drops a message.

@@ -82,7 +82,7 @@ def _load_draft(args: argparse.Namespace, target: Any) -> Any:
 
 
 def is_fast(dtype: torch.dtype) -> bool:
-    """Returns whether this CPU multiplies matrices of the dtype at least as fast as float32 ones."""
+    """Returns whether this CPU multiplies the dtype at least as fast as float32."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
 
 

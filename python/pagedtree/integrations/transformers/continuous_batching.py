@@ -24,12 +24,12 @@ _meant_before: list[Any] = []
 
 @contextmanager
 def continuous_batching(model: Any) -> Iterator[None]:
-    """Makes `model.generate_batch` and the model's continuous batching managers use our attention inside the block.
+    """Makes `model.generate_batch` and continuous batching managers use our attention inside the block.
 
-    transformers 5 knows "pagedtree" only under the name "paged|eager", which means ours inside the block, in every
-    model. Use the model otherwise only outside. Raises ValueError for a model in training mode, with other layers than
-    full and sliding attention, with rotary frequencies that depend on the longest sequence of a pass ("longrope",
-    "dynamic"), or with latent attention (DeepSeek-V3), for which transformers makes too small a cache.
+    Inside the block "paged|eager" means ours, in every model; use the model otherwise only outside. Raises ValueError
+    for a model in training mode, with other layers than full and sliding attention, with rotary frequencies that depend
+    on the longest sequence of a pass ("longrope", "dynamic"), or with latent attention (DeepSeek-V3), for which
+    transformers makes too small a cache.
     """
     check_model(model)
     check_constant("continuous batching", model)

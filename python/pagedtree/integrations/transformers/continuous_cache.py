@@ -15,8 +15,8 @@ __all__ = ["attend_continuous"]
 class LayerCache(NamedTuple):
     """transformers' cache entries for one layer.
 
-    group: the layer's place in read_index and write_index. kind: its place in values kept per layer type. window: 0 =
-    none. pages: K and V [pages, page_size, Hkv, D]; None for a window's ring buffer, whose pages are not in order.
+    group: place in read_index and write_index. kind: place in values per layer type. window: 0 = none. pages: K and V
+    [pages, page_size, Hkv, D]; None for a window's ring buffer, whose pages are not in order.
     """
 
     group: int
@@ -37,9 +37,8 @@ def attend_continuous(
     """Attends in a packed pass of continuous batching: query [1, Hq, T, D], key, value [1, Hkv, T, D] -> [1, T, Hq, D].
 
     window: 0 = none, None = the cache's. kwargs: transformers', with the slots to write (write_index) and of each
-    request's whole sequence (read_index). Full attention writes and reads the cache in place, by pages. transformers
-    gathers a window's keys from its ring buffer; they are read as pages of one slot. Raises ValueError for cache
-    layouts other than in transformers 4.57 and 5.23.
+    request's whole sequence (read_index). Full attention uses the cache in place, by pages; a window's keys are
+    gathered from its ring buffer. Raises ValueError for cache layouts other than in transformers 4.57 and 5.23.
     """
     cache = kwargs["cache"]
     if kwargs.get("block_table") is not None:
@@ -65,7 +64,7 @@ def attend_continuous(
 
 
 def _page_table(index: Tensor, cu_seqlens_k: Tensor, longest: int, page_size: int) -> Tensor:
-    """Returns int32 [B, max_pages] of sequences with consecutive slots in `index`, each starting at a page boundary."""
+    """Returns int32 [B, max_pages] of sequences with consecutive slots in `index`, from a page boundary."""
     first = cu_seqlens_k[:-1, None] + torch.arange(0, longest, page_size, device=index.device, dtype=torch.int64)
     return (index[first.clamp(max=index.shape[0] - 1)] // page_size).int()
 
@@ -93,7 +92,7 @@ def _layer_cache(cache: Any, layer: int) -> LayerCache:
 
 
 def _gathered(cache: Any, key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns keys and values of all requests, past and new, concatenated: [S, 1, Hkv, D]."""
+    """Returns all requests' keys and values, past and new: [S, 1, Hkv, D]."""
     if hasattr(cache, "layer_to_allocator"):
         pair = cache.update(key, value, layer, dict(kwargs))  # [1, Hkv, S, D]
         keys, values = (states[0].transpose(0, 1) for states in pair)

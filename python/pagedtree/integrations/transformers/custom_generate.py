@@ -55,10 +55,9 @@ def tree_generate(
 
     Prompts, attention mask, lengths, EOS, padding, sampling and logits processors come from `model.generate`'s
     arguments and generation config, the keyword arguments here are `pagedtree.integrations.transformers.generate`'s.
-    Greedy text equals `model.generate` without custom_generate, sampled text follows the same distribution: each row
-    has a seed, drawn from torch's generator unless `seeds` (one per returned row) is given. on_stats: called with the
-    `GenerationStats` at the end. stop_strings need the tokenizer as stop_tokenizer, because transformers does not pass
-    `tokenizer` on; they never match text that begins in a prompt.
+    Greedy text equals `model.generate` without custom_generate, sampled text follows the same distribution; `seeds`:
+    one per returned row, default drawn by torch. on_stats: called with the `GenerationStats` at the end. stop_strings
+    need the tokenizer as stop_tokenizer; they never match text that begins in a prompt.
 
     Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 

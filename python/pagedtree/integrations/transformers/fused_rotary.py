@@ -1,9 +1,8 @@
-"""Rotary embedding within the attention of packed passes: `rope_append` in place of a model's own functions.
+"""Rotary embedding within the attention of packed passes, by `rope_append`.
 
-Most decoders of transformers call apply_rotary_pos_emb(q, k, cos, sin), a dozen torch operations, just before the
-attention interface. In a packed pass it becomes the identity, and the attention rotates and caches by one op. A layer
-takes part if the function rotates the halves of its heads' first columns, and if its output reached the attention
-unchanged in the layer's first pass.
+Most decoders call apply_rotary_pos_emb(q, k, cos, sin), a dozen torch operations, just before the attention interface.
+In a packed pass it becomes the identity, and the attention rotates and caches by one op, if the function rotates the
+halves of the heads' first columns, and its output reached the attention unchanged in the layer's first pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class RotaryLayer:
         self.own: Callable[..., Any] = self._forward.__globals__[FUNCTION]
 
     def forward(self) -> Callable[..., Any]:
-        """Runs the module's own forward with our function in place of transformers'."""
+        """Runs the module's own forward with our function."""
         return MethodType(with_functions(self._forward, **{FUNCTION: self._rotate}), self.module)
 
     def _rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -142,8 +142,8 @@ def generate(
             tokens, NoBadWords, MinLength, MinNewTokensLength, SuppressTokens, SuppressTokensAtBegin, and with params
             the warpers of temperature, top_k, top_p and min_p.
         generation_config: whether `model.generation_config` supplies defaults; False = only EOS and padding.
-        grammars: a `pagedtree.grammars.GrammarMatcher`, for one call, or None for each sequence. A text ends with the
-            token that completes the grammar.
+        grammars: a separate `pagedtree.grammars.GrammarMatcher`, for one call, or None for each sequence. A text ends
+            with the token that completes the grammar.
         logprobs: stats.sequences also gets each token's log-probability, its rank and the top-`logprobs` tokens
             (`TokenLogprobs`), at most 1024; 0 = only the token's own, None = off.
         logprobs_mode: "raw": of the model's logits; "processed": after options, grammar, temperature and filters

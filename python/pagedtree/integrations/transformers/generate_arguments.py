@@ -76,8 +76,7 @@ def check_kinds(**values: Any) -> None:
 
 @dataclass
 class Prompts:
-    """The prompts of a call, without padding, each of which gets `n` outcomes. tensor: the [B, L] that held them; None
-    for lists."""
+    """A call's prompts without padding, of `n` outcomes each. tensor: the [B, L] that held them; None for lists."""
 
     tokens: list[list[int]]
     tensor: Tensor | None
@@ -112,7 +111,7 @@ class Prompts:
         ]
 
     def results(self, sequences: list[GeneratedSequence], pad: int, device: torch.device) -> list[Tensor] | Tensor:
-        """Returns the texts in the form of the prompts."""
+        """Returns texts in the prompts' form."""
         if self.tensor is None:
             return [torch.tensor(sequence.tokens, device=device, dtype=torch.int64) for sequence in sequences]
         new = [sequence.tokens[len(self.tokens[sequence.group]) :] for sequence in sequences]
@@ -122,7 +121,7 @@ class Prompts:
         return torch.cat([self.tensor.long().repeat_interleave(self.n, dim=0), rows], dim=1)
 
     def of_sequences(self, name: str, values: Any) -> list[Any]:
-        """Returns one value per sequence, from one per prompt or one per sequence."""
+        """Returns one value per sequence, from one per prompt or sequence."""
         if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
             raise TypeError(f"{name}: expected one value, or a list with one per prompt, got {type(values).__name__}")
         if len(values) not in (len(self), len(self) * self.n):
@@ -260,7 +259,7 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
 
 
 def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
-    """Returns one per sequence. options: None, one for all, or a list with one or None per prompt or sequence."""
+    """Returns one per sequence; options are as in `generate`."""
     given = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
     every = prompts.of_sequences("options", given)
     for each in every:

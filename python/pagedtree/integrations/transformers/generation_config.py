@@ -1,4 +1,4 @@
-"""A model's generation config: the fields that act on a text, and the arguments of `generate` that they become."""
+"""A generation config's fields that act on a text, and the arguments of `generate` that they become."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ADVICE = "change model.generation_config, or leave it out: generation_config=Fal
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields of a generation config that a call has to follow, by name; all of them have a counterpart."""
+    """The fields of a generation config that a call has to follow, by name."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
@@ -108,8 +108,8 @@ class ConfigFields:
         eos_ids: Sequence[int],
         vocab: int,
     ) -> Processors:
-        """Joins the settings of a call's fields and its logits processors `given`; one of a field's type replaces it,
-        as in transformers. The others are as for `read_processors`."""
+        """Joins the settings of a call's fields and logits processors `given`; one of a field's type replaces it. The
+        others are as for `read_processors`."""
         before = self._processors(PROCESSORS, eos_ids)
         warpers = self._processors(SAMPLING, eos_ids)
         with _named():
@@ -186,7 +186,7 @@ def _acts(name: str, value: Any) -> bool:
 
 @contextmanager
 def _named(*names: str) -> Iterator[None]:
-    """Turns any error of transformers or a comparison for a value into a ValueError that names the value's place."""
+    """Turns any error for a value into a ValueError that names its place."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""GGUF files as ordinary checkpoints: read by transformers once, then kept in a folder."""
+"""GGUF files as ordinary checkpoints."""
 
 from __future__ import annotations
 
@@ -29,19 +29,16 @@ FLOAT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat1
 def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | None = None) -> Path:
     """Returns a GGUF file's checkpoint as a folder that `from_pretrained` of model and tokenizer loads.
 
-    The first call for a file reads it with transformers and writes the folder, with a message on standard error (20 s
-    for 135 million parameters). Later calls only compare the file's digest with the folder's name. The folder may be
-    deleted at any time.
+    The first call for a file writes the folder, with a message on standard error (20 s for 135 million parameters).
+    Later calls only compare digests. The folder may be deleted at any time.
 
-    Weights of a file with quantised tensors are kept in bfloat16, which rounds by at most 0.2 %, while Q8_0, the finest
-    usual type, rounds by up to 0.4 % of the largest of 32 weights. Other files keep their type: float32, float16 or
-    bfloat16, the matrices' if they are mixed.
+    Weights of a file with quantised tensors are kept in bfloat16, which rounds by at most 0.2 %. Other files keep their
+    type: float32, float16 or bfloat16, the matrices' if they are mixed.
 
-    folder: parent of the checkpoint's folder, which is named by the file's name and a digest of its content and of
-    transformers' version. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
+    folder: parent of the checkpoint's folder. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
 
-    Raises ModuleNotFoundError without gguf or accelerate, which transformers needs for such files, ValueError for
-    another or a damaged file, a model in several files, or one that transformers cannot read.
+    Raises ModuleNotFoundError without gguf or accelerate, ValueError for another or a damaged file, a model in several files, or
+    one that transformers cannot read.
     """
     path = Path(path)
     _check_file(path)
@@ -99,7 +96,7 @@ def _start(path: Path) -> bytes:
 
 
 def _digest(path: Path) -> str:
-    """Digests all inputs of the folder. A config written by one transformers version may be unreadable to another."""
+    """Digests the file and transformers' version: one version's config may be unreadable to another."""
     digest = hashlib.sha256(transformers.__version__.encode())
     with path.open("rb") as file:
         while block := file.read(1 << 20):

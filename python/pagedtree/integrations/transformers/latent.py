@@ -1,9 +1,9 @@
 """Latent attention (MLA) over one cached vector a token: DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and similar models.
 
 Such a layer projects each token to a latent of 512 values, from which its kv_b_proj makes the keys and values of all
-heads, and to 64 rotated values that the keys of all heads share. A packed pass caches these 576 values and expands
-nothing: the key half of kv_b_proj is multiplied into the queries, its value half into the attention output (the
-"absorption" of DeepSeek-V2's report, https://arxiv.org/abs/2405.04434, section 2.1). Only expand_kv is replaced.
+heads, and to 64 rotated values that all keys share. A packed pass caches these 576 values and multiplies the key half
+of kv_b_proj into the queries, its value half into the output ("absorption", https://arxiv.org/abs/2405.04434, section
+2.1).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LATENT_DIM, ROPE_DIM = 512, 64
 
 
 def latent_layers(model: nn.Module) -> list[nn.Module]:
-    """Returns the model's layers of latent attention that a packed pass runs over their latents, without layers of
-    other sizes whose expanded keys and values are equally wide. Raises ValueError for the rest."""
+    """Returns the layers that a packed pass runs over their latents, without layers of other sizes whose expanded keys
+    and values are equally wide. Raises ValueError for the rest."""
     return [module for module in model.modules() if hasattr(module, "kv_b_proj") and _is_served(module)]
 
 
@@ -59,7 +59,7 @@ def absorbed(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
 
 
 def is_absorbed(module: nn.Module) -> bool:
-    """Returns whether the attention interface gets latents from this layer."""
+    """Returns whether this layer passes latents."""
     return getattr(module, "expand_kv", None) is _latents
 
 

@@ -52,8 +52,7 @@ KNOWN = (SequenceBiasLogitsProcessor, RepetitionPenaltyLogitsProcessor, *MASKS, 
 
 @dataclass
 class Processors:
-    """The settings of a list of processors: fields of `SamplingParams` and `TokenOptions`; min_new_tokens and
-    penalize_prompt for each prompt."""
+    """Fields of `SamplingParams` and `TokenOptions`; min_new_tokens and penalize_prompt for each prompt."""
 
     params: dict[str, Any]
     min_new_tokens: list[int]
@@ -122,7 +121,7 @@ def read_processors(
 
 
 def known_tokens(tokens: Tensor, vocab: int) -> list[int]:
-    """Keeps the model's tokens; transformers ignores unknown ones in lists of tokens to suppress."""
+    """Keeps the model's tokens; transformers ignores unknown ones."""
     return [int(token) for token in tokens.flatten().tolist() if 0 <= token < vocab and token == int(token)]
 
 

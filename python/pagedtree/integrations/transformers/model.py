@@ -70,7 +70,7 @@ def check_model(model: Any) -> None:
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
-    """Returns whether it holds for the model or a submodel, such as a vision model's language model."""
+    """Returns whether it holds for the model or a submodel."""
     return any(property_of(inner) for inner in model.modules() if isinstance(inner, PreTrainedModel))
 
 
@@ -211,8 +211,8 @@ class TransformersModel(PackedModel):
         return PassOutput(logits, hidden, features)
 
     def _without_autograd(self) -> AbstractContextManager[Any]:
-        """Skips torch's autograd dispatch, 4 % of a small model's pass on a CPU, where nothing would be recorded. The
-        tensors are ordinary ones, unlike torch.inference_mode's."""
+        """Skips torch's autograd dispatch, 4 % of a small model's pass on a CPU, where nothing would be recorded.
+        Tensors stay ordinary, unlike torch.inference_mode's."""
         if self._is_plain and not torch.is_grad_enabled():
             guard: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
             return guard

@@ -1,4 +1,4 @@
-"""Linear layers over weights in oneDNN's packed form: one matrix each, or one for several with the same input."""
+"""Linear layers over weights in oneDNN's packed form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def packed_form(dense: Tensor) -> Tensor:
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Raises in backward: without it torch would only warn that gradients stop at the op, and return none."""
+    """Raises in backward, where torch would only warn."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,8 +69,8 @@ class _Outputs(NamedTuple):
 class SharedProduct:
     """One product for layers that read the same tensor: the first one that is called computes the outputs of all.
 
-    The others take theirs, once, if they are called with the same unchanged tensor; another tensor recomputes all. The
-    layers' weights are the stacked rows of the packed matrix; all have a bias, or none has.
+    The others take theirs, once, if called with the same unchanged tensor. The packed matrix's rows are the layers'
+    stacked weights; all have a bias, or none has.
     """
 
     def __init__(self, layers: Sequence[nn.Linear], packed: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The attention mask of a packed pass: the keys that each layer sees, according to transformers' mask functions."""
+"""The attention mask of a packed pass, by transformers' mask functions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ UNLIMITED = 1 << 30
 
 
 class PackedMask:
-    """Stands in for the masks in a packed pass: one tensor for each window, which no layer reads. From `tokens`, bool
-    [1, T], transformers makes the masks of the layers, by `of_layers`; `window_of` finds their windows again."""
+    """Stands in for the masks in a packed pass: one tensor per window, which no layer reads. From `tokens`, bool [1,
+    T], transformers makes the layers' masks, by `of_layers`; `window_of` finds their windows again."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.tokens = torch.ones((1, num_tokens), dtype=torch.bool, device=device)

@@ -19,8 +19,8 @@ __all__ = ["PackedPass", "current_pass"]
 
 @dataclass
 class PackedPass:
-    """Where the layers write and read keys and values, and the tensors they get in place of masks. rotated: the layer's
-    rotation, if the attention applies it (`fused_rotary`)."""
+    """Where the layers write and read keys and values, and their masks. rotated: the layer's rotation, if the attention
+    applies it."""
 
     step: PagedStep
     mask: PackedMask = field(init=False)

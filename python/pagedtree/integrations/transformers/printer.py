@@ -16,9 +16,8 @@ __all__ = ["Printer"]
 class Printer:
     """Prints a single outcome as it comes. Several outcomes are printed at the end.
 
-    Progress goes to standard error, unless a terminal shows the text itself. The rate covers decoding only: each
-    outcome's first token and its prefill do not count. num_sequences: outcomes. max_tokens: of all together. tokens:
-    each outcome's so far.
+    Progress goes to standard error, unless a terminal shows the text itself. The rate excludes prefill and each
+    outcome's first token. num_sequences: outcomes. max_tokens: of all together. tokens: each outcome's so far.
     """
 
     def __init__(self, tokenizer: Any, num_sequences: int, max_tokens: int) -> None:

@@ -1,7 +1,6 @@
 """Recurrent layers of transformers 5.23 in packed passes: gated delta rules, Mamba-2, and short convolutions.
 
-Such a layer's forward calls one function for the convolution and one for the recurrence of a whole sequence (none in
-LFM's layers). A packed pass replaces these by the ops on trees and packed sequences, which find the states in the pass.
+A packed pass replaces the layer's functions for convolution and recurrence by the ops on trees and packed sequences.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ HEAD_DIM_STEP, MOST_HEAD_DIM = 8, 256
 
 
 def recurrent_layers(model: Any) -> list[nn.Module]:
-    """Returns the model's recurrent layers. Raises ValueError for layers of an unknown kind, modified layers, and sizes
-    that the ops do not support."""
+    """Returns the recurrent layers. Raises ValueError for unknown kinds, modified layers, and sizes that the ops do not
+    support."""
     layers = [module for module in model.modules() if type(module).__name__ in KNOWN]
     for layer in layers:
         _check(layer)

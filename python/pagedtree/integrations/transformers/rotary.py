@@ -1,8 +1,8 @@
 """Rotary embeddings whose frequencies transformers chooses by the longest sequence of a pass.
 
-Type "longrope" (Phi-3 and Phi-4-mini with 128k positions) has other frequencies for sequences of more than
-`original_max_position_embeddings` tokens. Type "dynamic" changes with each token past `max_position_embeddings`. In a
-packed pass one sequence would choose for all others, so all must need the same frequencies from beginning to end.
+Type "longrope" (Phi-3, Phi-4-mini) has other frequencies for sequences of more than `original_max_position_embeddings`
+tokens. Type "dynamic" changes with each token past `max_position_embeddings`. In a packed pass one sequence would
+choose for all, so all must need the same frequencies.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ LONG, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryLimit(NamedTuple):
-    """The limit up to which a sequence has the same frequencies in each pass: `num_tokens` tokens, by the config's
-    `field`. kind: the rope type."""
+    """A sequence has the same frequencies up to `num_tokens` tokens, by the config's `field`. kind: the rope type."""
 
     num_tokens: int
     field: str
@@ -85,8 +84,8 @@ def check_constant(name: str, model: Any) -> None:
 
 @contextmanager
 def same_rotation(model: nn.Module, is_long: bool) -> Iterator[None]:
-    """Rotates all passes inside the block with one set of frequencies, for long or for short sequences, whatever is
-    drafted past their ends. Only for sequences that `check_rotation` has accepted."""
+    """Rotates all passes inside the block with the frequencies of long or of short sequences, for sequences that
+    `check_rotation` has accepted."""
     limit = rotary_limit(model.config)
     handles = []
     for module in model.modules() if limit is not None else ():

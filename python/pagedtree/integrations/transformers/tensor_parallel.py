@@ -19,9 +19,8 @@ __all__ = ["tensor_parallel"]
 def tensor_parallel(model: Any, *, group: dist.ProcessGroup | None = None, gather_logits: bool = False) -> VocabShards:
     """Reduces a model that all ranks of the group have loaded to each rank's part, in place.
 
-    The parts follow the model's own tensor-parallel plan (transformers 5.19 or later), but the output layer's columns
-    stay on their ranks. Tied embedding and output weights are separated. If the group has more ranks than the model has
-    key and value heads, these are repeated.
+    The parts follow the model's tensor-parallel plan (transformers 5.19 or later), but the output layer's columns stay
+    on their ranks. Tied weights are separated. If there are more ranks than key and value heads, these are repeated.
 
     group: a torch.distributed group; default all ranks. Its size divides the query heads, and is a multiple of the key
     and value heads or divides them. gather_logits: every rank gets all columns, for draft models. Returns the

@@ -25,11 +25,10 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """Decodes tokens as they come: the return values of `add` and `finish` join to the text of all tokens.
 
-    That text is `tokenizer.decode(tokens, skip_special_tokens=True)`. Only the newest tokens are decoded, after a few
-    earlier ones. Characters that later tokens may change are held back: an incomplete character and, if the tokenizer
-    cleans up spaces, four characters. If later tokens change returned text nevertheless, they are decoded by
-    themselves, so that no letter is lost or doubled: with byte fallback a wrong byte after a right character turns that
-    character into replacement characters.
+    That text is `tokenizer.decode(tokens, skip_special_tokens=True)`. Characters that later tokens may change are held
+    back: an incomplete character and, if the tokenizer cleans up spaces, four characters. If later tokens change
+    returned text nevertheless (with byte fallback, a wrong byte after a right character), they are decoded by
+    themselves, so that no letter is lost or doubled.
 
     tokenizer: anything with transformers' `decode`.
     """

@@ -17,8 +17,7 @@ _owners: dict[int, int] = {}  # thread by id of the object that it uses
 
 @contextmanager
 def in_turn(*things: object) -> Iterator[None]:
-    """Excludes other threads from such blocks with any of these things, or their modules. All are locked at once, so
-    that nothing deadlocks."""
+    """Excludes other threads from such blocks with any of these things or their modules, all locked at once."""
     modules = [module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()]
     wanted, thread = {id(thing) for thing in (*things, *modules)}, threading.get_ident()
     with _changed:

@@ -21,8 +21,8 @@ def can_count() -> bool:
 class WeightHolders:
     """The holders of these modules' weights.
 
-    More references than the modules' own plus a fresh weight's mean another holder. users: by a tensor's id, in how
-    many places of the modules it is.
+    More references than the modules' own plus a fresh weight's mean another holder. users: by tensor id, its places in
+    the modules.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -34,7 +34,7 @@ class WeightHolders:
         self._fresh = _references(fresh)
 
     def has_others(self, module: Any) -> bool:
-        """Returns whether anything else holds the module's weight, a dense one on the CPU, or a part of its memory."""
+        """Returns whether anything else holds the module's weight (dense, on the CPU) or its memory."""
         found, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
         is_whole = module.weight.untyped_storage().nbytes() == module.weight.nbytes and self._starts[start] == 1
         counts = found[0] - users + 1, *found[1:]
