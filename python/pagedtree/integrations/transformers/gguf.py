@@ -37,8 +37,8 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
 
     folder: parent of the checkpoint's folder. Default: pagedtree in $XDG_CACHE_HOME, or in ~/.cache.
 
-    Raises ModuleNotFoundError without gguf or accelerate, ValueError for another or a damaged file, a model in several files, or
-    one that transformers cannot read.
+    Raises ModuleNotFoundError without gguf or accelerate, ValueError for another or a damaged file, a model in several
+    files, or one that transformers cannot read.
     """
     path = Path(path)
     _check_file(path)

@@ -4,6 +4,6 @@
     vllm serve MODEL --speculative-config '{"method": "custom_class", "num_speculative_tokens": 15,
         "model": "pagedtree.integrations.vllm.drafters.NgramTreeDrafter"}'
 
-On a GPU also name worker and scheduler, and the method "ngram_gpu", for vLLM's model runner V2
-(docs/integrations/vllm.md). vLLM 0.32 finds the package by its entry points; nothing else imports it.
+On a GPU also name worker and scheduler, and the method "ngram_gpu" (docs/integrations/vllm.md). vLLM 0.32 finds the
+package by its entry points.
 """

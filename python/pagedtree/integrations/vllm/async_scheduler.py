@@ -12,8 +12,8 @@ __all__ = ["AsyncTreeScheduler"]
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
-    """scheduler_cls with asynchronous scheduling, which only runner V2 has. Masks of grammars are filled once the
-    target's pass has begun, when vLLM waits for the drafts."""
+    """scheduler_cls with asynchronous scheduling, on runner V2. Grammar masks are filled once the target's pass has
+    begun."""
 
     _fills_early = False
 

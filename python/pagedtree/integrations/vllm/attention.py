@@ -38,16 +38,16 @@ FP8 = ("fp8", "fp8_e4m3")
 
 @dataclass
 class TreeMask:
-    """The drafts of its tree that a query sees, as arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens
-    int32 [R], nodes of each request's tree; -1 = the request has none."""
+    """Arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens int32 [R], nodes of each request's tree; -1 =
+    none."""
 
     tree_mask: Tensor
     tree_lens: Tensor
 
 
 class LayerKind(NamedTuple):
-    """The common properties of layers that share the calls of a step. latent_dim: the columns of a latent cache that
-    are also values; None for caches of keys and values."""
+    """Properties of layers that share a step's calls. latent_dim: a latent cache's columns that are also values, else
+    None."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -80,8 +80,8 @@ class PagedTreeMetadata(AttentionMetadata):
     _calls: dict[LayerKind, PreparedAttention] = field(default_factory=dict)
 
     def attention(self, kind: LayerKind) -> PreparedAttention:
-        """Returns this step's attention of such layers, made in the first one, so that a captured graph remakes the
-        plan at each replay."""
+        """Returns this step's attention of such layers, made in the first one, so that a captured graph replans each
+        replay."""
         if kind not in self._calls:
             tree_mask, tree_lens = (None, None) if self.tree is None else (self.tree.tree_mask, self.tree.tree_lens)
             plan = attention_plan(
@@ -157,8 +157,8 @@ class PagedTreeBackend(AttentionBackend):
 
 
 class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
-    """tree: set by the model runner: by V1 before each step that verifies trees, else None; by V2 once, with buffers
-    for the largest batch (`runner_v2.TreeRunnerV2`)."""
+    """tree: set by V1's runner before each step that verifies trees, else None; by V2's once, with buffers for the
+    largest batch."""
 
     metadata_class = PagedTreeMetadata
 
@@ -201,7 +201,7 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
 
 
 class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
-    """One layer. Keys and values are strided views of vLLM's cache; nothing is copied."""
+    """One layer. Keys and values are strided views of vLLM's cache."""
 
     def __init__(
         self,
@@ -256,8 +256,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         kv_cache: Tensor,
         layer_slot_mapping: Tensor,
     ) -> None:
-        """Rotates the queries in place, and writes the rotated keys and the values to the cache: vLLM's pass
-        fuse_rope_kvcache calls it in place of the model's rotary embedding and `do_kv_cache_update`."""
+        """Rotates the queries in place, and caches the rotated keys and the values: vLLM's pass fuse_rope_kvcache calls
+        it in place of rotary embedding and `do_kv_cache_update`."""
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
         caches, more = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}

@@ -21,8 +21,7 @@ __all__ = ["DeviceSampling"]
 
 
 class DeviceSampling:
-    """Sampling, options and log-probabilities of V2's batches, from the state of vLLM's sampler. Nothing is read from
-    the device."""
+    """Sampling, options and log-probabilities from the state of vLLM's sampler, without reading from the device."""
 
     def __init__(self, sampler: Any, device: torch.device) -> None:
         self.sampler, self.device = sampler, device
@@ -86,8 +85,8 @@ class DeviceSampling:
     def logprobs(
         self, logits: Tensor, batch: Any, verdict: Verdict, grammar_mask: Tensor | None
     ) -> LogprobsTensors | None:
-        """Returns the log-probabilities of the batch's new tokens, as vLLM's samplers do; None if not requested. vLLM's
-        functions see an accepted path as a chain of drafts, from the request's first row on."""
+        """Returns the new tokens' log-probabilities, as vLLM's samplers do; None if not requested. vLLM's functions see
+        an accepted path as a chain from the request's first row on."""
         dims = self.sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
         if dims is None:
             return None

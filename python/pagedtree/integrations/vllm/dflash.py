@@ -19,8 +19,8 @@ class DFlashTreeSpeculator(KeptTrees, DFlashSpeculator):
     """Makes the likeliest tree (`pagedtree.best_first_tree`) of `num_speculative_tokens` nodes and as many levels from
     one pass of vLLM's block drafter.
 
-    vLLM computes keys and values of the text from the outputs of the target's layers, a chain of rows per request: the
-    rows of an accepted path, scattered in its tree, are handed over as that chain.
+    vLLM computes the text's keys and values from a chain of the target's rows: an accepted path's rows are gathered to
+    one.
     """
 
     def __init__(self, vllm_config: Any, req_states: Any, device: torch.device) -> None:

@@ -5,8 +5,8 @@
         additional_config={"pagedtree": {"max_branches": 4}})
 
 On model runner V2 the method is "ngram_gpu". num_speculative_tokens bounds the nodes of a tree, excluding the root.
-Options go to the entry "pagedtree" of additional_config. Every drafter takes the option "tree": "auto" (V1 only, its
-default) drafts and verifies only nodes that pay (`tuned.BatchTuner`); "whole" verifies every node of every tree.
+Every drafter takes the option "tree": "auto" (V1's default) drafts and verifies only nodes that pay
+(`tuned.BatchTuner`); "whole" verifies every node.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class WithoutModel(TreeDrafter):
 
 
 class KnowsTexts(TreeDrafter):
-    """Base class for a stateful drafter of `generate`, which identifies requests by their texts."""
+    """Base class for a stateful drafter of `generate`."""
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -95,13 +95,12 @@ class NgramTreeDrafter(WithoutModel):
 
 
 class ModelTreeDrafter(KnowsTexts):
-    """A smaller model with the target's tokenizer grows a tree of its likeliest continuations.
+    """A smaller model with the target's tokenizer.
 
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
-    `pagedtree.integrations.transformers.ModelDrafter`. transformers runs the draft model in the target's dtype, with a
-    separate paged cache outside vLLM's memory budget: leave room for it. It runs whole on the first tensor-parallel
-    rank, or split (`tensor_parallel`, `pagedtree.distributed.DraftGroup`) over the first draft_tensor_parallel_size
-    ranks, a divisor of tensor_parallel_size.
+    `pagedtree.integrations.transformers.ModelDrafter`. transformers runs it in the target's dtype, with a paged cache
+    outside vLLM's memory budget, on the first tensor-parallel rank, or split (`pagedtree.distributed.DraftGroup`) over
+    the first draft_tensor_parallel_size ranks, a divisor of tensor_parallel_size.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
@@ -167,7 +166,7 @@ class MedusaTreeDrafter(WithoutModel):
     """Medusa: heads on the target's last hidden state predict the tokens after the root, one head per tree level.
 
     Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
-    `pagedtree.best_first_tree`. The heads share the target's output layer over all tensor-parallel ranks.
+    `pagedtree.best_first_tree`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"heads": None}
@@ -211,9 +210,8 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
     """A head or a block drafter that reads outputs of the target's layers, from a folder of any known format.
 
     Options: drafter (folder, of EAGLE-3, P-EAGLE, DFlash or DFlash 2, as `pagedtree.generation.drafters.load_drafter`
-    reads it; needed); depth and width as its drafter takes them. The first tensor-parallel rank runs it, with a copy of
-    the target's embedding and output layer if the ranks share these. Copies and cache are not part of vLLM's memory
-    budget. Prefix caching must be off.
+    reads it; needed); depth and width as its drafter takes them. It runs on the first tensor-parallel rank, with a copy
+    of embedding and output layer if the ranks share these, outside vLLM's memory budget. Prefix caching must be off.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
@@ -262,8 +260,8 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
 class EagleTreeDrafter(FolderTreeDrafter):
     """EAGLE-3: a decoder layer on the outputs of three target layers grows a tree, with a separate cache.
 
-    Options: head (folder of a checkpoint as SGLang and vLLM load it; needed); depth and width as in
-    `pagedtree.integrations.transformers.EagleDrafter`. The rest is as in `FolderTreeDrafter`.
+    Options: head (checkpoint folder as SGLang and vLLM load it; needed); depth and width as in
+    `pagedtree.integrations.transformers.EagleDrafter`. Otherwise as `FolderTreeDrafter`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
@@ -276,7 +274,7 @@ class EagleTreeDrafter(FolderTreeDrafter):
 
 
 def _share_of(num_weights: int, target: Any) -> float:
-    """Estimates the time to read a token relative to the target's, by the ratio of weight counts."""
+    """Estimates the time per token relative to the target's, by weight counts."""
     return num_weights / (get_tp_group().world_size * sum(weight.numel() for weight in target.parameters()))
 
 

@@ -1,4 +1,4 @@
-"""The target pass's hidden states of the kept tokens in vLLM, for drafters that read them."""
+"""The target's hidden states of kept tokens, for drafters that read them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Accepted", "check_features", "kept_features", "kept_rows"]
 
 @dataclass
 class Accepted:
-    """The accepted nodes of one step's trees. last_rows: int64 [R], the row of the logits from which the newest token
-    of each request came. num_drafts: [R], nodes besides the root; None where no request has a tree. accept_index: int32
-    [R, max_depth + 1], the nodes on the accepted path, the root first."""
+    """The accepted nodes of one step's trees. last_rows: int64 [R], the logits' row of each request's newest token.
+    num_drafts: [R], nodes besides the root; None where no request has a tree. accept_index: int32 [R, max_depth + 1],
+    the accepted path's nodes, the root first."""
 
     last_rows: Tensor
     num_drafts: Sequence[int] | None = None
@@ -41,8 +41,7 @@ def check_features(vllm_config: Any, model: Any, layers: Sequence[int]) -> None:
 
 
 def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted) -> list[list[int]]:
-    """Returns the rows of a pass whose tokens are kept, for each of R requests with `counts` queries and `num_new` new
-    tokens."""
+    """Returns the rows whose tokens are kept, for each of R requests with `counts` queries and `num_new` new tokens."""
     paths = accepted.accept_index.tolist() if accepted.accept_index is not None else []
     rows, begin = [], 0
     for request, count in enumerate(counts):
@@ -55,8 +54,8 @@ def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted)
 
 
 def kept_features(streams: Sequence[Tensor], layers: Sequence[int], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns [number of rows, layers * H] of each request. streams: [T, H] of each of the different layers, in
-    ascending order, as vLLM's model returns them."""
+    """Returns [number of rows, layers * H] of each request. streams: [T, H] of each different layer, in ascending
+    order."""
     ascending = sorted(set(layers))
     index = torch.tensor([row for of_request in rows for row in of_request], dtype=torch.int64)
     index = index.to(streams[0].device)

@@ -1,7 +1,7 @@
 """The attention backend of models with latent attention (DeepSeek V2 and V3, GLM 4 MoE Lite).
 
-vLLM's layer multiplies decoding queries into the latent space and expands prefill to ordinary heads. Here every query
-counts as decoding: one `tree_attention` call reads the latent cache.
+Every query counts as decoding, which vLLM multiplies into the latent space: one `tree_attention` call reads the latent
+cache.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PagedTreeLatentBackend(PagedTreeBackend):
 
 
 class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
-    """One layer. vLLM's `MLAAttention` multiplies the queries into the latent space, and the results out of it."""
+    """One layer, between the products of vLLM's `MLAAttention`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Refuses, by name, options that draft trees do not support: in configurations and, at admission, in requests."""
+"""Refuses, by name, options that draft trees do not support, in configurations and requests."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def check_worker(vllm_config: Any) -> None:
 def avoid_rotary_op(vllm_config: Any) -> None:
     """Makes latent models rotate in torch. Raises ValueError if vLLM's op for it is requested.
 
-    vLLM 0.32's op for CPUs takes queries [tokens, heads, 64], a latent model's rotary part, for [tokens * heads, 64]
-    and rotates only the first `tokens` rows. vLLM uses it when it does not compile, unless the model uses YaRN.
+    vLLM 0.32's op for CPUs rotates only the first `tokens` of [tokens * heads, 64] query rows. vLLM uses it when it
+    does not compile, unless the model uses YaRN.
     """
     if not vllm_config.model_config.is_deepseek_mla:
         return
@@ -154,7 +154,7 @@ def check_drafter(name: str) -> Any:
 
 
 def lift_refusals() -> None:
-    """Lets requests with min_p or logit_bias, which vLLM refuses under speculation, reach tree drafters."""
+    """Accepts min_p and logit_bias, which vLLM refuses under speculation, with tree drafters."""
     from vllm.sampling_params import SamplingParams
 
     refuse = SamplingParams._validate_spec_decode
@@ -180,7 +180,7 @@ def _drafts_trees(speculation: Any) -> bool:
 
 
 def check_request(params: Any) -> None:
-    """Raises ValueError, naming the parameter, if a request needs an option that tree verification does not support."""
+    """Raises ValueError, naming the parameter, if a request needs an unsupported option."""
     wrong: list[tuple[str, Any, Any]] = [
         ("logprob_token_ids", params.logprob_token_ids or None, None),
         ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),

@@ -32,10 +32,10 @@ def sampled_logprobs(
 ) -> LogprobsTensors:
     """Returns the sampled tokens' log-probabilities and ranks, and the top_n likeliest tokens of their rows.
 
-    logits: [N, V]. tokens: [B, S], each request's new tokens, then -1. rows: [B, S], the row of logits that each was
-    chosen from. mode: "raw_logprobs", "raw_logits" or "processed_logprobs"; as in vLLM a grammar counts in all, the
-    other options in processed ones only. grammar_mask: int32 [N, ceil(V / 32)] or None. requests: vLLM's
-    `CachedRequestState` of the B requests.
+    logits: [N, V]. tokens: [B, S], each request's new tokens, then -1. rows: [B, S], each one's row of logits. mode:
+    "raw_logprobs", "raw_logits" or "processed_logprobs"; as in vLLM a grammar counts in all, the other options in
+    processed ones only. grammar_mask: int32 [N, ceil(V / 32)] or None. requests: vLLM's `CachedRequestState` of the B
+    requests.
 
     Returns vLLM's tensors with B * S rows; absent tokens' rows are 0, and vLLM drops them.
     """

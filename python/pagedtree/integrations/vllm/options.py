@@ -20,8 +20,7 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class BatchOptions:
-    """Follows vLLM's batch on runner V1, whose own option tensors are for chains. Static options are built once per
-    batch."""
+    """Follows vLLM's batch on runner V1. Static options are built once per batch."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
@@ -34,8 +33,8 @@ class BatchOptions:
     def step(self, requests: Sequence[Any]) -> tuple[SamplingParams | None, RequestOptions | None]:
         """Returns parameters and options after the outputs so far, roots included, of vLLM's `CachedRequestState`s.
 
-        The parameters are tensors [B], temperature 0 for greedy requests; None if every request takes the argmax of
-        unmodified logits.
+        The parameters are tensors [B], temperature 0 for greedy requests; None: the argmax of unmodified logits for
+        all.
         """
         batch = [(request.sampling_params, request.num_prompt_tokens, request.req_id) for request in requests]
         texts = [request.output_token_ids for request in requests]
@@ -77,8 +76,7 @@ class BatchOptions:
 
 
 def is_same_batch(old: Sequence[tuple[Any, ...]] | None, new: Sequence[tuple[Any, ...]]) -> bool:
-    """Returns whether these are the same requests in the same order. Parameters are compared by identity: vLLM replaces
-    the object when a request gets others."""
+    """Returns whether these are the same requests in the same order. Parameters are compared by identity."""
     if old is None or len(old) != len(new):
         return False
     return all(a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True))
@@ -100,7 +98,7 @@ def option_rows(
 
 
 def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature: float = 0.0) -> SamplingParams:
-    """Returns pagedtree's parameters, tensors [R], of R of vLLM's. Penalties only if some request has one."""
+    """Returns pagedtree's parameters, tensors [R]; penalties only if some request has one."""
     columns: dict[str, list[float]] = {
         "temperature": [greedy_temperature if _is_greedy(params) else params.temperature for params in given],
         "top_p": [params.top_p for params in given],
@@ -117,8 +115,8 @@ def params_of(given: Sequence[Any], device: torch.device, *, greedy_temperature:
 
 
 def option_lists(given: Sequence[Any], prompt_lens: Sequence[int], vocab_size: int) -> dict[str, Any]:
-    """Returns R requests' options, except the text-dependent ones, as arguments of `RequestOptions.from_lists`. Ids in
-    vLLM's tokenizer but not in the model are left out."""
+    """Returns R requests' text-independent options as arguments of `RequestOptions.from_lists`, without ids outside the
+    model."""
     lists: dict[str, Any] = {}
     if any(params.allowed_token_ids for params in given):
         lists["allowed"] = [params.allowed_token_ids or None for params in given]

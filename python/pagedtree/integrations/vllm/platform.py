@@ -1,4 +1,4 @@
-"""vLLM's CPU platform, extended: it also accepts pagedtree's attention backend, and sets up draft trees."""
+"""vLLM's CPU platform with pagedtree's attention backend and draft trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The entry points: vLLM calls them in each of its processes before it does anything else."""
+"""The entry points, which vLLM calls first in each process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["platform", "register"]
 
 
 def register() -> None:
-    """Registers the attention backend as CUSTOM (vllm.general_plugins); requests reach trees with all their options.
+    """Registers the attention backend as CUSTOM (vllm.general_plugins), and accepts more request options.
     Idempotent."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -28,7 +28,7 @@ NO_GUESS = Proposal([], np.full(1, -1, dtype=np.int32))
 
 
 def proposals_of(drafter: Drafter, known: Sequence[np.ndarray], device: torch.device) -> list[Proposal]:
-    """Asks a drafter of `generate` for trees of these texts, and for its confidence in their nodes."""
+    """Asks a drafter of `generate` for trees of these texts, with its confidence."""
     lengths = [len(tokens) for tokens in known]
     history = np.zeros((len(known), max(lengths)), dtype=np.int64)
     for row, tokens in zip(history, known, strict=True):

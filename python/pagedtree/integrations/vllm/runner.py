@@ -25,8 +25,8 @@ __all__ = ["StepTrees", "TreeRunner"]
 
 @dataclass
 class StepTrees:
-    """The trees of one step of R requests, without drafts the root alone. rows: int64 [N], the query of each node in
-    the step's batch. num_drafts: [R], nodes besides the root."""
+    """The trees of R requests, without drafts the root alone. rows: int64 [N], each node's query in the step's batch.
+    num_drafts: [R], nodes besides the root."""
 
     trees: TreeBatch
     rows: Tensor
@@ -216,7 +216,7 @@ class TreeRunner:
         return super().sample_tokens(None)  # type: ignore[misc]
 
     def _sample(self, logits: Tensor, spec_decode_metadata: Any) -> SamplerOutput:
-        """Chooses tokens for the rows of roots and drafts, in vLLM's order; requests in prefill have rows, too."""
+        """Chooses tokens for the rows of roots and drafts; requests in prefill have rows, too."""
         step, self._step = self._step, None
         grammar_mask, self._grammar_mask = self._grammar_mask, None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]

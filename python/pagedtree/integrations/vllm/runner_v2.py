@@ -175,7 +175,7 @@ class TreeRunnerV2:
     def sample(
         self, hidden_states: Tensor, input_batch: Any, grammar_output: Any
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Chooses tokens for the rows of roots and drafts, in vLLM's order; requests in prefill have rows, too."""
+        """Chooses tokens for the rows of roots and drafts; requests in prefill have rows, too."""
         step, self._step = self._step, None
         batch = input_batch
         logits = self.model.compute_logits(hidden_states[batch.logits_indices])
@@ -228,7 +228,7 @@ class TreeRunnerV2:
 
 
 class _DraftTreesHandler(DraftTokensHandler):
-    """Also sends the trees, parents int32 [max_num_reqs, k + 1], to the scheduler if it needs draft tokens."""
+    """Also sends parents, int32 [max_num_reqs, k + 1], to a scheduler that needs draft tokens."""
 
     def __init__(self, parents: Tensor, device: torch.device) -> None:
         super().__init__(device)

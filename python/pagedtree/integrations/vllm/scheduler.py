@@ -1,4 +1,4 @@
-"""vLLM's scheduler, with grammars on trees: a row of the mask for each node, filled while the target's pass runs."""
+"""vLLM's scheduler, with grammars on trees: a mask row per node."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ __all__ = ["DraftTrees", "TreeScheduler"]
 
 @dataclass
 class DraftTrees(DraftTokenIds):
-    """The worker's message to the scheduler about its proposals. parents: int32 [n + 1] of each request, the root
-    included, or None."""
+    """The worker's message about its proposals. parents: int32 [n + 1] of each request, the root included, or None."""
 
     parents: list[np.ndarray | None] = field(default_factory=list)
 
@@ -46,7 +45,7 @@ class TreeScheduler(Scheduler):
         self._fill: tuple[list[str], GrammarFill] | None = None
 
     def update_draft_token_ids(self, draft_token_ids: DraftTokenIds) -> None:
-        """Keeps all drafts: the mask of a draft's parent rules out the drafts that the grammar forbids."""
+        """Keeps all drafts: their parents' masks rule out forbidden ones."""
         for request_id, tokens, parents in self._trees_of(draft_token_ids):
             request = self.requests[request_id]
             request.spec_token_ids = [] if request.is_prefill_chunk else tokens
@@ -133,7 +132,7 @@ def tree_of(num_drafts: int, parents: np.ndarray | None) -> np.ndarray:
 
 
 class _XgrammarMatcher(XGrammarMatcher):
-    """Lets xgrammar walk the tree itself. After its end vLLM allows every token."""
+    """Lets xgrammar walk the tree."""
 
     def __init__(self, grammar: XgrammarGrammar) -> None:
         super().__init__(grammar.matcher, grammar.vocab_size)
@@ -146,8 +145,8 @@ class _XgrammarMatcher(XGrammarMatcher):
 
 
 class _VllmMatcher(DepthFirstMatcher):
-    """A grammar of any of vLLM's engines, which may begin inside the tree, after a model's reasoning. After its end
-    vLLM allows every token, so no row of a tree is an end."""
+    """A grammar of any of vLLM's engines, which may begin inside the tree, after reasoning. After its end vLLM allows
+    every token."""
 
     stop_token_ids: Sequence[int] = ()
 

@@ -19,7 +19,7 @@ __all__ = ["KeptTrees", "TreeSpeculator"]
 
 
 class KeptTrees:
-    """The trees of requests, kept like vLLM's draft tokens: on the device, by the request's slot.
+    """The trees of requests, kept on the device by the request's slot.
 
     Every tree has `num_speculative_tokens` draft tokens; missing ones are children of the root without a token (-1).
 
@@ -58,7 +58,7 @@ class KeptTrees:
 
 
 class TreeSpeculator(KeptTrees, BaseSpeculator):
-    """Asks a drafter for the trees; one that is not `on_device` costs a blocking device-to-host copy per step."""
+    """Asks a drafter for the trees; without `on_device` by a blocking copy per step."""
 
     supports_mm_inputs = False
     draft_logits = None
@@ -163,5 +163,5 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
 
 
 def _longest(batch: Any) -> int:
-    """Returns a bound of the batch's text lengths, without acceptance counts, which the host does not know."""
+    """Returns a bound of the batch's text lengths, since the host does not know acceptance counts."""
     return int((batch.num_computed_tokens_np + batch.num_scheduled_tokens).max()) + 1

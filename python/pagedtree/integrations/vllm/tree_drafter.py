@@ -29,12 +29,10 @@ class TreeDrafter:
         needed          the required option and its meaning, or None
         needs_hidden    `draft` gets the target's last hidden states
         feature_layers  `read` gets the outputs of these decoder layers (0 = the first); `load_model` may still set it
-        on_every_rank   all tensor-parallel ranks call `read` and `draft`, instead of the first one alone, whose
-                        proposals count
+        on_every_rank   all tensor-parallel ranks call `read` and `draft`; the first one's proposals count
         grows_by_level  trees of fewer levels (`limit_depth`) take less time
         is_best_first   `draft_on_device` returns trees of max_nodes nodes in descending order of their joint
-                        log-probabilities, which it leaves in `log_probs`, fp32 [R * max_nodes], for vLLM's adaptive
-                        verification (runner V2)
+                        log-probabilities, left in `log_probs`, fp32 [R * max_nodes] (adaptive verification)
 
     Attributes:
         options: `defaults`, updated from additional_config.
@@ -86,8 +84,8 @@ class TreeDrafter:
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
-        """Raises ValueError, naming the setting, for an unsupported configuration. Called when vLLM reads its
-        configuration, and again in each worker."""
+        """Raises ValueError, naming the setting, for an unsupported configuration. Called first, and again in each
+        worker."""
 
     @property
     def drafts_here(self) -> bool:
@@ -96,7 +94,7 @@ class TreeDrafter:
 
     @property
     def on_device(self) -> bool:
-        """Returns whether the class drafts by `draft_on_device`; a class that overrides only `draft` does not."""
+        """Returns whether the class drafts by `draft_on_device`."""
         made, drafted = (
             next(owner for owner in type(self).__mro__ if name in vars(owner)) for name in ("draft_on_device", "draft")
         )
@@ -113,7 +111,7 @@ class TreeDrafter:
         """Called after each target pass, before `draft`, if the drafter has `feature_layers`.
 
         Args:
-            request_ids: requests whose prefill or accepted draft tokens the pass read; not all get a new token.
+            request_ids: requests whose prefill or accepted tokens the pass read; not all get a new token.
             tokens: integer [length of the text so far] of each, prompt and unread tokens included.
             starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
             features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers.
@@ -122,25 +120,25 @@ class TreeDrafter:
         """
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
-        """Drafts a tree for each request. Drafters implement this method.
+        """Drafts a tree for each request.
 
-        tokens: of R requests, integer [length of the text so far], prompt included; the last token is the root. A
-        drafter with `needs_hidden` gets a third argument, by keyword: hidden [R, H], the target's last hidden state at
-        the token before the root, in the model's dtype on its device.
+        tokens: of R requests, integer [length of the text so far], prompt included; the last token is the root. hidden,
+        by keyword, with `needs_hidden`: [R, H], the target's last hidden state before the root, in the model's dtype on
+        its device.
 
         Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
         num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
         the root, i the i-th draft token, and 0 <= parents[i] < i. Without drafts: ([], np.array([-1])). Nodes past the
-        request's maximum length are dropped afterwards. log_probs: fp32 [n + 1], each node's joint log-probability by
-        the drafter, 0 for the root.
+        request's maximum length are dropped. log_probs: fp32 [n + 1], each node's joint log-probability by the drafter,
+        0 for the root.
 
-        Called on the first tensor-parallel rank, or on all with `on_every_rank`, in steps where drafting pays.
+        Called in steps where drafting pays.
         """
         raise NotImplementedError
 
     def draft_on_device(self, tokens: Tensor, lengths: Tensor, hidden: Tensor | None) -> Draft:
-        """Drafts as `draft` does, for runner V2, without ever waiting for the device. tokens: int64 [R, L], the texts,
-        of these lengths, int32 [R]. Requests in prefill also get a tree, which is ignored."""
+        """Drafts as `draft` does, for runner V2, without waiting for the device. tokens: int64 [R, L]; lengths: int32
+        [R]. Trees of requests in prefill are ignored."""
         raise NotImplementedError
 
     def limit_depth(self, levels: int) -> None:
@@ -157,7 +155,7 @@ class TreeDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Implements vLLM's hook: draft tokens for each request of the batch, none for one without a new token."""
+        """Implements vLLM's hook: draft tokens for each request, none without a new token."""
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]

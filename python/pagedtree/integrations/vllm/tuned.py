@@ -1,5 +1,4 @@
-"""How many nodes each request of vLLM's batch gets: as many as maximize throughput, by `generation.tree_tuner`, from
-the accepted parts of the last proposals, and the passes that measure a step's cost."""
+"""How many nodes each request of vLLM's batch gets, to maximize throughput by `generation.tree_tuner`."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ __all__ = ["BatchTuner", "Pass", "accepted_path"]
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass of the target that read `num_rows` tokens of these requests, draft tokens included. new_tokens: of each;
-    none for a request still in prefill."""
+    """A target pass over `num_rows` tokens of these requests, drafts included. new_tokens: of each; none in prefill."""
 
     request_ids: Sequence[str]
     new_tokens: Sequence[Sequence[int]]
@@ -57,8 +55,8 @@ class BatchTuner:
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
-        """Decides how deep to draft for these requests, the ones that got tokens in this pass. unread: how many target
-        tokens the drafter has to read first."""
+        """Decides how deep to draft for these requests, which got tokens in this pass. unread: target tokens that the
+        drafter has to read first."""
         now = self._clock()
         self._learn(passed, now)
         # Whatever request ends, another one may come: no token counts more than others.
@@ -67,7 +65,7 @@ class BatchTuner:
         return plan
 
     def keep(self, proposals: Sequence[Proposal]) -> list[Proposal]:
-        """Returns the proposed nodes of the last plan's requests that the target should verify."""
+        """Returns the nodes of the last plan's requests to verify."""
         step = self._step
         assert step is not None
         sizes = [len(parents) for _, parents, _ in proposals]

@@ -66,8 +66,8 @@ def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndar
 
 
 class Compactions:
-    """Moves accepted rows together, in all target layers of a cache group at once. layers: vLLM's attention layers by
-    name. groups: its KVCacheGroupSpec."""
+    """Moves accepted rows together, in all target layers of a cache group at once. layers: by name. groups: vLLM's
+    KVCacheGroupSpec."""
 
     def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
         found = ([layers[name] for name in group.layer_names if not _drafts(layers[name])] for group in groups)
@@ -91,12 +91,12 @@ class Compactions:
 
 
 def _drafts(layer: Any) -> bool:
-    """Returns whether it is a layer of a draft model that vLLM runs; these layers choose their own backends."""
+    """Returns whether it is a layer of a draft model that vLLM runs."""
     return getattr(layer, "is_draft_layer", False)
 
 
 def target_groups(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any], vllm_config: Any) -> list[Any]:
-    """Returns the target's groups of attention layers, and logs their backend. Raises ValueError for another than ours.
+    """Returns the target's groups of attention layers. Raises ValueError for another backend than ours.
 
     layers: vLLM's attention layers by name.
     """

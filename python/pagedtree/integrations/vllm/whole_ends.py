@@ -11,8 +11,8 @@ __all__ = ["WholeEnds"]
 
 
 class WholeEnds:
-    """Embedding and output layer of a vLLM model, whole on each rank, with transformers' interface for heads. All
-    tensor-parallel ranks must create it together. Raises ValueError for layers with quantized weights."""
+    """Embedding and output layer of a vLLM model, whole on each rank, with transformers' interface. All tensor-parallel
+    ranks create it together. Raises ValueError for quantized weights."""
 
     def __init__(self, model: Any, model_config: Any) -> None:
         language = model.get_language_model() if hasattr(model, "get_language_model") else model

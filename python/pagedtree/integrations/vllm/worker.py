@@ -25,7 +25,7 @@ class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
 
 
 class TreeCPUWorker(CPUWorker):
-    """worker_cls on CPUs; the platform plugin sets it if one of our drafters is configured."""
+    """worker_cls on CPUs, which the platform plugin sets."""
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
