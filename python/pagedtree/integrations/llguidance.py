@@ -22,10 +22,9 @@ class LLGuidanceMatcher(DepthFirstMatcher):
         matcher = llguidance.LLMatcher(tokenizer, llguidance.LLMatcher.grammar_from_json_schema(schema, space))
         masks = GrammarMasks([LLGuidanceMatcher(matcher, tokenizer)], vocab_size=config.vocab_size)
 
-    A tree is visited by consuming drafts and taking them back. llguidance computes each row without Python's global
-    lock; where the grammar leaves no choice of bytes, it allows the tokenizer's own tokens alone. A grammar also ends
-    where nothing can follow a complete text. Without whitespace_pattern or whitespace_flexible=False a schema allows
-    white space without end.
+    Rows are computed without Python's global lock; where the grammar leaves no choice of bytes, only the tokenizer's
+    own tokens are allowed. A grammar also ends where nothing can follow a complete text. Without whitespace_pattern or
+    whitespace_flexible=False a schema allows white space without end.
 
     matcher: llguidance's own, to which direct calls count here, too. vocab_size, stop_token_ids: the tokenizer's.
     """

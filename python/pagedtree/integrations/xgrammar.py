@@ -22,13 +22,12 @@ class XGrammarMatcher:
         compiled = xgrammar.GrammarCompiler(info).compile_json_schema(schema, max_whitespace_cnt=20)
         masks = GrammarMasks([XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size)], config.vocab_size)
 
-    A tree is one call of xgrammar's `traverse_draft_tree`, which works without Python's global lock. Where the grammar
-    has ended, by a stop token or, with terminate_without_stop_token, its last token, the stop tokens alone are allowed.
-    A captured span is recorded by `accept` alone. Without max_whitespace_cnt or any_whitespace=False a schema allows
-    white space without end.
+    A tree is one call of `traverse_draft_tree`, without Python's global lock. Where the grammar has ended, by a stop
+    token or, with terminate_without_stop_token, its last token, only stop tokens are allowed. A captured span is
+    recorded by `accept` alone. Without max_whitespace_cnt or any_whitespace=False a schema allows white space without
+    end.
 
-    matcher: xgrammar's own, to which direct calls count here, too. vocab_size: from the `TokenizerInfo` with which the
-    grammar was compiled.
+    matcher: xgrammar's own, to which direct calls count here, too. vocab_size: of the compiling `TokenizerInfo`.
     """
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, vocab_size: int) -> None:

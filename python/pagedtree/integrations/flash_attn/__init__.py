@@ -1,8 +1,7 @@
 """FlashAttention's two functions for inference, on pagedtree. flash-attn is not needed.
 
 The arguments are flash-attn 2.8's, in its order, and by name FlashAttention 3's. Causal masks are aligned to the last
-key, as in FlashAttention; a row that sees no key gives 0 and lse -inf. Unsupported arguments are refused by name, with
-NotImplementedError.
+key; a row that sees no key gives 0 and lse -inf. Unsupported arguments raise NotImplementedError.
 """
 
 from pagedtree.integrations.flash_attn.kvcache import flash_attn_with_kvcache

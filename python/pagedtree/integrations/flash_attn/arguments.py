@@ -45,7 +45,7 @@ def even_offsets(batch: int, each: int, device: torch.device) -> Tensor:
 
 
 def rows_in_sequences(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Returns int64 [rows] each: every ragged row's sequence, and its index there. At least one sequence."""
+    """Returns int64 [rows] each: every ragged row's sequence, and its index there."""
     row = torch.arange(rows, device=offsets.device, dtype=torch.int64)
     sequence = torch.searchsorted(offsets[1:].long(), row, right=True).clamp(max=max(offsets.numel() - 2, 0))
     return sequence, row - offsets.long()[sequence]

@@ -1,7 +1,7 @@
 """FlashInfer's custom masks: one bit for each (query, key) of a sequence, keys of the prefix included.
 
 A mask of booleans is flat: sequence after sequence, row after row, queries x keys. A packed one holds the same bits in
-bytes, the lowest bit first; sequence b starts at byte mask_indptr[b]. Lengths are read on the host, as by plan().
+bytes, the lowest bit first; sequence b starts at byte mask_indptr[b]. Lengths are read on the host.
 """
 
 from __future__ import annotations

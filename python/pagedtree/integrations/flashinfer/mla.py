@@ -135,7 +135,7 @@ def _parts(
 
 
 def _adjacent(first: Tensor, last: Tensor) -> Tensor | None:
-    """Returns a view of both as one tensor if the columns of `last` follow the first tensor's in memory, else None."""
+    """Returns both as one view if the columns of `last` follow the first tensor's, else None."""
     width = first.shape[-1]
     together = (
         first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

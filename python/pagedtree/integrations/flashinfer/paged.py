@@ -28,8 +28,7 @@ HINTS = {
 class BatchPrefillWithPagedKVCacheWrapper:
     """FlashInfer's wrapper of this name: plan() once per step, run() in each layer.
 
-    plan() reads lengths on the host, as FlashInfer's does. Masks must be tree masks (`import_custom_mask`). Unsupported
-    arguments are refused by name.
+    plan() reads lengths on the host. Masks must be tree masks (`import_custom_mask`).
     """
 
     def __init__(self, float_workspace_buffer: Tensor | None = None, kv_layout: str = "NHD", **options: Any) -> None:

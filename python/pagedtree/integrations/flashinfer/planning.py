@@ -1,4 +1,4 @@
-"""The planned dtypes and query counts, which the wrappers' plan() keeps for run()."""
+"""The planned dtypes and query counts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["PagedTreeDraftBackend"]
 
 class PagedTreeDraftBackend:
     """Prepares the steps after the first, by `attn_backends[i]`: `topk` branches per request, which see the prefix and
-    their own slots. These need not fill pages, so the cache is read as pages of one slot."""
+    their own slots, as pages of one slot."""
 
     def __init__(self, model_runner: Any, topk: int, num_steps: int) -> None:
         self.topk, self.num_steps = topk, num_steps

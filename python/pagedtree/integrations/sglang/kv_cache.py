@@ -21,8 +21,8 @@ def move_kv_cache(k_buffer: Sequence[Tensor], v_buffer: Sequence[Tensor], tgt_lo
     """Copies the rows of slots src_loc to slots tgt_loc, in all layers at once.
 
     k_buffer, v_buffer: one tensor [slots, ...] per layer, any dtype and strides, written. tgt_loc, src_loc: int32 or
-    int64 [n], slots; a pair with an end outside the pool is skipped. All rows of 1023 pairs are read before any is
-    written, so these may overlap; more pairs move group by group, in order.
+    int64 [n], slots; a pair with an end outside the pool is skipped. Up to 1023 pairs may overlap: all are read before
+    any is written; more move group by group, in order.
 
         for k, v in zip(k_buffer, v_buffer):
             k[tgt_loc], v[tgt_loc] = k[src_loc], v[src_loc]

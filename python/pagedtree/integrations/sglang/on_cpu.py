@@ -1,4 +1,4 @@
-"""Fills SGLang 0.5.23's gaps on CPUs, for engines with pagedtree's attention there; the plugin hooks these in."""
+"""Fills SGLang 0.5.23's gaps on CPUs, for engines with pagedtree's attention."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ __all__ = ["last_loc", "top_k_renorm", "top_p_renorm", "verify_uses_greedy"]
 
 
 def last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_tensor: Tensor) -> Tensor:
-    """Returns the slot before each request's new ones, -1: none. Replaces `mem_cache.allocation.get_last_loc`, which
-    without a GPU supports only two of SGLang's own backends."""
+    """Returns the slot before each request's new ones, -1: none. Replaces `mem_cache.allocation.get_last_loc`."""
     last = req_to_token[req_pool_indices_tensor, (prefix_lens_tensor - 1).clamp(min=0)]
     return torch.where(prefix_lens_tensor > 0, last, -1)
 
 
 def verify_uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, is_cpu: bool, **rest: Any) -> bool:
-    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that sampled requests are sampled on CPUs, where SGLang
-    has no sampling kernel and verifies greedily."""
+    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that CPUs sample sampled requests."""
     if is_cpu:
         from sglang.srt.speculative import eagle_utils
 

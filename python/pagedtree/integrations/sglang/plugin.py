@@ -1,4 +1,4 @@
-"""The entry point: SGLang calls it in each of its processes before it does anything else."""
+"""The entry point, which SGLang calls first in each process."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def create_draft_backend(
     original: Callable[..., Any], factory: Any, backend_name: str, backend_map: dict[str, Any], *args: Any,
     stamps_children: bool = False, **options: Any,
 ) -> Any:  # fmt: skip
-    """Adds pagedtree to SGLang's list of draft backends; `stamps_children` comes with multi-step ones."""
+    """Adds pagedtree to SGLang's draft backends; `stamps_children` comes with multi-step ones."""
 
     def create() -> tuple[str, Any]:
         from pagedtree.integrations.sglang.attention import PagedTreeBackend

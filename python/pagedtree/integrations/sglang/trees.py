@@ -69,10 +69,9 @@ def build_tree_kernel_efficient(
             and next sibling (-1: none).
         topk, depth: branching and levels of the draft.
 
-    Malformed trees come out as SGLang's builders make them: a node whose parent was not selected has none; a node sees
-    the root and up to `depth` nodes from itself upwards, as many as its position is past verified_seq_len. Trees whose
-    place is outside tree_mask are not written. Raises ValueError for wrong shapes and for topk, depth or
-    draft_token_num below 1.
+    Malformed trees come out as SGLang's: a node whose parent was not selected has none; a node sees the root and up to
+    `depth` nodes from itself upwards. Trees outside tree_mask are not written. Raises ValueError for wrong shapes and
+    for topk, depth or draft_token_num below 1.
     """
     for name, value in (("topk", topk), ("depth", depth), ("draft_token_num", draft_token_num)):
         if value < 1:

@@ -129,8 +129,8 @@ def tree_speculative_sampling_target_only(
 def _deciding_coins(
     coins: Tensor, probs: Tensor, drafts: Tensor, trees: TreeBatch, single: float, acc: float
 ) -> Tensor:
-    """Coins in the middle of the interval of the child that the caller's coin and the thresholds choose, or past all:
-    `verify_rejection` sees exponentials of logarithms, whose rounding would decide on the boundary of two intervals."""
+    """Coins in the middle of the chosen child's interval, or past all: `verify_rejection` sees exponentials of
+    logarithms, whose rounding would decide on a boundary."""
     bs, n = drafts.shape
     vocab = probs.shape[1]
     parents = trees.parents.view(bs, n).long().clamp(0, n - 1)
@@ -151,7 +151,7 @@ def _deciding_coins(
 def _tree_arguments(
     predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, *links: Tensor
 ) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Returns the trees; order [bs, N], the caller's node for each tree node; and each tree node's flat row."""
+    """Returns the trees; order [bs, N], each tree node's caller's node; and its flat row."""
     if candidates.dim() != 2:
         raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
     bs, n = candidates.shape
@@ -168,7 +168,7 @@ def _tree_arguments(
 
 
 def _write(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, verdict: Verdict, rows: Tensor) -> None:
-    """Writes the path's entries only; entries past the path become the root's, so that sizes are fixed."""
+    """Writes the path's entries only; others become the root's, for fixed sizes."""
     path = verdict.accept_index.long()
     width = path.shape[1]
     on_path = path >= 0

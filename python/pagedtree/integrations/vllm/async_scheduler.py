@@ -20,7 +20,6 @@ class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
     def update_draft_token_ids_in_output(
         self, draft_token_ids: DraftTokenIds, scheduler_output: SchedulerOutput
     ) -> None:
-        """Keeps all drafts, as `update_draft_token_ids` does."""
         scheduled = scheduler_output.scheduled_spec_decode_tokens
         for request_id, tokens, parents in self._trees_of(draft_token_ids):
             if placeholders := scheduled.get(request_id):

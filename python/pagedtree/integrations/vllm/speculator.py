@@ -25,11 +25,10 @@ class KeptTrees:
 
     Attributes:
         parents: int32 [max_num_reqs, num_speculative_tokens + 1], the root's included; of a chain at first.
-        max_nodes, max_depth: of each tree. accepted: of the last pass, set by the runner.
-        draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, where vLLM's
-            adaptive verification is on: each node's probability divided by its predecessor's. vLLM multiplies them
-            along the nodes and keeps the most probable ones of the batch, each request's first ones, because nodes are
-            in descending order of probability (`pagedtree.select_nodes`).
+        max_nodes, max_depth: of each tree. accepted: of the last pass.
+        draft_token_confidence_probs: fp32 [max_num_reqs, num_speculative_tokens], in the batch's order, with vLLM's
+            adaptive verification: each node's probability divided by its predecessor's. vLLM keeps the batch's most
+            probable nodes, each request's first ones, because nodes are in descending order.
     """
 
     def __init__(self, req_states: Any, device: torch.device, max_depth: int | None = None) -> None:

@@ -38,8 +38,8 @@ class TreeDrafter:
         options: `defaults`, updated from additional_config.
         max_nodes: num_speculative_tokens + 1. max_depth: maximum levels of a tree; default max_nodes - 1.
         request_ids, hidden, most_tokens: the requests in batch order, their hidden states and maximum lengths, prompts
-            included; set by the runner before `propose`.
-        pass_rows, pass_seconds: tokens that the pass read, draft tokens included, and its duration; set likewise.
+            included; set before `propose`.
+        pass_rows, pass_seconds: tokens that the pass read, drafts included, and its duration.
         parents: request id -> int32 [n + 1], the tree of the last proposal, root included; the first n nodes form
             a tree for any n.
     """
