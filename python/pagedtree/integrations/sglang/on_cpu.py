@@ -20,7 +20,8 @@ def last_loc(req_to_token: Tensor, req_pool_indices_tensor: Tensor, prefix_lens_
 
 
 def verify_uses_greedy(original: Callable[..., bool], *, is_all_greedy: bool, is_cpu: bool, **rest: Any) -> bool:
-    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that CPUs sample sampled requests."""
+    """Wraps `speculative.eagle_utils._verify_uses_greedy` so that requests that SGLang would verify greedily on CPUs
+    are sampled."""
     if is_cpu:
         from sglang.srt.speculative import eagle_utils
 

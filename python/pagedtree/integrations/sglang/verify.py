@@ -151,7 +151,7 @@ def _deciding_coins(
 def _tree_arguments(
     predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, candidates: Tensor, *links: Tensor
 ) -> tuple[TreeBatch, Tensor, Tensor]:
-    """Returns the trees; order [bs, N], each tree node's caller's node; and its flat row."""
+    """Returns the trees; order [bs, N], the caller's node for each tree node; and each one's flat row."""
     if candidates.dim() != 2:
         raise ValueError(f"candidates: expected 2 dimensions, got {candidates.dim()}")
     bs, n = candidates.shape

@@ -56,8 +56,8 @@ def tree_generate(
     Prompts, attention mask, lengths, EOS, padding, sampling and logits processors come from `model.generate`'s
     arguments and generation config, the keyword arguments here are `pagedtree.integrations.transformers.generate`'s.
     Greedy text equals `model.generate` without custom_generate, sampled text follows the same distribution; `seeds`:
-    one per returned row, default drawn by torch. on_stats: called with the `GenerationStats` at the end. stop_strings
-    need the tokenizer as stop_tokenizer; they never match text that begins in a prompt.
+    one per returned row, default from torch's generator. on_stats: called with the `GenerationStats` at the end.
+    stop_strings need the tokenizer as stop_tokenizer; they never match text that begins in a prompt.
 
     Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 

@@ -130,5 +130,5 @@ def _has_function(module: nn.Module) -> bool:
 
 
 def rotated_in_attention(layers: Iterable[RotaryLayer]) -> AbstractContextManager[None]:
-    """Moves these layers' rotation into the attention for packed passes inside the block, where supported."""
+    """Moves these layers' rotation into the attention for packed passes inside the block."""
     return with_forwards((layer.module, layer.forward()) for layer in layers)

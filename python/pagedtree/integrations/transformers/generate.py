@@ -127,8 +127,8 @@ def generate(
             sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`,
             `MtpDrafter`.
         pack_weights: whether model and drafter use `packed_weights` during the call (CPUs only). None: in calls of at
-            least 64 passes without drafts, in fp32 and fp16 with at least 4 tokens a pass, drafts included; never with
-            shards or for weights held elsewhere. True raises ValueError if nothing can be packed, and within
+            least 64 passes without drafts, in fp32 and fp16 only with at least 4 tokens a pass, drafts included; never
+            with shards or for weights held elsewhere. True raises ValueError if nothing can be packed, and within
             torch.autocast.
         shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
             arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a

@@ -68,7 +68,7 @@ ADVICE = "change model.generation_config, or leave it out: generation_config=Fal
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """The fields of a generation config that a call has to follow, by name."""
+    """The config's fields that a call has to follow, by name."""
 
     values: dict[str, Any] = field(default_factory=dict)
 

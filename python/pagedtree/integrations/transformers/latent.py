@@ -1,9 +1,8 @@
 """Latent attention (MLA) over one cached vector a token: DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and similar models.
 
-Such a layer projects each token to a latent of 512 values, from which its kv_b_proj makes the keys and values of all
-heads, and to 64 rotated values that all keys share. A packed pass caches these 576 values and multiplies the key half
-of kv_b_proj into the queries, its value half into the output ("absorption", https://arxiv.org/abs/2405.04434, section
-2.1).
+Such a layer projects each token to a latent of 512 values, from which kv_b_proj makes all keys and values, and to 64
+rotated values that all keys share. A packed pass caches these 576 values and multiplies the key half of kv_b_proj into
+the queries, its value half into the output ("absorption", https://arxiv.org/abs/2405.04434, section 2.1).
 """
 
 from __future__ import annotations

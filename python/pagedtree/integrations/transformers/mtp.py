@@ -120,7 +120,7 @@ class MtpHead(nn.Module):
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, step: PagedStep | None = None) -> Tensor:
         """Maps tokens and positions, int64 [T], with states [T, H], to the next states. step: the pass over a paged
-        cache. None: the tokens are one text, read by transformers' own attention, as for training."""
+        cache. None: one text, read by transformers' own attention, as for training."""
         embed, _, _, rotary = self._of_target
         parts = [self.token_norm(embed(tokens)), self.state_norm(states)]
         joined = self.projection(torch.cat(parts[::-1] if self.is_state_first else parts, dim=-1))[None]

@@ -98,7 +98,7 @@ class SharedProduct:
 
 
 def _state_of(x: Tensor) -> int | Tensor:
-    """Returns a marker of x's state, to detect changes: its version, or a copy where tensors have none."""
+    """Returns x's version, or a copy where tensors have none, to detect changes."""
     return x.clone() if x.is_inference() else x._version
 
 

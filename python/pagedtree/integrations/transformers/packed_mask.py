@@ -15,8 +15,8 @@ UNLIMITED = 1 << 30
 
 
 class PackedMask:
-    """Stands in for the masks in a packed pass: one tensor per window, which no layer reads. From `tokens`, bool [1,
-    T], transformers makes the layers' masks, by `of_layers`; `window_of` finds their windows again."""
+    """The masks of a packed pass: one tensor per window, which no layer reads. From `tokens`, bool [1, T], transformers
+    makes the layers' masks by `of_layers`; `window_of` finds their windows."""
 
     def __init__(self, num_tokens: int, device: torch.device) -> None:
         self.tokens = torch.ones((1, num_tokens), dtype=torch.bool, device=device)
@@ -35,7 +35,7 @@ class PackedMask:
 
     @property
     def of_all_layers(self) -> Tensor:
-        """The mask for a model that gives one 4-D mask to all of its layers."""
+        """Returns the mask of a model with one 4-D mask for all layers."""
         return self.of_layers(causal_mask_function, None)
 
     @property

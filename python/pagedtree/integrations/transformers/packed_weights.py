@@ -110,8 +110,8 @@ def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
     Layers of the exact type `torch.nn.Linear` on the CPU are packed from 32768 elements in bf16 and fp16 (where oneDNN
     computes in them), from 524288 in fp32; not quantised, offloaded, sharded and parametrised ones, nor kv_b_proj of
     latent attention and dt_proj of Mamba. In fp32 and fp16, packed weights slow down passes of one and two tokens.
-    Results differ from dense weights by rounding, also by the number of tokens in the pass, and are reproducible bit
-    for bit.
+    Results differ from dense weights by rounding, which may depend on the number of tokens in the pass, and are
+    reproducible bit for bit.
 
     copy_held: whether to pack weights held elsewhere, too, which doubles their memory. Yields the number of packed
     layers: 0 without oneDNN or without such layers. Raises TypeError for a non-module.

@@ -24,7 +24,8 @@ LONG, DYNAMIC = "longrope", "dynamic"
 
 
 class RotaryLimit(NamedTuple):
-    """A sequence has the same frequencies up to `num_tokens` tokens, by the config's `field`. kind: the rope type."""
+    """The `num_tokens` up to which a sequence has the same frequencies, by the config's `field`. kind: the rope
+    type."""
 
     num_tokens: int
     field: str

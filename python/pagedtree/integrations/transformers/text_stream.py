@@ -70,7 +70,7 @@ class TextStream:
         return held + self._advance(is_last)
 
     def _without_incomplete(self, whole: str) -> tuple[int, str]:
-        """Returns tokens of the window whose text ends with a whole character, and that text."""
+        """Returns the window's tokens up to a whole character, and their text."""
         count, text = len(self._window), whole
         while text.endswith(INCOMPLETE) and len(self._window) - count < MAX_MISSING:
             count -= 1

@@ -14,15 +14,15 @@ __all__ = ["WeightHolders", "can_count"]
 
 
 def can_count() -> bool:
-    """Returns whether this torch can count the references to a storage; it has no public function for that."""
+    """Returns whether this torch can count the references to a storage."""
     return hasattr(torch._C, "_storage_Use_Count")
 
 
 class WeightHolders:
     """The holders of these modules' weights.
 
-    More references than the modules' own plus a fresh weight's mean another holder. users: by tensor id, its places in
-    the modules.
+    More references than the modules' own plus a fresh weight's mean another holder. users: number of places in the
+    modules, by tensor id.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -62,7 +62,7 @@ def _start(tensor: Tensor) -> int:
 
 
 def _shared_memory() -> list[range]:
-    """Returns the addresses where other processes may write, whoever mapped them: torch, NumPy, Python."""
+    """Returns the addresses where other processes may write."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
         found = [line.split(maxsplit=2)[:2] for line in maps]
     return [range(*(int(end, 16) for end in ends.split("-"))) for ends, flags in found if flags.endswith("s")]

@@ -12,8 +12,7 @@ __all__ = ["AsyncTreeScheduler"]
 
 
 class AsyncTreeScheduler(TreeScheduler, AsyncScheduler):
-    """scheduler_cls with asynchronous scheduling, on runner V2. Grammar masks are filled once the target's pass has
-    begun."""
+    """scheduler_cls for asynchronous scheduling, on runner V2; fills grammar masks once the target's pass has begun."""
 
     _fills_early = False
 

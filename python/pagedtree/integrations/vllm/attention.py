@@ -38,16 +38,14 @@ FP8 = ("fp8", "fp8_e4m3")
 
 @dataclass
 class TreeMask:
-    """Arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens int32 [R], nodes of each request's tree; -1 =
-    none."""
+    """Arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens int32 [R], nodes of each tree, -1: none."""
 
     tree_mask: Tensor
     tree_lens: Tensor
 
 
 class LayerKind(NamedTuple):
-    """Properties of layers that share a step's calls. latent_dim: a latent cache's columns that are also values, else
-    None."""
+    """Properties of layers that share a step's calls. latent_dim: latent columns that are also values, else None."""
 
     num_q_heads: int
     num_kv_heads: int
@@ -80,8 +78,7 @@ class PagedTreeMetadata(AttentionMetadata):
     _calls: dict[LayerKind, PreparedAttention] = field(default_factory=dict)
 
     def attention(self, kind: LayerKind) -> PreparedAttention:
-        """Returns this step's attention of such layers, made in the first one, so that a captured graph replans each
-        replay."""
+        """Returns such layers' attention, made in the step's first one, so that captured graphs replan each replay."""
         if kind not in self._calls:
             tree_mask, tree_lens = (None, None) if self.tree is None else (self.tree.tree_mask, self.tree.tree_lens)
             plan = attention_plan(
@@ -235,7 +232,7 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Writes the step's keys and values; vLLM calls it before `forward`."""
+        """Writes the step's keys and values, before `forward`."""
         count = slot_mapping.shape[0]
         if count < key.shape[0]:  # padded
             key, value = key[:count], value[:count]

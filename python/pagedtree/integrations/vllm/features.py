@@ -54,8 +54,7 @@ def kept_rows(counts: Sequence[int], num_new: Sequence[int], accepted: Accepted)
 
 
 def kept_features(streams: Sequence[Tensor], layers: Sequence[int], rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Returns [number of rows, layers * H] of each request. streams: [T, H] of each different layer, in ascending
-    order."""
+    """Returns [number of rows, layers * H] of each request. streams: [T, H] of each layer, ascending."""
     ascending = sorted(set(layers))
     index = torch.tensor([row for of_request in rows for row in of_request], dtype=torch.int64)
     index = index.to(streams[0].device)

@@ -1,7 +1,6 @@
 """The attention backend of models with latent attention (DeepSeek V2 and V3, GLM 4 MoE Lite).
 
-Every query counts as decoding, which vLLM multiplies into the latent space: one `tree_attention` call reads the latent
-cache.
+Every query counts as decoding, none as prefill: one `tree_attention` call reads the latent cache.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["PagedTreeLatentBackend", "PagedTreeLatentImpl", "PagedTreeLatentMeta
 
 
 class PagedTreeLatentMetadata(PagedTreeMetadata):
-    """One step, with the split between decoding and prefill that vLLM's layer also asks for."""
+    """One step, with the split between decoding and prefill that vLLM's layer needs."""
 
     num_prefills = 0
 
@@ -115,7 +114,7 @@ class PagedTreeLatentImpl(MLAAttentionImpl[PagedTreeLatentMetadata]):
         kv_cache_dtype: str,
         k_scale: Tensor,
     ) -> None:
-        """Writes the step's latents and rotary keys [T, 1, 64] as one row each; vLLM calls it before `forward_mqa`."""
+        """Writes the step's latents and rotary keys [T, 1, 64] as one row each, before `forward_mqa`."""
         count = slot_mapping.shape[0]  # the others may be padded
         rows = torch.cat((kv_c_normed[:count, None], k_pe[:count]), dim=-1)
         append_kv(rows, None, kv_cache[:, :, None], None, slot_mapping)

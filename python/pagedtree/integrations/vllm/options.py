@@ -33,8 +33,7 @@ class BatchOptions:
     def step(self, requests: Sequence[Any]) -> tuple[SamplingParams | None, RequestOptions | None]:
         """Returns parameters and options after the outputs so far, roots included, of vLLM's `CachedRequestState`s.
 
-        The parameters are tensors [B], temperature 0 for greedy requests; None: the argmax of unmodified logits for
-        all.
+        The parameters are tensors [B], temperature 0 for greedy requests; None: all take the unmodified argmax.
         """
         batch = [(request.sampling_params, request.num_prompt_tokens, request.req_id) for request in requests]
         texts = [request.output_token_ids for request in requests]

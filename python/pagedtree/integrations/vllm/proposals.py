@@ -1,4 +1,4 @@
-"""Proposals of draft trees on the host in vLLM's form: the nodes' tokens and parents."""
+"""Draft trees on the host in vLLM's form: tokens and parents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's model runner V2, with trees: depth positions, masks, verification, compaction of the accepted path."""
+"""vLLM's model runner V2, with trees."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TreeRunnerV2:
         take_draft_token_ids  sends the trees to the scheduler if there are grammars
 
     The speculative configuration is vLLM's for n-grams (`limits.METHODS`) or for DFlash (`DFlashTreeSpeculator`).
-    Nothing here waits for the device; the drafter may (`TreeSpeculator`). It also works without a drafter.
+    Nothing here waits for the device; the drafter may. It also works without a drafter.
     """
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:

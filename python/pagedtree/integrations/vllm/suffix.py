@@ -1,4 +1,4 @@
-"""Prompt lookup with a memory over requests, for vLLM's `custom_class` method."""
+"""Prompt lookup with a memory over requests."""
 
 from __future__ import annotations
 

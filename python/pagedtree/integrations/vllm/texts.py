@@ -13,7 +13,7 @@ __all__ = ["Texts"]
 
 
 class Texts:
-    """The texts of vLLM's requests as drafters' sequences; `TreeDrafter` knows their ends."""
+    """vLLM's requests as drafters' sequences; `TreeDrafter` knows their ends."""
 
     def __init__(self) -> None:
         self._sequences: dict[str, GeneratedSequence] = {}

@@ -84,8 +84,8 @@ class TreeDrafter:
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
-        """Raises ValueError, naming the setting, for an unsupported configuration. Called first, and again in each
-        worker."""
+        """Raises ValueError, naming the setting, for an unsupported configuration. Called with vLLM's configuration,
+        then in each worker."""
 
     @property
     def drafts_here(self) -> bool:

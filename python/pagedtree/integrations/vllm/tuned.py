@@ -55,8 +55,7 @@ class BatchTuner:
         self._step: _Step | None = None
 
     def plan(self, passed: Pass, request_ids: Sequence[str], unread: float = 0.0) -> Plan:
-        """Decides how deep to draft for these requests, which got tokens in this pass. unread: target tokens that the
-        drafter has to read first."""
+        """Decides how deep to draft for these requests. unread: target tokens that the drafter has to read first."""
         now = self._clock()
         self._learn(passed, now)
         # Whatever request ends, another one may come: no token counts more than others.

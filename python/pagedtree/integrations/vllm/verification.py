@@ -66,7 +66,7 @@ def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndar
 
 
 class Compactions:
-    """Moves accepted rows together, in all target layers of a cache group at once. layers: by name. groups: vLLM's
+    """Moves accepted rows together, in all target layers of a cache group at once. layers: by name. groups:
     KVCacheGroupSpec."""
 
     def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
