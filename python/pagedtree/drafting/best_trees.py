@@ -32,9 +32,8 @@ def best_first_tree(
 ) -> tuple[Tensor, TreeBatch] | tuple[Tensor, TreeBatch, Tensor]:
     """Returns the tree of `num_nodes` nodes with the highest joint log-probabilities over H levels of K candidates.
 
-    For drafters with independent levels: Medusa heads, block drafters. Every node at depth d has the same K candidate
-    children, level d. A node's joint log-probability is the sum along its path. With independent levels this tree has
-    the most expected accepted tokens.
+    For drafters with independent levels (Medusa heads, block drafters): every node has the same K candidate children as
+    others of its depth. A node's joint log-probability is the sum along its path.
 
     Source: DDTree (Ringel and Romano, 2026), which builds it with a heap on the host.
 
@@ -44,7 +43,7 @@ def best_first_tree(
         tokens: int64 [B, H, K], last dimension contiguous, the candidates' ids, copied without a check.
         root_tokens: int64 [B], entered at the roots.
         num_nodes: nodes of each tree, root included, 1..1024.
-        return_log_probs: also return the nodes' joint log-probabilities. Their exponentials are survival estimates for
+        return_log_probs: also return the nodes' joint log-probabilities; exponentiated, survival estimates for
             `select_nodes`.
 
     Nodes are in descending order of joint log-probability, ties by depth, then by candidate ranks (indices among the K)
@@ -59,13 +58,12 @@ def best_first_tree(
                 child = fp32(cost - min(log_probs[depth, rank], 0))
                 if child < inf: heapq.heappush(open, (child, depth + 1, (*path, rank)))
 
-    With fewer possible paths the tree is shorter but valid: its last rows are unreachable (parent, depth and draft
-    token -1).
+    With fewer possible paths the last rows are unreachable (parent, depth and draft token -1).
 
     Returns draft_tokens int64 [B * num_nodes] and the trees, with max_nodes = num_nodes, max_depth = H and cu_nodes[b]
     = b * num_nodes; under return_log_probs also fp32 [B * num_nodes], 0 at roots, -inf at unreachable rows. Raises
     ValueError for wrong shapes, dtypes or bounds. One launch, no synchronisation. Sorted levels (`torch.topk`) are
-    faster: unsorted ones are searched for each node, in time proportional to num_nodes * K.
+    faster: unsorted ones take time proportional to num_nodes * K.
     """
     expect_type("log_probs", log_probs, Tensor)
     draft_tokens, joints, *fields = call(ops.best_first_tree, log_probs, tokens, root_tokens, num_nodes)
@@ -78,7 +76,7 @@ def select_nodes(
 ) -> tuple[TreeBatch, Tensor]:
     """Keeps the nodes of a whole batch that are most likely to be accepted, within a budget of rows.
 
-    Moves rows from hard-to-predict sequences to easy ones: the target's cost depends only on the total number of nodes.
+    The target's cost depends only on the total number of nodes.
 
     Args:
         trees: the batch.
@@ -88,9 +86,9 @@ def select_nodes(
         limit: int32 [1], number of nodes to keep, roots included; it may change between replays of one captured graph.
             Clamped to 0..budget, which is also the default.
 
-    Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row. So no node
-    is kept without its parent. The order stays. Unreachable nodes (depth -1) are never kept, nor is a node whose depth
-    is not its parent's plus 1.
+    Every root is kept, whatever the limit; of the other nodes the best by survival, ties by the lower row, so parents
+    are kept too. The order stays. Unreachable nodes (depth -1) are never kept, nor is a node whose depth is not its
+    parent's plus 1.
 
         def survives(row): return min(clean(survival[row]), survives(parent(row)) if parent(row) >= 0 else inf)
         roots, others = split(reachable rows)
@@ -98,8 +96,8 @@ def select_nodes(
         kept = sorted(roots + others[: max(min(limit, budget) - len(roots), 0)])
 
     Returns the trees of kept nodes, N = max(budget, B) rows, and node_map int32 [max(budget, B)]: the row of `trees`
-    that row i was, -1 for padding, which comes last. max_nodes, max_depth and `valid` stay, although malformed nodes
-    are gone. Gather per-node values, such as tokens, with `values[node_map.clamp(min=0).long()]`.
+    that row i was, -1 for padding, which comes last. max_nodes, max_depth and `valid` stay. Gather per-node values with
+    `values[node_map.clamp(min=0).long()]`.
 
     Raises ValueError for wrong shapes, dtypes or bounds. One launch, but three for more than 16 trees on a GPU before
     Hopper; no synchronisation.
@@ -126,7 +124,6 @@ def _as_trees(fields: Sequence[Tensor], max_nodes: int, max_depth: int) -> TreeB
 
 
 def _empty_trees(anchor: Tensor, batch: int, rows: int, max_nodes: int) -> tuple[Tensor, ...]:
-    """Returns the tensors of a TreeBatch."""
     shapes: tuple[tuple[int, ...], ...] = ((batch + 1,), *[(rows,)] * 4, (rows, (max_nodes + 31) // 32))
     ints = (anchor.new_empty(shape, dtype=torch.int32) for shape in shapes)
     return (*ints, anchor.new_empty((batch,), dtype=torch.bool))

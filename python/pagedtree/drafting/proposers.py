@@ -26,7 +26,7 @@ def ngram_propose(
     active: Tensor | None = None,
     history_rows: Tensor | None = None,
 ) -> Draft:
-    """Drafts the continuations of earlier occurrences of the last tokens, merged into one tree under the last token.
+    """Drafts the continuations of earlier occurrences of the last tokens, merged into one tree.
 
     Sources: prompt lookup decoding (Saxena 2023), lookahead decoding (Fu et al., ICML 2024), the merging of
     continuations into a trie from REST (He et al., NAACL 2024).
@@ -41,12 +41,10 @@ def ngram_propose(
         extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
             `rejected_predictions`.
         active: bool [B]; False = finished: a tree of no nodes.
-        history_rows: int32 [B], the row of each sequence in a pool of histories: history is then [P, H], history_lens
-            [P]. A row outside 0..P-1 (-1) is an empty history; PAGEDTREE_CHECK=1 raises for any but -1. Sequences may
-            share a row.
+        history_rows: int32 [B], each sequence's row in a pool of histories, which may be shared: history is then [P,
+            H], history_lens [P]. A row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.
 
-    An empty history also gives a tree of no nodes; without a match, the root alone. Nodes are in insertion order:
-    better matches first.
+    An empty history gives a tree of no nodes; no match gives the root alone. Nodes are in insertion order.
 
         tree = Trie(root=history[-1])
         for n in range(max_ngram, min_ngram - 1, -1):
@@ -57,10 +55,9 @@ def ngram_propose(
 
     `insert` shares existing nodes; it stops at max_nodes, and before a branch that would exceed max_branches leaves.
 
-    One pass over the H + E tokens finds the n-grams of all lengths; on a GPU each position compares at most max_ngram
-    tokens. Each match takes at most max_depth steps in the tree, one period in a repeating text. Launches: one for a
-    batch of one, else two, plus `build_trees`. Scratch: 5 bytes for each of the B * (H + E) tokens and 24 for each of
-    the B * max_nodes nodes.
+    One pass over the H + E tokens finds the n-grams of all lengths; each match takes at most max_depth steps in the
+    tree. Launches: one for a batch of one, else two, plus `build_trees`. Scratch: 5 bytes for each of the B * (H + E)
+    tokens and 24 for each of the B * max_nodes nodes.
 
     Returns a `Draft` of draft_tokens and trees. Raises ValueError for wrong shapes, dtypes or bounds.
     """
@@ -86,7 +83,7 @@ def rejected_predictions(
 ) -> Tensor:
     """Returns the target's predictions at rejected nodes, as text for `ngram_propose(extra=)`.
 
-    Rejected branches are often right a few tokens later (lookahead decoding, Fu et al., ICML 2024).
+    Source: lookahead decoding (Fu et al., ICML 2024).
 
     Args:
         trees: the verified batch.

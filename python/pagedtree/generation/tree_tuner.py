@@ -5,8 +5,7 @@
         kept = plan.keep(drafter.propose(), drafter.confidence())   # the nodes worth verifying
     tuner.learn(plan, Outcome(seconds, accept_index, tokens, drafting, kept))
 
-The objective is tokens per second. Tokens are estimated from past acceptance rates (`Odds`), seconds from past steps
-(`StepCosts`).
+It maximises tokens per second, estimated from past acceptance rates (`Odds`) and step times (`StepCosts`).
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ BEHIND = 2.0
 
 
 class Odds:
-    """Estimates of the acceptance rate of a class of drafts, or of the number of accepted drafts per step. The prior
-    counts as `weight` observations."""
+    """Estimates of the acceptance rate of a class of drafts, or of accepted drafts per step. The prior counts as
+    `weight` observations."""
 
     def __init__(self, weight: float = PRIOR) -> None:
         self.weight = weight
@@ -66,8 +65,8 @@ class Odds:
 
 
 class StepCosts:
-    """Estimates of the seconds of steps of one batch size, priors at first. plain: a step without drafts. once: fixed
-    cost of drafts in the target's pass. row: cost per drafted row. level: the drafter's per level and per call."""
+    """Estimates of the seconds of steps of one batch size. plain: a step without drafts. once, row: cost of drafts in
+    the target's pass, fixed and per row. level: the drafter's per level and per call."""
 
     def __init__(self, plain: float, once: float, row: float, level: float) -> None:
         self.plain, self.once, self.row, self.level = plain, once, row, level
@@ -81,7 +80,6 @@ class StepCosts:
         return self.level * (levels + 1) if levels else 0.0
 
     def target(self, rows: float) -> float:
-        """Returns the seconds of the target's pass."""
         return self.plain + (self.once + self.row * rows if rows else 0.0)
 
     @property
@@ -128,8 +126,8 @@ class Kept:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a step: its seconds, including the drafter's, None: not representative; accepted nodes and their
-    tokens [B, S]. A tree whose nodes are all -1 is ignored."""
+    """A step's seconds, including the drafter's (None: not representative), accepted nodes and their tokens [B, S]. A
+    tree whose nodes are all -1 is ignored."""
 
     seconds: float | None
     accept_index: Tensor
@@ -142,9 +140,9 @@ class Outcome:
 class Plan:
     """The drafting decision for one step.
 
-    depth: most levels; 0: only drafts without a model pass; None: no drafts. is_look: whether this is a probe that the
-    estimates do not justify. reading: the drafter's seconds outside its levels. weights: value of one token of each
-    sequence, in plain steps. remaining, others_wait: the arguments of `TreeTuner.plan`.
+    depth: most levels; 0: only drafts without a model pass; None: no drafts. is_look: a probe that the estimates do not
+    justify. reading: the drafter's seconds outside its levels. weights: value of a token of each sequence, in plain
+    steps. remaining, others_wait: see `TreeTuner.plan`.
     """
 
     remaining: Sequence[int]
@@ -201,8 +199,7 @@ class Plan:
 
 
 class TreeTuner:
-    """A planner of steps that learns from their outcomes; later calls reuse its estimates. The arguments are the
-    drafter's attributes."""
+    """A planner of steps that learns from their outcomes, across calls. The arguments are the drafter's attributes."""
 
     def __init__(self, max_depth: int, grows_by_level: bool = False, has_free_guesses: bool = False) -> None:
         self.max_depth, self.grows_by_level, self.has_free_guesses = max_depth, grows_by_level, has_free_guesses
@@ -212,15 +209,15 @@ class TreeTuner:
         self.begin()
 
     def begin(self) -> None:
-        """Resets the counters when a call of `generate` starts to decode."""
+        """Resets the counters when a call starts to decode."""
         # Seconds of all steps and of probes; plain steps that drafts saved per sequence on average, and for the batch.
         self.elapsed = self.looking = self.found = self.saved = 0.0
 
     def plan(self, remaining: Sequence[int], unread: float = 0.0, others_wait: bool = False) -> Plan:
         """Returns the plan whose depth has the most expected tokens per second.
 
-        remaining: [B], tokens that each sequence still has to generate. unread: tokens that the drafter must read
-        first, in tokens of the target. others_wait: whether sequences wait for a place in the batch.
+        remaining: [B], tokens still to generate. unread: tokens that the drafter must read first, in tokens of the
+        target. others_wait: whether sequences wait for a place in the batch.
         """
         costs, size = self._costs_of(len(remaining)), len(remaining)
         shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]
@@ -248,7 +245,6 @@ class TreeTuner:
         return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
-        """Records the outcome of a step."""
         kept, seconds = outcome.kept, outcome.seconds
         rows = 0 if kept is None else kept.num_drafted
         if seconds is not None:

@@ -1,4 +1,4 @@
-"""Drafters guess the next tokens. They change the speed of generation, never the distribution of the output."""
+"""Drafters guess the next tokens, which changes speed but never the distribution of the output."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class StepResult:
     """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` receive it.
 
     Attributes:
-        sequences: B sequences, including their new tokens. The first `num_read` finished prefill (prompt or
-            restoration) in this pass and have root-only trees.
+        sequences: B, with their new tokens. The first `num_read` finished prefill (or restoration) in this pass and
+            have root-only trees.
         start: int32 [B], the roots' positions.
-        draft: draft_tokens int64 [N] includes the roots' tokens. draft_probs and draft_rows are set if the drafter's
-            draft_law is "iid" or "swor".
+        draft: draft_tokens int64 [N] includes the roots' tokens; draft_probs and draft_rows: under draft_law "iid" or
+            "swor".
         logits: [N, V], the target's. hidden: [N, H], the output layer's input, if the drafter has `needs_hidden`.
         features: [N, len(feature_layers) * H]; only in captured steps, which have no `read`.
 
-    Under `cuda_graph` there may be more rows than sequences, and the next step overwrites the tensors.
+    Under `cuda_graph` there may be more rows than sequences; the next step overwrites the tensors.
     """
 
     sequences: list[GeneratedSequence]
@@ -71,8 +71,8 @@ class FeatureRows:
 
     Attributes:
         sequences: len(counts) sequences in prefill, then the decoding ones, without the tokens of this pass.
-        start: position of each sequence's first row: its first prefill token, or its root.
-        counts: prefill tokens of each of the first sequences. Their rows precede the trees' rows, in node order.
+        start: position of each sequence's first prefill token, or root.
+        counts: prefill tokens per sequence in prefill. Their rows precede the trees' rows, in node order.
         features: [T, len(feature_layers) * H], the layers concatenated.
     """
 
@@ -102,17 +102,16 @@ class FeatureRows:
 
 
 class Drafter:
-    """Base class of drafters. Only `propose` is required, and any object with it works; the rest supports drafters with
-    state.
+    """Base class of drafters. Any object with `propose` works; the rest supports drafters with state.
 
     Attributes:
-        max_nodes: most nodes of a tree, root included, for which slots are reserved before `propose`. 0 = unknown until
-            it proposes; a drafter with state must set it.
+        max_nodes: most nodes of a tree, root included, for which slots are reserved. 0 = unknown before `propose`;
+            required of drafters with state.
         num_positions: positions of the drafter's model, None = unlimited. The drafter does not get sequences whose
             newest token is past them, and no node is verified whose parent is.
         max_depth: most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` needs the target's hidden states.
-        num_weights: parameters used per token read; gives the cost of reading relative to the target.
+        num_weights: parameters used per token read, for the cost relative to the target.
         model: the draft model, if there is one. Calls of `generate` that share it take turns.
         networks: torch modules and other callables that compute drafts.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens of every pass,
@@ -122,11 +121,11 @@ class Drafter:
             outputs of layers 1, n // 2 - 1 and n - 4 of n.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (deterministic), or
             "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise of rule "sampled".
-        grows_by_level: whether each level takes a model pass, so that shallower trees take less time.
+        grows_by_level: whether each level takes a model pass.
         has_free_guesses: whether it can draft without a model pass, on `limit_depth(0)`.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work. Each class declares
-            it anew: a subclass may add work that needs the host.
+        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work; each subclass
+            declares it anew.
     """
 
     max_nodes: int = 1
@@ -148,28 +147,28 @@ class Drafter:
 
     @property
     def given(self) -> Any:
-        """The object that holds the state; differs from `self` if `as_drafter` adapted it."""
+        """The object that holds the state: `self`, or the one that `as_drafter` adapted."""
         return self
 
     def check_target(self, model: PackedModel) -> None:
-        """Checks the target before `begin`. Raises ValueError for other sizes or another device."""
+        """Raises ValueError, before `begin`, for a target of other sizes or on another device."""
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        """Checks a call's sequences before `begin`. Raises ValueError if this drafter cannot serve them."""
+        """Raises ValueError, before `begin`, if this drafter cannot serve a call's sequences."""
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        """Begins a call of `generate` with no state of any sequence. sampling: how the call chooses tokens."""
+        """Begins a call of `generate` without any sequence's state. sampling: how the call chooses tokens."""
 
     def end(self) -> None:
         """Ends the call of `generate`, also after a failure."""
 
     def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Sets the sequences that the rows of the next `propose` stand for. batch_size: rows of a captured step; those
-        past the sequences are idle."""
+        """Sets the sequences of the next `propose`'s rows. batch_size: rows of a captured step, idle past the
+        sequences."""
         self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Receives the arguments of the next `propose` while the target is still running."""
+        """Receives the next `propose`'s arguments while the target still runs."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
@@ -178,11 +177,11 @@ class Drafter:
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], the number of valid tokens.
         Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None;
-        or a `pagedtree.Draft`, whose draft_rows give each node's row of draft_probs. Every tree has at least its root,
-        whose token is tokens[b, lengths[b] - 1]; its draft token is ignored.
+        or a `pagedtree.Draft`. Every tree has at least its root, the token tokens[b, lengths[b] - 1]; its draft token
+        is ignored.
 
-        active, rows: only in a captured step, which stays on the device. active: bool [B], False for an idle row, whose
-        tree may have no nodes. rows: int64 [B], the sequences' index; the number of sequences for an idle row.
+        active: bool [B], only in captured steps, which stay on the device; False for an idle row, whose tree may be
+        empty. rows: int64 [B], the sequences' index; their number for an idle row.
         """
         raise NotImplementedError
 
@@ -198,14 +197,14 @@ class Drafter:
         """
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        """Receives the part of the last proposal that the target verifies: its rows `rows`, int32."""
+        """Receives the rows, int32, of the last proposal that the target verifies."""
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Receives the verified pass. rows: as in `propose`; then result.sequences is empty, and `advance` follows."""
+        """Receives the verified pass. rows: as in `propose`; result.sequences is then empty, and `advance` follows."""
 
     def limit_depth(self, levels: int | None) -> None:
-        """Limits further proposals to this many levels, if fewer take less time; None: max_depth; 0, with
-        `has_free_guesses`: to drafts without a model pass."""
+        """Limits further proposals to this many levels, if that saves time; None: max_depth; 0, with
+        `has_free_guesses`: no model pass."""
         self._depth = self.max_depth if levels is None else min(max(levels, 1), self.max_depth)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
@@ -213,8 +212,8 @@ class Drafter:
         return 0
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """Allocates, at fixed addresses, all state of captured steps of at most `batch_size` of these sequences, which
-        are all of the call. model: the target."""
+        """Allocates, at fixed addresses, the state of captured steps of at most `batch_size` of the call's sequences.
+        model: the target."""
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
         """Updates the host's state after a captured step has committed tokens of these sequences."""
@@ -224,7 +223,7 @@ class Drafter:
 
 
 class _Stateless(Drafter):
-    """An object that has `propose` and some of these members."""
+    """An object with `propose` and some of these members."""
 
     members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
 
@@ -234,7 +233,7 @@ class _Stateless(Drafter):
 
 
 class _Stateful(_Stateless):
-    """An object that also has `observe`, and may have any member of `Drafter`."""
+    """An object that also has `observe`, and any members of `Drafter`."""
 
     members = tuple(name for name in vars(Drafter) if not name.startswith("_") and name != "given")
     given: Any = None

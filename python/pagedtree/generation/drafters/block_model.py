@@ -54,16 +54,16 @@ class _Layer(DecoderLayer):
 class BlockDraftModel(nn.Module):
     """Transformer layers that draft a block of tokens in one pass, from the target's features of the text so far.
 
-    The block is the newest token and block_size - 1 mask tokens. The context consists of keys and values only: every
-    layer computes a token's from one state, a projection (`fc`, `hidden_norm`) of the outputs of some target layers.
-    Embeddings and output layer are the target's. DFlash 2 adds convolutions within a block around each layer's
-    attention and MLP, and a selector that weighs a place's candidates by the token before it.
+    The block is the newest token and block_size - 1 mask tokens. The context consists of keys and values only, which
+    every layer computes from one state per token, a projection (`fc`, `hidden_norm`) of the outputs of some target
+    layers. DFlash 2 adds convolutions within a block around each layer's attention and MLP, and a selector that weighs
+    a place's candidates by the token before it.
 
     `from_pretrained` reads DFlash's published checkpoints (`DFlashDraftModel`, github.com/z-lab/dflash), DFlash 2
-    (`DFlash2DraftModel`), and speculators' versions of both. Tested only with random weights saved by the packages
-    dflash and speculators. Refused: RoPE types that depend on the length, and attention sinks.
+    (`DFlash2DraftModel`), and speculators' versions of both, tested only with random weights. Refused: RoPE types that
+    depend on the length, and attention sinks.
 
-    embed: the target's input embeddings, a module with `weight` [V, hidden_size], ValueError for another width.
+    embed: the target's input embeddings, with `weight` [V, hidden_size], ValueError for another width.
     lm_head: the target's output layer, hidden states [..., hidden_size] -> logits [..., V].
     """
 
@@ -132,8 +132,8 @@ class BlockDraftModel(nn.Module):
         return cast(Tensor, self.norm(states))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Maps a block's states [..., hidden_size] to logits [..., V] of the tokens in the same places; with
-        `sample_from_anchor`, of the tokens after them. With a draft vocabulary the columns are `target_ids`."""
+        """Maps a block's states [..., hidden_size] to logits [..., V] of the same places; with `sample_from_anchor`,
+        of the next ones. With a draft vocabulary the columns are `target_ids`."""
         logits = self._of_target[1](states) if self.lm_head is None else self.lm_head(states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
@@ -151,7 +151,7 @@ class BlockDraftModel(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
         """Returns a block drafter for `model` (its embeddings, output layer, device and dtype) from the folder `path`.
 
-        Config and shapes are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
+        Raises as `EagleHead.from_pretrained` does.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place

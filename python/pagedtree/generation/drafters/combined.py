@@ -30,27 +30,27 @@ LOOK_AFTER = 32
 
 
 class CombinedDrafter(Drafter):
-    """A choice between two drafters by expected tokens per cost, per sequence and step.
+    """A choice between two drafters by expected tokens per cost.
 
     It counts, per sequence, the new tokens that each drafter's tree contained; n-grams, looked up before the choice,
-    always count, separately per match length. A pass of a model takes the same time for one sequence and for all, so
-    the whole batch decides:
+    always count, per match length. A model's pass takes the same time for one sequence and for all, so the batch
+    decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         # one drafter everywhere, the other everywhere, or the one with the largest expected[d][b] per sequence:
         chosen = the way with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
-    The choice depends neither on a clock nor on the draws of the chosen tree, so rules stay lossless. A drafter that
-    was idle for 32 steps is asked once. The choice is made on the host: one synchronisation per step on a GPU.
+    The choice does not depend on the draws of the chosen tree, so rules stay lossless. A drafter that was idle for 32
+    steps is asked once. One synchronisation per step on a GPU.
 
     Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 
     Args:
         drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
             ones.
-        min_match: 1 to the lookup's max_ngram. Prior: a copy after a match of at least this length is fully accepted,
-            any other copy is rejected, and a model gets one token accepted.
+        min_match: 1 to the lookup's max_ngram. Prior: copies after a match of at least this length are fully accepted,
+            others rejected; a model gets one token accepted.
         costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
             level) times the ratio of weights.
     """
@@ -126,7 +126,7 @@ class CombinedDrafter(Drafter):
         self._forget_step()
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Does nothing: the sequences of each drafter are not known yet."""
+        """Does nothing: each drafter's sequences are not known yet."""
 
     def propose(
         self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None

@@ -26,20 +26,20 @@ OWN_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class EagleHead(nn.Module):
-    """A Llama-style decoder layer that reads a token and a state at each position and attends to the text so far.
+    """A Llama-style decoder layer that reads a token and a state at each position.
 
-    Position t holds the target's token t + 1 and a state of token t. For known tokens `fuse` makes the state from the
-    target's features, the outputs of three layers; in a draft it is the layer's output at the parent node (with
-    norm_output after the last norm). `logits` of the layer's output predicts token t + 2.
+    Position t holds the target's token t + 1 and a state of token t. For known tokens `fuse` makes it from the target's
+    features, the outputs of three layers; in a draft it is the layer's output at the parent node (with norm_output
+    after the last norm). `logits` of the layer's output predicts token t + 2.
 
-    EAGLE 3.1 adds norm_output, and norm_before_fc and fc_norm, which norm the features before they are fused, all
-    layers together or per layer. Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head
-    (Hui et al., 2026) has a state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
+    EAGLE 3.1 adds norm_output, and norm_before_fc and fc_norm, which norm the features before fusing, together or per
+    layer. Heads of speculators may have more layers, Qwen 3 layers, and biases. A P-EAGLE head (Hui et al., 2026) has a
+    state for unknown tokens, `mask_hidden`, and drafts all levels in one pass.
 
     Args:
         config: entries of config.json, as in SGLang and vLLM. ValueError for unknown or unsupported entries.
         embed_tokens, lm_head: the target's, used unless the head's checkpoint has others.
-        feature_layers: target layers whose outputs are the features (`Drafter.feature_layers`).
+        feature_layers: see `Drafter.feature_layers`.
         target_ids: int64 [draft vocabulary], ascending; None = the target's whole vocabulary.
     """
 
@@ -109,7 +109,7 @@ class EagleHead(nn.Module):
         check_attention(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        """Raises ValueError unless the head fits a target of these sizes, and its parts each other."""
+        """Raises ValueError unless the head is consistent and fits a target of these sizes."""
         own, given = self.config.hidden_size, self.fc.in_features
         if given != hidden_size * len(self.feature_layers):
             raise ValueError(
@@ -138,14 +138,14 @@ class EagleHead(nn.Module):
         return states
 
     def unknown_state(self) -> Tensor:
-        """Returns [1, H], the state of a token without features. Raises ValueError for heads of EAGLE-3."""
+        """Returns [1, H], an unknown token's state. Raises ValueError for heads of EAGLE-3."""
         if self.mask_hidden is None:
             raise ValueError("head: expected one of P-EAGLE, with mask_hidden, got one of EAGLE-3")
         return self.fuse(self.mask_hidden[0])
 
     def forward(self, tokens: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Maps the target's tokens, int64 [..., T], and states [..., T, H] to the next states. positions: int64,
-        broadcast to tokens. attend: as in `layers`; all layers but the first also pass their number, as `layer`."""
+        broadcast to tokens. attend: as in `layers`; later layers also pass their number, as `layer`."""
         rotation = self._angles.at(positions, states.dtype)
         out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
         for number, layer in self.layers.items():
@@ -164,7 +164,7 @@ class EagleHead(nn.Module):
     ) -> None:
         """Writes config.json and model.safetensors into the folder `path`, in the format of SGLang and vLLM.
 
-        needs_target: omit the output layer if it is the target's; only `from_pretrained` can then load the head.
+        needs_target: omit an output layer that is the target's; only `from_pretrained` can then load it.
         """
         config, ids = self.config, self.target_ids.cpu()
         entries = config.to_entries() | {
@@ -187,8 +187,8 @@ class EagleHead(nn.Module):
         """Returns the head for `model`, on its device and in its dtype, from a folder of SGLang, vLLM or speculators.
 
         Without d2t the draft vocabulary is the target's, whose rows replace a missing embed_tokens.weight or
-        lm_head.weight. Config and shapes are checked first. Raises ValueError, naming the file and the entry or tensor,
-        for another architecture or target and for unknown entries or tensors; OSError for unreadable files.
+        lm_head.weight. Raises ValueError, naming the file and the entry or tensor, for another architecture or target
+        and for unknown entries or tensors; OSError for unreadable files.
         """
         path, target = Path(path), Target.of(model)
         device, dtype = target.place
@@ -238,8 +238,6 @@ class EagleHead(nn.Module):
 
 
 class _Layer(DecoderLayer):
-    """A decoder layer that reads an embedding and a state, both normed and concatenated."""
-
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config, 2 * config.hidden_size, has_head_norms=config.has_head_norms)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

@@ -39,8 +39,8 @@ class MedusaHeads(nn.Module):
     """Residual blocks that map a model's last hidden state to a later position's, read by the model's `lm_head`.
 
     `lm_head` predicts the token after the hidden state's position; head i (from 0) predicts token i + 2 after it.
-    vocab_size: of heads with separate output layers, as Medusa's published ones; None: they share `lm_head`. Raises
-    ValueError for a hidden_size that `lm_head` does not read.
+    vocab_size: of heads with separate output layers, as in Medusa's; None: they share `lm_head`. Raises ValueError for
+    a hidden_size that `lm_head` does not read.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class MedusaHeads(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Returns heads for `model` (its output layer, device and dtype) from the folder `path`, in the format of
         `save_pretrained` or of Medusa: config.json with medusa_num_heads, and medusa_lm_head.safetensors or
-        medusa_lm_head.pt. All heads in the file are used (some published configs list fewer).
+        medusa_lm_head.pt. All heads in the file are used.
 
-        Config and shapes are checked before any weight is read. Raises as `EagleHead.from_pretrained` does.
+        Raises as `EagleHead.from_pretrained` does.
         """
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
@@ -116,7 +116,7 @@ class MedusaHeads(nn.Module):
 
     @classmethod
     def load(cls, path: str | Path, lm_head: Callable[[Tensor], Tensor]) -> MedusaHeads:
-        """Returns heads from the folder `path` with any `lm_head`, as `from_pretrained` does for a model's."""
+        """Like `from_pretrained`, with any `lm_head`."""
         path = Path(path)
         entries, width = ConfigEntries.load(path), getattr(lm_head, "in_features", None)
         weights = (_published if "medusa_num_heads" in entries else _own)(path, entries, width)
@@ -160,8 +160,7 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
-    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before.
-    A path of child ranks r1, r2, ... then has probability 2^-(r1 + 1) * 2^-(r2 + 1) * ..."""
+    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before."""
     paths: list[list[int]] = []
     queue: list[tuple[int, list[int]]] = [(1, [0])]
     while len(paths) < num_nodes - 1:
@@ -174,13 +173,12 @@ def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
 
 
 class MedusaDrafter(Drafter):
-    """Medusa heads on the target's last hidden state, which draft the tokens after the next one.
+    """Medusa heads on the target's last hidden state.
 
     Args:
         heads: hidden states [B, H] -> logits [B, num_heads, V] (`MedusaHeads`).
-        tree: number of nodes, root included, of each step's tree of the highest joint log-probability
-            (`pagedtree.best_first_tree`). Or one fixed tree, whose nodes take the token of their child rank in the head
-            of their depth; `medusa_tree` is a good default.
+        tree: nodes, root included, of each step's best tree (`pagedtree.best_first_tree`). Or one fixed tree for
+            `pagedtree.medusa_propose`, such as a `medusa_tree`.
     """
 
     needs_hidden = True

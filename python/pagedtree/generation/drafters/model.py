@@ -27,27 +27,26 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. Rows of the accepted path stay in its cache, whose pages, of running sequences only, do not count in
-    `num_pages` of `generate`; the pool doubles when full.
+    last. Its cache keeps the accepted paths of running sequences; the pages do not count in `num_pages` of `generate`,
+    and the pool doubles when full.
 
-    Vocabulary padding may differ by at most 1024 (Qwen2.5 has 151936 or 152064 rows): tokens that the target lacks are
-    never drafted, tokens that the draft model lacks have probability 0. The drafts of another tokenizer are rejected;
-    the text stays correct. It drafts only within the draft model's positions.
+    Vocabulary padding may differ by at most 1024: tokens that the target lacks are never drafted, tokens that the draft
+    model lacks have probability 0. The drafts of another tokenizer are rejected; the text stays correct.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
-            that meets the target's conditions, on the same device, without recurrent layers.
+            that meets the target's conditions, on its device, without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
-            "topk": the likeliest ones; scores shape the tree (EAGLE-2). Any rule but "traversal".
-            "iid", "swor": drawn from the draft model under the sampling parameters of `generate`, independently or
-                without replacement. The rules that weigh probabilities accept most of these.
-            "coupled": like "swor", with the noise of rule "sampled"; only for that rule.
-        num_nodes: nodes of the tree, the root included.
+            "topk": the likeliest ones (EAGLE-2). Any rule but "traversal".
+            "iid", "swor": drawn under the sampling parameters of `generate`, independently or without replacement. The
+                rules that weigh probabilities accept most of these.
+            "coupled": like "swor", with the noise of rule "sampled", only for it.
+        num_nodes: nodes of the tree, root included.
         depth, width: levels, and children of a node; width 1 gives a chain. Under "topk" the best `width` nodes of a
             level have children; the other laws make `width` chains.
-        branching: children of each node, level by level, instead of depth and width, not under "topk"; `num_nodes`
-            keeps the first nodes.
-        max_batch_tokens: prompts are read in chunks of about this many tokens per pass.
+        branching: children of each node by level, instead of depth and width, not under "topk"; `num_nodes` keeps the
+            first nodes.
+        max_batch_tokens: about the most prompt tokens per pass.
     """
 
     is_capturable = True
@@ -141,7 +140,6 @@ class ModelDrafter(TreeGrower):
         return self._draft
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Compacts the draft model's rows of the accepted paths."""
         if rows is not None:
             self._compact(self._tables[rows.shape[0]].tensor, result.start, result.commit)
             return
@@ -172,14 +170,13 @@ class ModelDrafter(TreeGrower):
         self.cache.compact(table, start, committed.draft_accept_index, committed.draft_num_accepted)
 
     def advance(self, sequences: list[GeneratedSequence]) -> None:
-        """Gives back the pages past the accepted paths, whose rows are already in place."""
+        """Gives back the pages past the accepted paths."""
         for sequence in sequences:
             # The last accepted token may be unread. Reading it again is cheaper than a device synchronisation.
             self._cached[sequence.index] = len(sequence.tokens) - 2
             self.cache.trim(sequence.index, len(sequence.tokens) - 1)
 
     def _read(self, sequences: Sequence[GeneratedSequence]) -> Tensor:
-        """Reads all tokens that the cache lacks; returns logits [B, V] at the last ones."""
         self._attend()
         logits: dict[int, Tensor] = {}
         while len(logits) < len(sequences):
@@ -197,7 +194,7 @@ class ModelDrafter(TreeGrower):
         return torch.stack([logits[sequence.index] for sequence in sequences])
 
     def _enter(self, sequence: GeneratedSequence) -> bool:
-        """Registers a sequence and shares its prompt's pages; False while another outcome is reading these."""
+        """Registers a sequence with its prompt's pages; False while another outcome reads these."""
         if sequence.index in self._known:
             return True
         siblings = [index for index, other in self._known.items() if other.group == sequence.group]
@@ -211,7 +208,6 @@ class ModelDrafter(TreeGrower):
         return True
 
     def _read_chunks(self, chunks: list[tuple[GeneratedSequence, int]]) -> tuple[list[GeneratedSequence], Tensor]:
-        """Runs one causal pass over the chunks; returns fully read sequences and their logits."""
         tokens: list[int] = []
         complete, rows = [], []
         step, positions = self._causal_step([(s, self._cached[s.index], count) for s, count in chunks])
@@ -227,7 +223,7 @@ class ModelDrafter(TreeGrower):
         return complete, self.packed.run(ids, positions, step, wanted).logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
-        """Reads each row's root and the token before it; returns logits [B, V] at the roots. Device only."""
+        """Returns logits [B, V] at the roots, after reading them and the tokens before. Device only."""
         num_rows = lengths.shape[0]
         positions = (lengths - 1).long()[:, None] + torch.arange(-1, 1, device=lengths.device, dtype=torch.int64)
         ids = tokens.gather(1, positions.clamp(min=0)).flatten().clamp(max=self.vocab_size - 1)
