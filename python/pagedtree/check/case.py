@@ -85,7 +85,7 @@ class Case:
         run: calls them at a place and returns the results and all written tensors.
         loops: the expected results, by plain loops. None: only the CPU backend can compute them independently.
         expected: the CPU backend's reference for other backends; default `run`.
-        always_loops: compare with the loops on every device, because the CPU backend's result may rightly differ.
+        always_loops: compare with the loops on every device, as the CPU backend's result may rightly differ.
         compare: by the name of a result, its tolerance; all others must be equal.
         against: describes `loops` for the reader.
         backends: where the case makes sense; None: everywhere.

@@ -37,7 +37,7 @@ class Row:
 
 
 def run(cases: Sequence[Case | Measurement], place: Place, started: Callable[[str], None]) -> Iterator[Row]:
-    """Returns one row per case, up to and including a case that left the device unusable."""
+    """Returns one row per case, up to one that left the device unusable."""
     for case in cases:
         started(case.name)
         row = run_row(case, place)
@@ -77,7 +77,7 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
 
 
 def _expectation(case: Case, place: Place) -> tuple[str, Callable[[], Results]]:
-    """Chooses the reference for the results of `case`: its name, and a function for it. It never runs the same code."""
+    """Chooses the reference for `case`: its name, and a function that never runs the same code."""
 
     def on_cpu(function: Callable[[], Results]) -> Callable[[], Results]:
         def call() -> Results:
@@ -113,7 +113,7 @@ def _active_isa() -> str:
 
 
 def context_is_lost(place: Place) -> bool:
-    """Returns whether an error has left the device unusable for this process (an illegal access on a GPU)."""
+    """Returns whether an error has left the device unusable (an illegal access on a GPU)."""
     if place.device.type != "cuda":
         return False
     try:

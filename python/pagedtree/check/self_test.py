@@ -1,6 +1,6 @@
 """`python -m pagedtree check --engine wgmma`: may attention use wgmma on this GPU?
 
-The kernels run in a separate process with a time limit, because a kernel that misses a phase of an mbarrier never ends.
+The kernels run in a separate process with a time limit, because a missed mbarrier phase never ends.
 First each instruction by itself, then attention: plain and masked in every tile, page size 1, odd numbers of stages,
 lists of short and long sequences, latent caches. The verdict is kept for `PAGEDTREE_ENGINE=auto`.
 """

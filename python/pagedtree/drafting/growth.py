@@ -36,16 +36,7 @@ class DraftState:
         law: "topk", "iid", "swor" or "coupled"; None before the first expansion.
         draft_probs: one fp32 [B, F, V] per level (laws "iid" and "swor").
 
-    One pass of the draft model over the frontier, with its own cache:
-
-        positions = state.level_positions(start)
-        seq_lens = start + state.level_tree_lens
-        slots = slot_mapping(page_table, seq_lens, state.cu_seqlens_q, page_size, total_q=positions.shape[0])
-        slots = torch.where(state.level_present, slots, -1)
-        hidden = embed(state.level_tokens)
-        # in each layer, after rotating by `positions` and append_kv(k, v, k_cache, v_cache, slots):
-        tree_attention(q, k_cache, v_cache, page_table, seq_lens, state.cu_seqlens_q, state.level_mask,
-                       tree_lens=state.level_tree_lens, max_seqlen_q=state.num_frontier)
+    docs/integration.md shows the draft model's pass over a frontier.
     """
 
     tokens: Tensor

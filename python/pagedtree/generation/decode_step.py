@@ -40,8 +40,8 @@ class KnownTokens:
 class Pass:
     """One packed pass: sequences in prefill, then sequences that decode a tree, then padding.
 
-    draft, start: trees, including root tokens, and root positions: first of the num_read sequences that finish prefill,
-    with root-only trees, then of all that decode. decode_table: int32 [D, max_pages], the decoding sequences' pages.
+    draft, start: trees with root tokens, and root positions: first of the num_read sequences that finish prefill
+    (root-only trees), then of the decoding ones. decode_table: int32 [D, max_pages], the latter's pages.
     logit_rows: the nodes' rows; None = all.
     """
 
@@ -113,7 +113,7 @@ class DecodeStep:
         return packed
 
     def run(self, packed: Pass) -> PassOutput:
-        """Runs the model; the output includes the hidden states and features that the drafter needs."""
+        """Runs the model, with the hidden states and features that the drafter needs."""
         wanted = packed.logit_rows, self.drafter.needs_hidden, self.feature_layers
         return self.model.run(packed.input_ids, packed.positions, packed.step, *wanted)
 
@@ -132,7 +132,7 @@ class DecodeStep:
 
         history: int64 [B, capacity], receives the new tokens. Others: see `Sampling.verify` and `commit`. Returns the
         result, a report int64 [B, S + 3] of tokens, their number, finished and status, and log-probabilities if
-        requested. `compact` must follow before the next pass writes.
+        requested. `compact` must follow before the next pass.
         """
         draft, start, first = packed.draft, packed.start, packed.num_read
         verdict = sampling.verify(output.logits, draft, self.drafter.draft_law, start, options, grammar_mask)
@@ -154,7 +154,6 @@ class DecodeStep:
         return result, torch.cat([verdict.tokens, extra], dim=1), found
 
     def compact(self) -> None:
-        """Compacts the rows of the accepted paths."""
         if self._moves is not None:
             self.cache.compact(*self._moves)
             self._moves = None
@@ -173,7 +172,7 @@ def _with_roots(draft: Draft, roots: Tensor, is_active: Tensor | None) -> Draft:
 
 
 def _put_in_front(known: KnownTokens, packed: Pass, page_size: int) -> None:
-    """Prepends prefill rows to the pass. Sequences whose prompt ends in this pass get a root-only tree."""
+    """Prepends prefill rows. Sequences whose prompt ends in this pass get a root-only tree."""
     step, device, num_known = packed.step, known.tokens.device, known.tokens.shape[0]
     table = step.page_table[: len(known.counts)]
     slots = slot_mapping(table, known.seq_lens, known.cu_seqlens, page_size, total_q=num_known)

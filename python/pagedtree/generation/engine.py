@@ -36,7 +36,7 @@ STATUS_NOT_FINITE = 2
 
 
 class Engine:
-    """The loop of steps until every sequence of the scheduler is finished."""
+    """The loop of steps until all sequences are finished."""
 
     def __init__(
         self,
@@ -145,8 +145,8 @@ class Engine:
         self._finish(result)
 
     def _schedule(self) -> tuple[Batch, Draft | None, tuple[Plan, Kept | None] | None]:
-        """Returns the next pass's batch, the trees of the sequences that decode (None if a captured step drafts them
-        itself), and the tuner's plan and kept nodes, if there is a tuner."""
+        """Returns the next pass's batch, the decoding sequences' trees (None if a captured step drafts them), and the
+        tuner's plan and kept nodes, if any."""
         while True:
             # A tuner drafts only in some steps, if pages are free.
             batch = self.scheduler.schedule(self.max_nodes if self.tuner is None else 1)

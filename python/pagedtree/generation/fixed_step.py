@@ -24,9 +24,8 @@ IDLE = -1
 class FixedStep:
     """One decode step of up to `batch_size` sequences; the rows past them are idle.
 
-    The host updates the buffers, replays, and reads the report, which is the only synchronisation. The device's changes
-    (history, caches, positions) persist. The first call captures the graph while all rows are idle: these draft, write
-    and commit nothing.
+    The host updates the buffers, replays, and reads the report, the only synchronisation. The device's changes
+    (history, caches, positions) persist. The first call captures the graph with idle rows, which change nothing.
     """
 
     # Tests set this to False to run the step without a graph, on any device.

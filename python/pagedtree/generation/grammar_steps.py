@@ -46,8 +46,8 @@ class GrammarSteps:
     def end(self, sequence: GeneratedSequence, tokens: list[int]) -> int | None:
         """Advances the sequence's matcher; returns how many tokens remain if the text ends with or in them, else None.
 
-        A text ends with the token that completes it, or, where grammar and other options allow none, before the token
-        that the grammar forbids, unless it is an EOS token.
+        A text ends with the token that completes it, or, if grammar and other options allow none, before a forbidden
+        token that is not EOS.
         """
         matcher = self._matchers[sequence.index]
         if matcher is None:

@@ -41,10 +41,10 @@ class TokenLogprobs:
 
 
 class LogprobReader:
-    """A reader of the log-probabilities of all tokens of a step, accepted drafts and bonus tokens alike.
+    """A reader of the log-probabilities of a step's tokens, accepted drafts and bonus tokens.
 
-    top_n: how many of the most likely tokens to report. is_processed: whether the probabilities are taken after
-    options, temperature and filters (for greedy sequences after options only), else from the raw logits.
+    top_n: how many top tokens to report. is_processed: whether probabilities are taken after options, temperature and
+    filters (for greedy sequences after options only), else from the raw logits.
     """
 
     def __init__(self, top_n: int, is_processed: bool) -> None:

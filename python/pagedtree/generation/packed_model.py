@@ -16,9 +16,9 @@ __all__ = ["PackedModel", "PassOutput"]
 
 
 class PassOutput(NamedTuple):
-    """The results of a pass over T packed tokens: logits [R, V] at the requested rows, the input of the output layer
-    there, hidden [R, H], if requested, and features [T, len(feature_layers) * H] at all tokens, the layers concatenated
-    in the requested order, or None."""
+    """The results of a pass over T packed tokens: logits [R, V] and, if requested, the output layer's input, hidden [R,
+    H], at the requested rows, and features [T, len(feature_layers) * H] at all tokens, layers concatenated in the
+    requested order, or None."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -62,8 +62,8 @@ class PackedModel(Protocol):
     def is_recurrent(self) -> bool: ...
 
     def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        """Returns whether all of these sequences are long, for models that read long and short texts differently.
-        Raises ValueError, with the model's `name`, for sequences that cannot share a pass."""
+        """Returns whether all sequences are long, for models that read long and short texts differently. Raises
+        ValueError, with the model's `name`, if they cannot share a pass."""
 
     def use(self, is_long: bool | None = None) -> AbstractContextManager[None]:
         """Returns a context in which `run` may be called. is_long: from `check_sequences`; None without that call."""

@@ -17,11 +17,10 @@ __all__ = ["PagedCache"]
 class PagedCache:
     """`num_pages` pages of `page_size` tokens in every layer; sequences, identified by an int, own or share them.
 
-    A page has the same number in every layer. `fork` shares whole pages that are written, without a copy; the tokens
-    after them are computed again.
+    A page has the same number in every layer. `fork` shares whole written pages; later tokens are computed again.
 
-    states: of the model's recurrent layers, if any. pages_in_use, peak_pages: pages held now, and at most so far.
-    pages_taken: how often a page was taken from the pool; sharing takes none.
+    states: of recurrent layers, if any. pages_in_use, peak_pages: pages held now, and at most so far. pages_taken: how
+    often a page was taken from the pool, not shared.
     """
 
     def __init__(self, num_pages: int, page_size: int, device: torch.device, is_recurrent: bool = False) -> None:
@@ -56,7 +55,6 @@ class PagedCache:
         return self._layers[index]
 
     def tensors(self) -> list[Tensor]:
-        """Returns the caches of all layers that ran."""
         return [tensor for pair in self._layers.values() for tensor in pair if tensor is not None]
 
     def compact(self, page_table: Tensor, start: Tensor, accept_index: Tensor, num_accepted: Tensor) -> None:
@@ -90,7 +88,7 @@ class PagedCache:
             self.reserve(sequence, num_tokens)
 
     def grow(self, num_pages: int) -> None:
-        """Adds pages to the pool; copies the contents to larger tensors."""
+        """Adds pages to the pool, copying it to larger tensors."""
         self._free[:0] = range(self.num_pages + num_pages - 1, self.num_pages - 1, -1)
         self._holders += [0] * num_pages
         self.num_pages += num_pages

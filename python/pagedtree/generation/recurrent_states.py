@@ -14,9 +14,8 @@ class RecurrentStates:
     """The states of every recurrent layer; a sequence, identified by an int, holds one per layer.
 
     A state has the same index in every layer. It is taken, zeroed, when a sequence is first read, and given back when
-    the sequence is finished or evicted. It has absorbed all tokens, so it cannot be shared like pages: outcomes of one
-    prompt get copies (`fork`) of the state kept after the shared pages (`keep_prefix`). num_states: states per layer,
-    taken or not; doubled when all are taken.
+    the sequence is finished or evicted. Outcomes of one prompt get copies (`fork`) of the state kept after the shared
+    pages (`keep_prefix`). num_states: states per layer; doubled when all are taken.
     """
 
     def __init__(self, device: torch.device) -> None:

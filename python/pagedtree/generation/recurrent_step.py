@@ -19,7 +19,7 @@ class RecurrentStep:
     """The rows of one packed pass: first prefill rows, then rows of trees.
 
     Prefill rows update the states in the pass. Each layer keeps its inputs at the trees' rows, from which `advance`
-    applies the accepted paths: no node has a state.
+    applies the accepted paths.
 
     Attributes:
         states: of every sequence.
@@ -51,8 +51,8 @@ class RecurrentStep:
         positions: Tensor,
         num_read: int = 0,
     ) -> RecurrentStep:
-        """Returns the step of R sequences that read num_read tokens, and of B with these trees. state_index: int32 and
-        prompt_lens: int64 [R + B]. cu_seqlens_q: int32 [R + B + 1], their rows. positions: int64 [T]."""
+        """Returns the step of R sequences that read num_read tokens, and B trees. state_index: int32 and prompt_lens:
+        int64 [R + B]. cu_seqlens_q: int32 [R + B + 1]. positions: int64 [T]."""
         first = state_index.shape[0] - trees.batch_size
         rows = torch.arange(positions.shape[0], dtype=torch.int32, device=positions.device)
         # The sequence of each row; padding after the trees belongs to the last.

@@ -102,8 +102,8 @@ class Sampling:
     def draft_seeds(self, start: Tensor) -> Tensor:
         """Returns seeds for this step only, with roots at `start`.
 
-        "block" and "traversal" also decide by later drafts. Drawn again with the same noise in the next step, these
-        would no longer be independent of the text.
+        "block" and "traversal" also decide by later drafts, which the same noise in the next step would make dependent
+        on the text.
         """
         return self.seeds + _STEP_KEY * (start.long() + 1)
 
@@ -124,8 +124,8 @@ class Sampling:
         options: RequestOptions | None = None,
         grammar_mask: Tensor | None = None,
     ) -> Verdict:
-        """Verifies the trees of all sequences, with roots at `start`. options: not under the rules "greedy" and
-        "typical". grammar_mask: packed, of all nodes."""
+        """Verifies trees with roots at `start`. options: not under the rules "greedy" and "typical". grammar_mask:
+        packed, of all nodes."""
         ops: Any = pagedtree
         named: dict[str, Any] = {"grammar_mask": grammar_mask}
         if self.shards is not None:

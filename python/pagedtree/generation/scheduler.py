@@ -15,7 +15,7 @@ class GeneratedSequence:
     """One outcome of one prompt.
 
     Attributes:
-        index: its place in the result, and its age: a lower one is older.
+        index: its place in the result; a lower one is older.
         group: the prompt; outcomes of one prompt share the pages of its first `shared_len` tokens.
         tokens: prompt and generated tokens. cached: how many of them, from the start, are in the cache.
         max_length: prompt_len, the initial number of tokens, + max_new_tokens.
@@ -45,8 +45,8 @@ class GeneratedSequence:
 
 @dataclass
 class Batch:
-    """One pass: sequences in prefill, with their number of tokens, and sequences that decode a tree. evicted: sequences
-    that lost their pages before it."""
+    """One pass: sequences in prefill, with their number of tokens, and decoding ones. evicted: sequences that lost
+    their pages before it."""
 
     prefill: list[tuple[GeneratedSequence, int]] = field(default_factory=list)
     decode: list[GeneratedSequence] = field(default_factory=list)
@@ -56,8 +56,8 @@ class Batch:
 class Scheduler:
     """A scheduler that admits sequences in order as pages allow, and evicts the youngest when pages run out.
 
-    An evicted sequence keeps its tokens, which a later causal pass reads again. The oldest unfinished sequence is never
-    evicted for another, so every step makes progress.
+    An evicted sequence's tokens are read again later. The oldest unfinished sequence is never evicted for another, so
+    every step makes progress.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Scheduler:
         return batch
 
     def _unread(self, sequence: GeneratedSequence) -> int:
-        """Returns how many tokens one pass may read; it stops at the shared ones if recurrent states are kept there."""
+        """Returns how many tokens one pass may read, up to the shared ones if recurrent states are kept there."""
         if self.cache.states is not None and sequence.cached < sequence.shared_len:
             return sequence.shared_len - sequence.cached
         return len(sequence.tokens) - sequence.cached

@@ -14,8 +14,8 @@ __all__ = ["GenerationStats", "SequenceStats", "decoding_rate"]
 
 
 def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
-    """Returns tokens per second after each sequence's first one; 0 without any. num_tokens: generated tokens of each
-    sequence. seconds: since the first token of all."""
+    """Returns tokens per second after each sequence's first one; 0 without any. num_tokens: per sequence. seconds:
+    since the first token of all."""
     decoded = sum(max(count - 1, 0) for count in num_tokens)
     return decoded / seconds if seconds > 0 else 0.0
 
@@ -50,8 +50,8 @@ class GenerationStats:
         steps: passes of the target model. packed_tokens: tokens fed to it, padding included.
         wall_time, draft_time: seconds in all, and of drafting and node selection (on a GPU only until work is queued).
         num_pages, peak_pages, pages_taken: pages in the pool, held at most, and taken over the whole call.
-        grammar_time: seconds of filling grammar masks, normally during the target's pass. grammar_wait: seconds of
-            waiting for late masks, and advancing the matchers.
+        grammar_time: seconds of filling grammar masks, normally during the target's pass. grammar_wait: of waiting for
+            late masks, and advancing the matchers.
         drafted_steps: passes with drafts, under tree="auto".
         shared_prefix_steps: passes that read a prefix of several sequences once.
         sequences: one entry per returned sequence.
@@ -100,7 +100,7 @@ class GenerationStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens over the time of the whole call, prefill included."""
+        """Generated tokens over the call's time, prefill included."""
         return self.num_tokens / self.wall_time if self.wall_time else 0.0
 
     @property
@@ -111,8 +111,7 @@ class GenerationStats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """Tokens after each sequence's first one, over the time since the first token of all; 0 without any. Prefill
-        counts only if it overlaps with decoding."""
+        """Tokens after each sequence's first one, over the time since the first token of all; 0 without any."""
         times = [sequence.time_to_first_token for sequence in self.sequences if sequence.num_tokens]
         return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
 

@@ -22,7 +22,7 @@ class TokenOptions:
     Attributes:
         bias: added to the logits of tokens, before penalties and temperature; -inf forbids a token.
         allowed_tokens: the only tokens allowed, EOS tokens included; None = all.
-        bad_words: forbidden lists of token ids; one may also begin in the prompt, as in transformers.
+        bad_words: forbidden lists of token ids, which may begin in the prompt, as in transformers.
         begin_suppress_tokens: may not come first. penalize_prompt: whether repetition_penalty also counts the prompt.
     """
 
@@ -73,7 +73,7 @@ def option_rows(
 
 
 def _forbidden_first(options: TokenOptions, stop_ids: Sequence[int], least: int) -> tuple[list[int], int]:
-    """Returns the tokens forbidden at the start of a text, and for how many positions."""
+    """Returns the tokens forbidden at the start, and for how many positions."""
     first = list(options.begin_suppress_tokens or ())
     if not stop_ids:
         least = 0

@@ -87,7 +87,7 @@ class StepCosts:
         return self.plain / (1.0 + self.age / PLAIN_AGE)
 
     def learn(self, rows: int, levels: int, drafting: float, seconds: float) -> None:
-        """Records a step with this many drafted rows and levels. `drafting`: the drafter's share of `seconds`."""
+        """Records a step. `drafting`: the drafter's share of `seconds`."""
         if levels > 0:  # the first call includes one-time setup
             self._level.append((drafting if self._level else min(drafting, seconds - drafting)) / (levels + 1))
             self.level = max(statistics.median_low(self._level), 1e-9)

@@ -1,7 +1,6 @@
 """tree_attention, attention_plan, merge_states.
 
-The CPU backend in fp32 is compared with float64 loops, and any other backend with the CPU backend in fp32. Both sides
-get the same values, so that only the rounding within the op differs.
+The CPU backend in fp32 is compared with float64 loops, other backends with the CPU backend in fp32, on the same values.
 """
 
 from __future__ import annotations

@@ -91,8 +91,8 @@ class RecurrentLayer:
 class Engine:
     """A toy model and all tensors that a step reads and writes, in fixed buffers.
 
-    rule: "sampled", "rejection" or "greedy". source: n-gram trees from the sequences' own text, trees and drafts that
-    the host copies in before each step, or the best nodes of best-first trees, as many of the batch as the host allows.
+    rule: "sampled", "rejection" or "greedy". source: n-gram trees; trees and drafts that the host copies in before each
+    step; or the best nodes of best-first trees, as many of the batch as the host allows.
     part: "latent cache" if K and V are one cache, "recurrent layer" if there is one in addition to attention, or "".
     """
 

@@ -1,7 +1,7 @@
 """Each function of pagedtree::ptx (csrc/cuda/tile/ptx.cuh) against the result that the PTX manual defines.
 
-The kernels are in csrc/cuda/instructions.cu, in the CUDA library and in simt's, so the GPU and its emulation are
-checked against the same expected values. Hopper-only functions are in instructions_sm90.py.
+The kernels are in csrc/cuda/instructions.cu; the GPU and its emulation, simt, are checked against the same values.
+Hopper-only functions are in instructions_sm90.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Hopper's functions of pagedtree::ptx (csrc/cuda/tile/ptx_sm90.cuh) against the results that the PTX manual defines.
 
-The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, whose products and sums are
-exact in fp32. Gaps between them in shared memory are NaN, which exposes an element from a wrong place.
+The kernels are in csrc/cuda/instructions_sm90.cu. The operands of wgmma are small integers, exact in fp32. Gaps in
+shared memory are NaN, which exposes wrong places.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Layout:
     Attributes:
         leading, stride: the byte offsets of the descriptors.
         panel: bytes from the first 64 k to the other 64, where the matrix is K-major.
-        steps: which 16 k are multiplied, one step after the other.
+        steps: which 16 k are multiplied, in order.
         accumulates: whether the first step adds to D; the others do.
     """
 
@@ -77,7 +77,7 @@ class Layout:
 
     def k_major(self, rows: int) -> np.ndarray:
         """Returns byte offsets [rows, 128 k]. A row's 64 k are 128 bytes, of which the chunk c of 16 is at c xor row %
-        8; eight rows follow each other, and `stride` leads to the next eight. The leading offset means nothing."""
+        8; `stride` leads from eight rows to the next. The leading offset means nothing."""
         row, k = np.arange(rows)[:, None], np.arange(128)
         chunk = k % 64 // 8 ^ row % 8
         return k // 64 * self.panel + row // 8 * self.stride + row % 8 * 128 + chunk * 16 + k % 8 * 2

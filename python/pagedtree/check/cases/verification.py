@@ -69,8 +69,8 @@ FEW_SAMPLINGS = {name: SAMPLINGS[name] for name in FEW}
 
 
 def hostile_rows(vocab: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Returns ordinary rows, ties, non-finite rows, and magnitudes around 2^-9 and 2^7, where bfloat16 logits are no
-    longer counted by value; the row stride leaves every second row unaligned."""
+    """Returns ordinary rows, ties, non-finite rows, and magnitudes around 2^-9 and 2^7, the bounds of counting bfloat16
+    logits by value; every second row is unaligned."""
     logits = normal(12, vocab + 3, seed=seed) * 4
     logits[1] = 0.25
     logits[2] = logits[2].round()

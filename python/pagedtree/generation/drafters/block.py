@@ -25,19 +25,18 @@ INITIAL_PAGES = 64
 
 
 class BlockDrafter(Drafter):
-    """A block drafter that predicts all levels in one pass and proposes the likeliest tree over its predictions.
+    """A drafter that predicts all levels in one pass and proposes the likeliest tree over them.
 
-    One pass over [root, mask, mask, ...], whose tokens see the whole text and each other, gives an independent
-    distribution per place after the root; `pagedtree.best_first_tree` takes the nodes of the highest joint probability.
+    One pass over [root, mask, mask, ...], whose tokens see the text and each other, gives an independent distribution
+    per place after the root, for `pagedtree.best_first_tree`.
 
-    The keys and values of the text come from the target's features. Their pages, of running sequences only, do not
-    count in `num_pages` of `generate`; the pool doubles when full. While nothing is drafted (`generate(tree="auto")`),
-    at most 256 MiB of unread features are kept.
+    The keys and values of the text come from the target's features. Pages are kept as in `ModelDrafter`, and at most
+    256 MiB of unread features while nothing is drafted (`generate(tree="auto")`).
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 
-    model: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`; fewer nodes if no more are
-    possible; depth: default all places of the block.
+    model: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`; depth: default all places
+    of the block.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class BlockDrafter(Drafter):
         return self._log_probs
 
     def _guess(self, roots: Tensor, start: Tensor, depth: int) -> Tensor:
-        """Runs one pass of the draft model; returns states [B, depth, H] of the tokens after roots [B] at start [B]."""
+        """Returns states [B, depth, H] of the tokens after roots [B] at start [B]."""
         sequences, config = self._selected, self.model.config
         size, batch = config.block_size, len(self._selected)
         for sequence in sequences:
@@ -170,7 +169,7 @@ class BlockDrafter(Drafter):
         return states[:, first : depth + first]
 
     def _append(self, parts: list[tuple[GeneratedSequence, int, Tensor]]) -> None:
-        """Appends tokens to the context: sequences, the position of each one's first token, and features [n, F]."""
+        """Appends to the context: sequences, position of each one's first token, features [n, F]."""
         if not parts:
             return
         first: list[int] = []
@@ -197,8 +196,8 @@ class BlockDrafter(Drafter):
     def _enter(self, sequence: GeneratedSequence, begin: int) -> None:
         """Ensures that the context of the sequence ends at `begin`.
 
-        An outcome shares the pages of its prompt with the outcome that read it. If the text up to `begin` was not seen,
-        the context starts at `begin`; only the drafts get worse.
+        Outcomes share the pages of their prompt. If the text up to `begin` was not seen, the context starts at `begin`;
+        only the drafts get worse.
         """
         if self._end.get(sequence.index) == begin:
             return

@@ -37,11 +37,11 @@ class BlockDraftConfig(LayerSizes):
 
     Attributes:
         hidden_size, vocab_size: the target's. draft_vocab_size: size of the draft vocabulary, if smaller.
-        block_size: tokens of a block, including the known one at its start.
-        mask_token_id: a token of the target, the placeholder for unknown tokens.
+        block_size: tokens of a block, its known first one included.
+        mask_token_id: the target's token that stands for unknown ones.
         target_layer_ids: decoder layers of the target, from 0, whose outputs make the context.
-        layer_types: "full_attention", where the tokens of a block see each other, or "sliding_attention", causal with a
-            window of `sliding_window`, per layer; default all full.
+        layer_types: per layer "full_attention", where the tokens of a block see each other (default), or
+            "sliding_attention", causal with a window of `sliding_window`.
         is_causal: None, or whether all layers are causal or none is. A non-causal sliding layer has a two-sided window.
         input_embedding_scale, output_multiplier, final_logit_softcapping: the target's, for embeddings and logits.
         window_from_anchor: whether all windows of a block end `sliding_window` before the known token (speculators),
@@ -81,7 +81,7 @@ class BlockDraftConfig(LayerSizes):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> BlockDraftConfig:
-        """Reads the contents of a config.json. Raises ValueError for entries that are unknown or not implemented."""
+        """Reads a config.json's contents. Raises ValueError for unknown or unsupported entries."""
         return cls._read(ConfigEntries(config))
 
     @classmethod
@@ -118,7 +118,7 @@ class BlockDraftConfig(LayerSizes):
         return made
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the contents of a config.json for `from_dict`, with DFlash's keys; not tested with other engines."""
+        """Returns a config.json's contents for `from_dict`, with DFlash's keys; untested with other engines."""
         values = {name: v for name, v in asdict(self).items() if v is not None and v != () and name != "rotary"}
         for name in OWN:  # keys that DFlash does not know
             if not values.get(name):
@@ -138,7 +138,7 @@ class BlockDraftConfig(LayerSizes):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def window(self, layer: int) -> int | None:
-        """Returns a causal layer's window (0 = none); None for a layer in which the block's tokens see each other."""
+        """Returns a causal layer's window (0 = none); None for a non-causal layer."""
         if not self._is_causal(layer):
             return None
         return (self.sliding_window or 0) if self._is_sliding(layer) else 0
@@ -182,7 +182,7 @@ def _of_dflash(top: ConfigEntries) -> tuple[str, ConfigEntries]:
 
 
 def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
-    """Returns the kind of a model of speculators, and its entries under DFlash's names."""
+    """Returns the kind of a speculators model, and its entries under DFlash's names."""
     kind = top.word("speculators_model_type", tuple(ARCHITECTURES), "dflash")
     top.words("architectures", ARCHITECTURES[kind])
     layer = top.section("transformer_layer_config")

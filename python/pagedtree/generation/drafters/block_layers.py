@@ -16,7 +16,7 @@ class LocalConvolution(nn.Module):
     """Convolutions over the tokens of a block, before and after a part of a layer.
 
     Each channel of a token becomes a weighted sum of the same channel at this and earlier tokens of its block. A weight
-    is the sum of a trained one and one computed from the token, which `conv_group_size` channels share.
+    is a trained one plus one computed from the token, which `conv_group_size` channels share.
     """
 
     def __init__(self, config: BlockDraftConfig) -> None:

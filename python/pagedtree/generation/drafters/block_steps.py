@@ -15,11 +15,11 @@ __all__ = ["attend_in_parts", "selected_trees"]
 
 
 def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, around: int) -> Tensor:
-    """Computes attention of blocks with windows that the op's masks cannot express: the op covers the text and a part
-    of the block, the rest is computed here, and both are merged. Either `window` or `around` is 0.
+    """Computes attention of blocks with windows that the op's masks cannot express: the op covers the text and part of
+    the block, and the rest is merged. Either `window` or `around` is 0.
 
-    step: the causal pass of whole blocks. window: of a causal layer; it ends this far before each block, and all
-    earlier tokens of the block are visible. around: of a non-causal layer: to both sides of each token.
+    step: the causal pass of whole blocks. window: of a causal layer; it ends this far before each block, whose earlier
+    tokens are all visible. around: of a non-causal layer, to both sides of each token.
     """
     size, batch = step.max_seqlen_q, step.seq_lens.shape[0]
     k_cache, v_cache = step.cache.layer(layer, k, v)
@@ -64,9 +64,9 @@ def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) 
 def selected_trees(
     selector: CandidateSelector, roots: Tensor, states: Tensor, logits: Tensor, num_nodes: int, width: int
 ) -> tuple[Draft, Tensor]:
-    """Returns trees of the likeliest children under a selector, which sees the node's token, and the nodes' joint
-    log-probabilities. roots: int64 [B]. states [B, depth, H], logits [B, depth, V]: of the places after them. The
-    `width` best nodes of a level have children, at most `width` each."""
+    """Returns trees of the likeliest children under a selector, and the nodes' joint log-probabilities. roots: int64
+    [B]. states [B, depth, H], logits [B, depth, V]: of the places after them. The `width` best nodes of a level have
+    children, at most `width` each."""
     batch, depth = logits.shape[:2]
     known = selector.successor_codebook.shape[0]  # the target may have padding after these tokens
     logits = logits[..., :known]

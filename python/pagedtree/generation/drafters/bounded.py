@@ -44,7 +44,7 @@ class RowMap:
 
 
 def bounded(drafter: Drafter) -> Drafter:
-    """Returns `drafter` with proposals cut where nodes are of no more use to their sequence.
+    """Returns `drafter` with useless nodes cut from its proposals.
 
         for s in sequences:
             # A draft model can read the parent of a node at most at its last position.
@@ -149,8 +149,8 @@ class _Bounded:
 
 
 def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
-    """Returns all roots and the nodes at most limits[b] deep, limits int32 [B], and their rows in `draft`, int32 [N],
-    the last ones padding. Device only."""
+    """Returns the nodes at most limits[b] deep, limits int32 [B], all roots, and their rows in `draft`, int32 [N],
+    padding last. Device only."""
     trees = draft.trees
     rows = torch.arange(draft.draft_tokens.shape[0], dtype=torch.int32, device=limits.device)
     tree = torch.bucketize(rows, trees.cu_nodes[1:], right=True)
@@ -160,8 +160,7 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:
-    """Returns some trees of `drafts`, numbered consecutively, as one draft, and its rows, int64, in the
-    concatenated drafts. Synchronises."""
+    """Returns some trees of the concatenated `drafts` as one draft, and its rows there, int64. Synchronises."""
     bounds: list[tuple[int, int]] = []
     before = 0
     for draft in drafts:
@@ -192,7 +191,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
 
 
 def without_padding(draft: Draft) -> Draft:
-    """Drops the rows past the last tree on a CPU, where reading their number is free."""
+    """Drops the rows past the last tree on a CPU, where this is free."""
     trees, rows = draft.trees, draft.draft_tokens.shape[0]
     is_plain = trees.max_nodes == 1 and rows == trees.batch_size
     if trees.device.type != "cpu" or is_plain:

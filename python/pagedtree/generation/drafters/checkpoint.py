@@ -1,6 +1,6 @@
 """Checkpoints of draft heads: a folder with config.json and a file of tensors.
 
-Names and shapes of the tensors are checked against the config before any is loaded.
+Tensors' names and shapes are checked against the config before loading.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class _Stored(NamedTuple):
 class StoredTensors:
     """The tensors in the files of a checkpoint, by name.
 
-    Raises ValueError, naming the file, for a corrupt file or another format, OSError if it cannot be read. No code in
-    pickled files runs. files: names in order of preference; the first one found is read. "*.safetensors" means all of
-    these together. rename: maps names in the files to names in the model.
+    Raises ValueError, naming the file, for a corrupt file or another format, OSError for unreadable ones. No code in
+    pickled files runs. files: names in order of preference; the first one found is read, "*.safetensors" all together.
+    rename: maps names in the files to the model's.
     """
 
     def __init__(self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str) -> None:
@@ -73,9 +73,9 @@ class StoredTensors:
     ) -> None:
         """Raises ValueError for missing or unknown tensors, wrong shapes and unsupported dtypes.
 
-        shapes: each name's sizes as products, like "intermediate_size, 2 * hidden_size". sizes: the config's values of
-        the factors. optional: names that may be missing. integers: names of integer tensors; the others are
-        floating-point. ignored: names that may be present and are not read.
+        shapes: each name's sizes as products, like "intermediate_size, 2 * hidden_size". sizes: the factors' values.
+        optional: names that may be missing. integers: names of integer tensors; others are floating-point. ignored:
+        names that are not read.
         """
         unknown = sorted(self._tensors.keys() - shapes.keys() - set(ignored))
         if unknown:
@@ -98,7 +98,7 @@ class StoredTensors:
                 raise ValueError(f"{stored.file}: {name}: expected {kind}, got {stored.dtype or 'another type'}")
 
     def first_size(self, name: str) -> int | None:
-        """Returns the size of a tensor's first dimension; None without one."""
+        """Returns a tensor's first size; None without one."""
         return self._tensors[name].shape[0] if name in self and self._tensors[name].shape else None
 
     def load(self, name: str) -> Tensor:
@@ -106,7 +106,7 @@ class StoredTensors:
 
 
 def have_same_values(stored: Tensor, weight: Tensor) -> bool:
-    """Returns whether the rows present in both are equal, in the dtype of `weight`."""
+    """Returns whether the common rows are equal, in the dtype of `weight`."""
     pairs = zip(stored.split(4096), weight.detach().split(4096), strict=False)  # bounds the memory
     return all(torch.equal(a[: len(b)].to(b), b[: len(a)]) for a, b in pairs)
 
@@ -146,8 +146,8 @@ def save_checkpoint(
     *,
     name: str = WEIGHTS_NAME,
 ) -> None:
-    """Writes config.json and a safetensors file `name` into a folder, which is created if needed. weights: written in
-    `dtype`. others: written as they are."""
+    """Writes config.json and a safetensors file `name` into a folder, created if needed. weights: written in `dtype`.
+    others: as they are."""
     from safetensors.torch import save_file  # of an extra of the package
 
     folder = Path(folder)
@@ -187,7 +187,6 @@ def _of_pickle(path: Path) -> dict[str, _Stored]:
 
 
 def _form(path: Path, name: str, tensor: Any) -> tuple[tuple[int, ...], torch.dtype, Callable[[], Tensor]]:
-    """Returns shape, dtype and a loader. Raises ValueError for anything but a plain tensor."""
     is_plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
     if not is_plain or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError(f"{path}: {name}: expected a plain tensor that holds all of its elements")

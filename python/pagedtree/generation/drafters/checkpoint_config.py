@@ -35,10 +35,10 @@ HARMLESS = frozenset(WORDS.split())
 
 
 class ConfigEntries:
-    """Entries of a config.json, or of an object in it, that are read one by one and checked.
+    """Checked entries of a config.json, or of an object in it.
 
-    A null entry counts as missing. Every method raises ValueError, naming the file and the entry, for a value of
-    another type or out of bounds. where: the object's name in messages.
+    A null entry counts as missing. Methods raise ValueError, naming the file and the entry, for a wrong type or value.
+    where: the object's name in messages.
     """
 
     def __init__(self, entries: Any, where: str = "config") -> None:
@@ -104,7 +104,6 @@ class ConfigEntries:
         return tuple(values)
 
     def word(self, key: str, known: Collection[str], default: str) -> str:
-        """Returns one of these words."""
         value = self.value(key, default)
         if not isinstance(value, str) or value not in known:
             self.refuse(key, f"one of {', '.join(known)}")
@@ -118,7 +117,7 @@ class ConfigEntries:
         return tuple(values)
 
     def section(self, key: str) -> ConfigEntries:
-        """Returns an object in the object; an empty one without an entry."""
+        """Returns an object in the object; empty without an entry."""
         return ConfigEntries(self.value(key, {}), f"{self.where}: {key}")
 
     def only(self, **values: Any) -> None:

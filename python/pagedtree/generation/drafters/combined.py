@@ -41,8 +41,8 @@ class CombinedDrafter(Drafter):
         chosen = the way with the largest (B + sum(expected)) / (1 + sum(cost of each drafter that is asked))
         trees[b] = chosen[b].propose(tokens[b])
 
-    The choice does not depend on the draws of the chosen tree, so rules stay lossless. A drafter that was idle for 32
-    steps is asked once. One synchronisation per step on a GPU.
+    The choice depends neither on a clock nor on the draws of the chosen tree, so rules stay lossless. A drafter that
+    was idle for 32 steps is asked once. One synchronisation per step on a GPU.
 
     Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
 

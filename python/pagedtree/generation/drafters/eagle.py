@@ -24,11 +24,11 @@ __all__ = ["EagleDrafter"]
 
 
 class EagleDrafter(TreeGrower):
-    """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels from its most likely tokens.
+    """An EAGLE-3 head that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the head `depth` times: over the tokens that the target has read since, with its features, then over
-    the best `width` nodes of each level but the last, with the head's states as features. The `num_nodes` best
-    candidates form the tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
+    the best `width` nodes of each level but the last, with its own states. The `num_nodes` best candidates form the
+    tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
 
     head: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`.
     """
@@ -134,7 +134,7 @@ class EagleDrafter(TreeGrower):
             self.cache.trim(sequence.index, sequence.root)
 
     def _guess_fixed(self, tokens: Tensor, lengths: Tensor, active: Tensor | None, rows: Tensor) -> Draft:
-        """Reads the features of the previous step and grows the trees, in a captured step. Device only."""
+        """Reads the previous step's features and grows the trees. Device only."""
         assert self._fixed is not None
         table, features = self._tables[rows.shape[0]].tensor, self._fixed.features.index_select(0, rows)
         counts = self._fixed.counts.index_select(0, rows)
@@ -172,7 +172,7 @@ class EagleDrafter(TreeGrower):
         return [(sequence, sequence.root) for sequence in self._selected]
 
     def _enter(self, sequence: GeneratedSequence, start: int) -> None:
-        """Registers the sequence; another outcome of its prompt has read the pages before `start`."""
+        """Registers the sequence; another outcome has read the pages before `start`."""
         if sequence.index in self._known:
             return
         if start:
@@ -187,7 +187,6 @@ class EagleDrafter(TreeGrower):
         self._known[sequence.index], self._cached[sequence.index] = sequence, start
 
     def _read_known(self) -> None:
-        """Reads the waiting features except each sequence's newest, which `propose` needs."""
         ends = [(sequence, sequence.root - 1) for sequence in self._known.values()]
         if any(self._num_readable(sequence, end) for sequence, end in ends):
             self._read_until(ends)
@@ -198,11 +197,11 @@ class EagleDrafter(TreeGrower):
     def _read_until(
         self, ends: list[tuple[GeneratedSequence, int]], table: Tensor | None = None, num_unknown: int = 0
     ) -> Tensor:
-        """Reads each sequence's waiting features before a position, whose token is known; returns the states at the
-        last ones, [B, H] if every sequence had some.
+        """Reads each sequence's waiting features before a position; returns the states at the last ones, [B, H] if
+        every sequence had some.
 
-        table: the page table, if already built. num_unknown: P-EAGLE's unknown tokens after that position, read but not
-        kept; the states are then [B, 1 + num_unknown, H].
+        table: the page table, if already built. num_unknown: P-EAGLE's unknown tokens, read but not kept; the states
+        are then [B, 1 + num_unknown, H].
         """
         chunks, tokens, features, counts = list[tuple[GeneratedSequence, int, int]](), list[int](), [], []
         masks = [cast(int, self.head.config.mask_token_id)] * num_unknown if num_unknown else []

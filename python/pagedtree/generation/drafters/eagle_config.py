@@ -64,10 +64,10 @@ class EagleConfig(LayerSizes):
         draft_vocab_size: None: not given.
         norm_before_residual: whether the residual is the state after its norm. norm_before_fc, fc_norm, norm_output:
             see `EagleHead`.
-        by_output, by_input: target layers that are read, by their outputs or inputs; () = not given. num_layers_read:
-            their number; None: not given.
+        by_output, by_input: target layers that are read, by outputs or inputs; () = not given. num_layers_read: their
+            number; None: not given.
         has_head_norms: whether queries and keys have a norm, as in Qwen 3.
-        mask_token_id: P-EAGLE's placeholder for unknown tokens; it drafts all tokens in one pass. None for EAGLE-3.
+        mask_token_id: P-EAGLE's placeholder for unknown tokens; None for EAGLE-3.
     """
 
     where: str
@@ -97,7 +97,7 @@ class EagleConfig(LayerSizes):
 
     @classmethod
     def read(cls, top: ConfigEntries) -> EagleConfig:
-        """Raises ValueError for entries that are unknown or that this head does not implement."""
+        """Raises ValueError for unknown or unsupported entries."""
         is_parallel = top.word("speculators_model_type", KINDS, "eagle3") == "peagle"
         top.words("architectures", PARALLEL_ARCHITECTURES if is_parallel else ARCHITECTURES)
         layer, eagle = top.section("transformer_layer_config"), top.section("eagle_config")
@@ -133,8 +133,8 @@ class EagleConfig(LayerSizes):
         return config
 
     def to_entries(self) -> dict[str, Any]:
-        """Returns entries of a config.json for SGLang, vLLM and `read`, without entries that follow from the weights;
-        in speculators' format for Qwen 3 layers, several layers, biases and P-EAGLE."""
+        """Returns config.json's entries for SGLang, vLLM and `read`, except entries that follow from the weights; in
+        speculators' format for Qwen 3 layers, several layers, biases and P-EAGLE."""
         values = vars(self)
         layer = {"model_type": "qwen3" if self.has_head_norms else "llama", "hidden_act": "silu"}
         of_layer = [name for name, row in rows_of(type(self)).items() if row.place == "layer"]
@@ -156,7 +156,7 @@ class EagleConfig(LayerSizes):
         )
 
     def feature_layers(self, num_layers: int) -> tuple[int, ...]:
-        """Returns the target layers, of `num_layers`, whose outputs the head reads. ValueError without them."""
+        """Returns the target layers, of `num_layers`, whose outputs are read. ValueError without them."""
         layers = self.by_output  # SGLang's
         if not layers:  # vLLM's, and the default of both
             layers = tuple(layer - 1 for layer in self.by_input or (2, num_layers // 2, num_layers - 3))
@@ -170,7 +170,7 @@ class EagleConfig(LayerSizes):
         return layers
 
     def shapes(self, num_layers_read: int) -> dict[str, str]:
-        """Returns the shape of each tensor of a checkpoint, with the names of `sizes` as factors."""
+        """Returns each tensor's shape, with the names of `sizes` as factors."""
         of_layer = partial(layer_shapes, bias=self.attention_bias, has_norms=self.has_head_norms)
         first = {"hidden_norm.weight": "hidden_size", **of_layer("2 * hidden_size")}
         shapes = {"fc.weight": f"hidden_size, {FEATURES}", "norm.weight": "hidden_size", "d2t": "draft_vocab_size"}

@@ -14,7 +14,7 @@ __all__ = ["FixedFeatures"]
 
 
 class FixedFeatures:
-    """Features of the tokens that each sequence read and accepted in the last step, excluding its newest token.
+    """Features of the tokens that each sequence read and accepted in the last step, but its newest.
 
     features: [num_sequences + 1, length, width]; the first `counts`, int64 [num_sequences + 1], of each row are valid;
     the last row is for idle rows. held: on the host, position of the first feature, by index of the sequences.
@@ -31,7 +31,7 @@ class FixedFeatures:
         self.held[sequence.index] = sequence.root - 1
 
     def clear(self, sequence: GeneratedSequence) -> None:
-        """Marks a sequence as having no features; its drafts are then useless."""
+        """Drops a sequence's features; its drafts are then useless."""
         self.counts[sequence.index] = 0
 
     def take(self, sequences: Sequence[GeneratedSequence]) -> list[tuple[GeneratedSequence, int, Tensor]]:

@@ -14,9 +14,9 @@ __all__ = ["Row", "check_heads", "entry", "head_dim_of", "read_rows", "rows_of",
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of config.json. kind: its type, a method of `ConfigEntries` that is called with `bounds`. default: the
-    value without an entry, or a function of the values read so far; MISSING: required, but for lists. key: its name in
-    the file. place: the object in the file that contains it."""
+    """An entry of config.json. kind: a method of `ConfigEntries`, called with `bounds`. default: the value without an
+    entry, or a function of the values read so far; MISSING: required, but for lists. key: its name. place: the object
+    that contains it."""
 
     kind: str
     default: Any
@@ -33,13 +33,12 @@ class Row:
 
 
 def entry(kind: str, default: Any = MISSING, *, key: str = "", place: str = "", **bounds: Any) -> Any:
-    """Returns a config field that is read from the file. The arguments are the attributes of `Row`."""
+    """Returns a config field. The arguments are the attributes of `Row`."""
     row = Row(kind, default, key, place, bounds)
     return field(default=MISSING if callable(default) else default, metadata={"row": row})
 
 
 def rows_of(config: type) -> dict[str, Row]:
-    """Returns the rows of a config by field name."""
     rows = {each.name: each.metadata["row"] for each in fields(config) if each.metadata}
     return {name: replace(row, key=row.key or name) for name, row in rows.items()}
 

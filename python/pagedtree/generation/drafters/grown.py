@@ -37,7 +37,7 @@ def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
 class TreeGrower(Drafter):
     """Base of drafters whose model reads known tokens and then the levels of a tree, by `_read_level`.
 
-    The model's cache is a pool that doubles when it is full; only running sequences hold pages.
+    The model's cache is a pool that doubles when full; only running sequences hold pages.
     """
 
     grows_by_level = True
@@ -93,7 +93,7 @@ class TreeGrower(Drafter):
         self._reset(page_size=1)
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
-        """Grows the pool for all sequences, because it cannot grow under a graph."""
+        """Grows the pool for all sequences: under a graph it cannot."""
         pages = [self.cache.pages_for(sequence.max_length + self.max_kv_nodes) for sequence in sequences]
         if self.cache.num_pages < sum(pages):
             self.cache.grow(sum(pages) - self.cache.num_pages)
@@ -118,8 +118,7 @@ class TreeGrower(Drafter):
         sampling: Sampling,
         active: Tensor | None = None,
     ) -> Draft:
-        """Returns trees under `roots`, by the model's logits there. start: int32 [B], their positions in the model's
-        cache. Device only."""
+        """Returns trees under `roots`, by the model's logits there. start: int32 [B], their positions. Device only."""
         state = start_draft(roots, max_kv_nodes=self.max_kv_nodes, active=active)
         noise: dict[str, Any] = {}
         if self.law != "topk":
@@ -159,8 +158,8 @@ class TreeGrower(Drafter):
     def _causal_step(
         self, chunks: list[tuple[GeneratedSequence, int, int]], table: Tensor | None = None
     ) -> tuple[PagedStep, Tensor]:
-        """Returns the step of a causal pass over some tokens of each sequence, and their positions. chunks: sequence,
-        position of its first token, number of tokens. table: their pages, if already reserved."""
+        """Returns a causal pass's step, and its positions. chunks: sequence, position of its first token, number of
+        tokens. table: their pages, if already reserved."""
         offsets = [0, *accumulate(count for _, _, count in chunks)]
         ends = [begin + count for _, begin, count in chunks]
         places = [place for _, begin, count in chunks for place in range(begin, begin + count)]

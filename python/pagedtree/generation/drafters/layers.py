@@ -52,10 +52,10 @@ class RotaryAngles:
 
 
 class Attention(nn.Module):
-    """The projections of a layer's attention. Keys and values may come from other states than the queries.
+    """The projections of an attention layer. Keys and values may come from other states than the queries.
 
-    inputs: width of the input states; None = hidden_size. bias: whether the projections have biases. norm_eps: epsilon
-    of an RMSNorm of each query and key, as in Qwen 3; None = no norm.
+    inputs: width of the input states; None = hidden_size. bias: whether they have biases. norm_eps: epsilon of an
+    RMSNorm of each query and key, as in Qwen 3; None = no norm.
     """
 
     def __init__(
@@ -106,8 +106,8 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Llama-style layer: pre-norm attention and gated MLP, each with a residual connection. has_head_norms: whether
-    queries and keys have an RMSNorm, as in Qwen 3. inputs: see `Attention`."""
+    """A Llama-style layer: pre-norm attention and gated MLP, with residuals. has_head_norms: whether queries and keys
+    have an RMSNorm, as in Qwen 3. inputs: see `Attention`."""
 
     def __init__(self, sizes: LayerSizes, inputs: int | None = None, *, has_head_norms: bool) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def load_drafter(
     """Returns the drafter for the draft head in a folder.
 
     config.json determines the format: speculators' (eagle3, peagle, dflash, dflash2), EAGLE-3 of SGLang's SpecForge and
-    vLLM, DFlash and DFlash 2 of the package dflash, Medusa's, and this package's `save_pretrained`.
+    vLLM, DFlash and DFlash 2, Medusa's, and this package's `save_pretrained`.
 
     target: the transformers model of `generate`. of_models: loads parts of whole models and speculators' mtp, from
     folder, target and sizes; None: refused. sizes: num_nodes, depth and width of the drafter; Medusa's trees have
@@ -56,7 +56,7 @@ def load_drafter(
 
 
 def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None = None) -> Format:
-    """Returns the format of a folder by its config.json. Raises ValueError, naming the entry, for other formats."""
+    """Returns a folder's format. Raises ValueError, naming the entry, for unknown ones."""
     of_speculators = OF_SPECULATORS if of_models is None else {**OF_SPECULATORS, "mtp": of_models}
     if "speculators_model_type" in entries:
         kind = entries.word("speculators_model_type", tuple(of_speculators), "")

@@ -160,7 +160,7 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
-    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the one before."""
+    """Returns the likeliest tree of `num_nodes` nodes if each of a head's guesses is half as likely as the previous."""
     paths: list[list[int]] = []
     queue: list[tuple[int, list[int]]] = [(1, [0])]
     while len(paths) < num_nodes - 1:

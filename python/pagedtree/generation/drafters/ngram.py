@@ -22,8 +22,8 @@ class NgramDrafter(Drafter):
         num_nodes: nodes of a tree, the root included.
         max_depth: tokens of the longest draft; default all nodes for a chain, else half of them.
         max_branches: continuations merged into a tree; 1 gives a chain.
-        min_ngram, max_ngram: lengths of the n-grams; continuations of longer ones come first.
-        remember: also look in the target's predictions at rejected nodes of this many earlier steps.
+        min_ngram, max_ngram: lengths of the n-grams; longer ones come first.
+        remember: also search the predictions at rejected nodes of this many earlier steps.
     """
 
     is_capturable = True
@@ -78,7 +78,7 @@ class NgramDrafter(Drafter):
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
-        """Returns [B] on the host: match length before the first draft of each text in the last proposal, at most
+        """Returns [B] on the host: match length before each text's first draft in the last proposal, at most
         `max_ngram`; 0 without a draft."""
         assert self._proposed is not None
         trees = self._proposed[2].trees

@@ -14,14 +14,14 @@ __all__ = ["ParallelEagleDrafter"]
 
 
 class ParallelEagleDrafter(EagleDrafter):
-    """A P-EAGLE head that predicts all levels in one pass and proposes the likeliest tree over its predictions.
+    """A P-EAGLE head that predicts all levels in one pass and proposes the likeliest tree over them.
 
     The text is followed by `depth - 1` unknown tokens, the head's mask token with `mask_hidden` as features. Each sees
-    the text and the ones before it, and gives one level's distribution. Trees are built as in `BlockDrafter`; the rest
-    is as in `EagleDrafter`.
+    the text and the ones before it, and gives one level's distribution. Trees are as in `BlockDrafter`, the rest as in
+    `EagleDrafter`.
 
     head: one with `mask_hidden` (`EagleHead.from_pretrained` of a folder of speculators); ValueError without.
-    num_nodes, depth, width: as in `ModelDrafter`; fewer nodes if no more are possible.
+    num_nodes, depth, width: as in `ModelDrafter`.
     """
 
     grows_by_level = False

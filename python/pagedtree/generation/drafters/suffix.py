@@ -18,11 +18,11 @@ RUNS_OF_A_BRANCH = 2
 
 
 class SuffixDrafter(NgramDrafter):
-    """Prompt lookup in the text itself and in former answers, for agents and other workloads with repetitive requests.
+    """Prompt lookup in the text itself and in former answers, for repetitive requests.
 
-    Finished sequences' generated tokens are remembered across calls of `generate`. If at least the last four tokens of
-    a text occur there, their continuation is a candidate too. Longer n-grams come first; at equal length the text
-    itself, then the most frequent continuation.
+    Generated tokens are remembered across calls of `generate`. If at least the last four tokens of a text occur there,
+    their continuation is a candidate too. Longer n-grams come first; at equal length the text itself, then the most
+    frequent continuation.
 
         tree = ngram_propose(text, extra=memory.continuations(text[-max_ngram:]))
 
@@ -81,7 +81,7 @@ class SuffixDrafter(NgramDrafter):
         return torch.from_numpy(np.concatenate(found).reshape(len(found), -1)).to(tokens.device)
 
     def forget(self, sequence: GeneratedSequence) -> None:
-        """Remembers the generated tokens, preceded by the tokens that they are looked up by."""
+        """Remembers the generated tokens, after the ones that they are looked up by."""
         super().forget(sequence)
         begin = max(self._remembered.get(sequence.index, sequence.prompt_len), sequence.prompt_len)
         if len(sequence.tokens) > begin:

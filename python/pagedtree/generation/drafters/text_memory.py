@@ -31,8 +31,7 @@ class TextMemory:
     """A ring buffer of the newest `max_tokens` tokens of texts, with hash chains as in LZ77 compressors.
 
     Places whose last `context` tokens have the same hash form a chain, newest first, of which a look-up visits at most
-    16. A token takes 20 to 28 bytes. Threads may share it, and it can be pickled. max_ngram: longer matches count as
-    this many tokens.
+    16. A token takes 20 to 28 bytes. Threads may share it; it can be pickled. max_ngram: longest match counted.
     """
 
     def __init__(self, max_tokens: int, *, context: int = 4, max_ngram: int = 16) -> None:
@@ -61,7 +60,7 @@ class TextMemory:
         return min(self._count, self.max_tokens)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Adds a text, or the end that fits."""
+        """Adds a text, or its end."""
         text = np.asarray(tokens, dtype=np.int32)[max(len(tokens) - self.max_tokens + 1, 0) :]
         if len(text) < self.context:
             return
