@@ -44,7 +44,7 @@ def ngram_propose(
         history_rows: int32 [B], each sequence's row in a pool of histories, which may be shared: history is then [P,
             H], history_lens [P]. A row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.
 
-    An empty history gives a tree of no nodes; no match gives the root alone. Nodes are in insertion order.
+    An empty history gives a tree of no nodes; no match, the root alone. Nodes are in insertion order, best first.
 
         tree = Trie(root=history[-1])
         for n in range(max_ngram, min_ngram - 1, -1):
