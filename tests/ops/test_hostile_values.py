@@ -193,6 +193,7 @@ MESSAGES: list[tuple[type[Exception], str, Callable[[], Any]]] = [
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=[7, 4])),
     (TypeError, r"got list: \[0, 1, 2, .{67}\.\.\.$",  # a long value is cut to 80 letters
      lambda: pt.tree_attention(ROWS, KEYS, KEYS, TABLE, LENS, OFFSETS, tree_lens=list(range(100)))),
+    (TypeError, r"^merge_states: `out_a` must be a Tensor, got None$", lambda: pt.merge_states(None, None, None, None)),
     (ValueError, "verify_greedy: `logits` must be of 2 rows, one for each node of the trees, got 1 rows",
      lambda: pt.verify_greedy(torch.zeros(1, 8), SLOTS, TREES)),
     (TypeError, "acceptance: expected probabilities .*, got 'abc'", lambda: pt.choose_tree("abc", lambda size: 1.0)),
