@@ -102,6 +102,11 @@ PT_HOST_DEVICE uint32_t bit_range(int32_t low, int32_t high) {
   return (~0u >> (kMaskWordBits - (high - low))) << low;
 }
 
+// Where a window begins in a tree and in the keys before it.
+struct TreeWindow {
+  int32_t begin, first_bit;
+};
+
 // The keys that one query sees: positions [begin, end), and the tree's keys, at tree_start + bit, whose bit of `words`
 // is set and in [first_bit, num_bits). Causal queries have no tree bits. Positions are below 2^31.
 struct Visibility {
@@ -112,6 +117,11 @@ struct Visibility {
   int32_t num_words;
   int32_t first_bit;
   int32_t num_bits;
+
+  PT_HOST_DEVICE void narrow(const TreeWindow& window) {
+    begin = window.begin;
+    first_bit = window.first_bit;
+  }
 
   // No key outside [lowest(), highest()) is visible.
   PT_HOST_DEVICE int32_t lowest() const { return begin < end ? begin : tree_start + first_bit; }
@@ -138,18 +148,36 @@ constexpr int64_t kMaxWindow = int64_t{1} << 31;
 
 // Query i of n, causal: keys up to its own position, the last n of the sequence being the queries'.
 PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t i, int64_t window) {
-  window = min_of(window, kMaxWindow);
-  const int64_t position = seq_len - n + i;
+  const int32_t end = static_cast<int32_t>(seq_len) + min_of(static_cast<int32_t>(i - n) + 1, 0);
   Visibility seen{};
-  seen.end = static_cast<int32_t>(clamp_to<int64_t>(position + 1, 0, seq_len));
-  seen.begin = window > 0 ? static_cast<int32_t>(max_of<int64_t>(position - window + 1, 0)) : 0;
+  seen.end = max_of(end, 0);
+  seen.begin = window > 0 && end > window ? end - static_cast<int32_t>(window) : 0;
   seen.tree_start = static_cast<int32_t>(seq_len);
   return seen;
 }
 
-// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys. A node's depth is the number of
-// set bits below its own, so a window keeps the highest `window` set bits; what is left of it covers the end of the
-// prefix.
+// A node's depth is the number of set bits below its own, so a window keeps the highest `window` set bits; what is left
+// of it covers the end of the prefix.
+PT_HOST_DEVICE TreeWindow tree_window(const int32_t* words, int32_t num_words, int32_t num_bits, int32_t tree_start,
+                                      int64_t window) {
+  window = min_of(window, kMaxWindow);
+  int32_t first_bit = 0;
+  int64_t count = 0;
+  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(num_bits, kMaskWordBits));
+  while (w-- > 0) {
+    uint32_t bits = (w < num_words ? static_cast<uint32_t>(words[w]) : 0u) & bit_range(0, num_bits - w * kMaskWordBits);
+    const int64_t kept = window - count;
+    count += popcount32(bits);
+    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
+      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
+      while ((bits >> (first_bit % kMaskWordBits) & 1u) == 0) ++first_bit;
+      first_bit += w * kMaskWordBits;
+    }
+  }
+  return {static_cast<int32_t>(max_of<int64_t>(tree_start + count - window, 0)), first_bit};
+}
+
+// A query whose mask row is `words`, over a tree that holds the last `tree_len` keys.
 PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, const int32_t* words, int32_t num_words,
                                           int64_t window) {
   Visibility seen{};
@@ -158,21 +186,7 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
   seen.words = words;
   seen.num_words = num_words;
   seen.num_bits = static_cast<int32_t>(min_of<int64_t>(tree_len, int64_t{num_words} * kMaskWordBits));
-  if (window <= 0) return seen;
-  window = min_of(window, kMaxWindow);
-  int64_t count = 0;
-  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(seen.num_bits, kMaskWordBits));
-  while (w-- > 0) {
-    uint32_t bits = seen.word(w) & bit_range(0, seen.num_bits - w * kMaskWordBits);
-    const int64_t kept = window - count;
-    count += popcount32(bits);
-    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
-      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
-      while ((bits >> (seen.first_bit % kMaskWordBits) & 1u) == 0) ++seen.first_bit;
-      seen.first_bit += w * kMaskWordBits;
-    }
-  }
-  seen.begin = static_cast<int32_t>(max_of<int64_t>(seen.tree_start + count - window, 0));
+  if (window > 0) seen.narrow(tree_window(words, num_words, seen.num_bits, seen.tree_start, window));
   return seen;
 }
 

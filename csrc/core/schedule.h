@@ -57,6 +57,7 @@ struct WorkShape {
   int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
   WorkList list = WorkList::kAll;
 
+  PT_HOST_DEVICE int m_tile_bits() const { return popcount32(static_cast<uint32_t>(m_tile) - 1); }  // a power of two
   PT_HOST_DEVICE bool takes(int64_t rows) const {
     return list == WorkList::kAll || (rows <= kSmallRows) == (list == WorkList::kSmall);
   }
@@ -114,8 +115,9 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int
   const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
   work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
   constexpr int64_t kMostTiles = (int64_t{1} << 31) - 2;
-  const int64_t m_tiles = shape.takes(rows) ? ceil_div(rows, work.tile_rows) : 0;
+  const int64_t m_tiles = shape.takes(rows) ? (rows + shape.m_tile - 1) >> shape.m_tile_bits() : 0;
   work.m_tiles = static_cast<int32_t>(min_of(m_tiles, kMostTiles));
+  if (sharers > 1) work.m_tiles = (work.m_tiles - 1) / sharers + 1 - (work.m_tiles == 0);
   work.row_tiles = static_cast<int32_t>(min_of(int64_t{work.m_tiles} * head_tiles, kMostTiles));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
@@ -149,14 +151,15 @@ PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork
 // The KV tiles inside which all CTAs that share M tile m see keys.
 PT_HOST_DEVICE TileSpan common_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
   const int64_t rows = min_of((m + 1) * work.tile_rows, work.tokens.size() * shape.group_size);
-  const int64_t last = max_of((rows - 1) / shape.m_tile * shape.m_tile, m * work.tile_rows);
+  const int64_t last = max_of((rows - 1) >> shape.m_tile_bits() << shape.m_tile_bits(), m * work.tile_rows);
   return {visible_tiles(shape, work, b, last, shape.m_tile).first,
           visible_tiles(shape, work, b, m * work.tile_rows, shape.m_tile).end};
 }
 
 // value * numerator / denominator without overflow, for numerator <= denominator <= 2^32.
 PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denominator) {
-  return value / denominator * numerator + value % denominator * numerator / denominator;
+  const int64_t whole = value / denominator;
+  return whole * numerator + (value - whole * denominator) * numerator / denominator;
 }
 
 // The work of some sequences.
@@ -224,6 +227,10 @@ struct WorkPosition {
     if (row_tile != other.row_tile) return row_tile < other.row_tile;
     return kv_tile < other.kv_tile;
   }
+  // The next of so many row tiles of the sequence, or the next sequence.
+  PT_HOST_DEVICE WorkPosition next(int32_t row_tiles) const {
+    return row_tile + 1 < row_tiles ? WorkPosition{sequence, row_tile + 1, 0} : WorkPosition{sequence + 1, 0, 0};
+  }
   PT_HOST_DEVICE bool same_row(const WorkPosition& other) const {
     return sequence == other.sequence && row_tile == other.row_tile;
   }
@@ -233,9 +240,9 @@ struct WorkPosition {
 // piece of less than `min_piece` KV tiles with a key that is seen.
 PT_HOST_DEVICE WorkPosition cut_position(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
                                          int32_t sequence, int64_t cost, int32_t min_piece) {
-  const int64_t of_head = cost % costs.of_head();
+  const int64_t head = cost / costs.of_head(), of_head = cost - head * costs.of_head();
   const int32_t m = costs.tile_at(of_head);
-  const auto row = static_cast<int32_t>(cost / costs.of_head() * work.m_tiles + m);
+  const auto row = static_cast<int32_t>(head * work.m_tiles + m);
   const TileSpan seen = visible_tiles(shape, work, sequence, m);
   const int64_t wanted = (of_head - costs.before(m)) / work.tile_heads - kPieceCost, size = seen.size();
   const int64_t near = size < 2 * min_piece ? size : min_piece;  // a row tile as small as that is not cut
@@ -316,14 +323,9 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   };
   WorkSum total = sum_of(1);
   int32_t sharers = sharers_of(total, limits);
-  if (sharers > 1) {
-    const WorkSum shared = sum_of(sharers);
-    if (can_share(total, shared, sharers)) {
-      total = shared;
-    } else {
-      sharers = 1;
-    }
-  }
+  const WorkSum shared = sharers > 1 ? sum_of(sharers) : total;
+  if (!can_share(total, shared, sharers)) sharers = 1;
+  if (sharers > 1) total = shared;
   const int32_t num_ranges = num_ranges_of(total, limits, sharers);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
   ranges[0] = num_ranges;
@@ -386,10 +388,7 @@ PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* r
   const WorkPosition start = planned_start(ranges, i);
   if (start.sequence >= shape.batch) return end;
   const SequenceWork work = sequence_work(shape, start.sequence, sharers);
-  if (start.row_tile >= work.row_tiles) return {start.sequence + 1, 0, 0};
-  if (start.kv_tile < work.kv_tiles) return start;
-  if (start.row_tile + 1 < work.row_tiles) return {start.sequence, start.row_tile + 1, 0};
-  return {start.sequence + 1, 0, 0};
+  return start.row_tile < work.row_tiles && start.kv_tile < work.kv_tiles ? start : start.next(work.row_tiles);
 }
 
 }  // namespace pagedtree

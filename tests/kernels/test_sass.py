@@ -126,7 +126,8 @@ def test_attention_uses_the_tensor_cores(architecture: str, pattern: str, number
 @of_kernels(ATTENTION + "576, ", 2, "attention_kernel<Instance<.*, 576, ", 8)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_wide_tiles_read_the_stages_once(architecture: str, pattern: str, number: int) -> None:
-    """A warp multiplies halves of nine panels of K and a quarter of V, and copies 8 keys: first ones, of K, of V.
+    """A warp multiplies halves of nine panels of K and a quarter of V, and copies 8 keys: first ones, of K, of V. With
+    16-bit caches it copies rows of Q, too.
 
     Stages with masks run the same code: there is one copy of the products.
     """
@@ -136,7 +137,7 @@ def test_wide_tiles_read_the_stages_once(architecture: str, pattern: str, number
         of_k, of_v = 9 * (2 * blocks + halves), 2 * (blocks + 4 * halves)
         assert count(opcodes, "HMMA") == blocks * (9 * 4 + 2 * 16), name
         assert count(opcodes, "LDSM") == of_k + of_v, name
-        assert count(opcodes, "LDGSTS") == 3 * (9 if is_float8 else 18), name
+        assert count(opcodes, "LDGSTS") == (3 * 9 if is_float8 else 3 * 18 + 3), name
         assert count(opcodes, "LDL|STL") == 0, name
 
 
@@ -165,17 +166,18 @@ def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str,
         assert count(opcodes, "LDL|STL") == 0, name
 
 
-# What runs once is the cost of a small call. Kernel on sm_90a: at most so many instructions in all; in its listing
-# before the first copy to shared memory, before the first product, behind the last one. A change may lower them only.
+# What runs once is the cost of a small call. Kernel on sm_90a: at most so many instructions in all; in its listing to
+# the last EXIT, behind which are rare paths, before the first copy to shared memory, before the first product, between
+# the last one and the last EXIT. A change may lower them only.
 BUDGETS = {
-    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 16, 128> >": (5384, 2015, 2531, 1840),
-    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6984, 2006, 2530, 2002),
-    "attention_kernel<Instance<__nv_bfloat16, Float8E4M3, 128, 16, 128> >": (6272, 2371, 3224, 1836),
-    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (9968, 2782, 4987, 3329),
-    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (9984, 2787, 5202, 3125),
-    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (10472, 2728, 4736, 4532),
-    "join_kernel<__nv_bfloat16>": (936,),
-    "plan_kernel": (4832,),
+    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 16, 128> >": (3976, 3093, 766, 1396, 780),
+    "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (5408, 4554, 768, 1619, 871),
+    "attention_kernel<Instance<__nv_bfloat16, Float8E4M3, 128, 16, 128> >": (4432, 3437, 1002, 1555, 777),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (8672, 7253, 1960, 3893, 1709),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (8696, 7277, 1964, 4112, 1507),
+    "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (9280, 7430, 1921, 3730, 2541),
+    "join_kernel<__nv_bfloat16>": (920,),
+    "plan_kernel": (3136,),
     "sample_kernel<(DType)2>": (11368,),
     "draw_rows_kernel<(DType)2>": (11184,),
     "walk_kernel<(DType)2>": (11768,),
@@ -191,9 +193,10 @@ COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 
 
 def parts_of(opcodes: list[str]) -> tuple[int, ...]:
-    """The length of all, before the first copy and the first product, and behind the last one."""
+    """The lengths of which BUDGETS has bounds."""
     copies, products = ([i for i, opcode in enumerate(opcodes) if kind.match(opcode)] for kind in (COPIES, PRODUCTS))
-    return len(opcodes), copies[0], products[0], len(opcodes) - 1 - products[-1]
+    end = max(i for i, opcode in enumerate(opcodes) if opcode == "EXIT") + 1
+    return len(opcodes), end, copies[0], products[0], end - 1 - products[-1]
 
 
 def above_budget(lengths: dict[str, tuple[int, ...]]) -> list[str]:

@@ -273,7 +273,7 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
 // Computes the warp's part of a stage whose first key is `first_key`. `start_copies` is called once, between scores and
 // softmax: before the scores, copies would delay the reads from shared memory.
 template <bool kMasked, typename I, typename StartCopies>
-__device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Shared<I>& shared, Stage<I>& stage,
+__device__ __forceinline__ void attend_stage(const AttentionParams& p, Shared<I>& shared, Stage<I>& stage,
                                              uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
                                              const StartCopies& start_copies) {
   const uint32_t warp = thread / 32, lane = thread % 32;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
                  key = warp / I::kShape.row_warps * I::kWarpKeys;
   // The words are found twice, because they would take registers while the scores are computed.
   const auto visible_to = [&](int a) {
-    const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.tile);
+    const Visibility mine = shared.views[row + a * 16 + own_row(lane)].expand(p, shared.walk.tile);
     return visible_keys<I::kWords>(mine, lane, first_key + static_cast<int32_t>(key));
   };
   uint32_t seen[I::kWords] = {};
@@ -311,8 +311,8 @@ __device__ __forceinline__ void attend_stage(const TreeAttentionParams& p, Share
       factors[a][half] = I::kScalesRows ? shared.factors[row + a * 16 + half * 8 + lane / 4] : factor;
     }
   }
-  if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
   if constexpr (kMasked) {
+    if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) mask_scores(scores[a], visible_to(a), lane);
   }

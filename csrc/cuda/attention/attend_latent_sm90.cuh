@@ -11,7 +11,7 @@ namespace pagedtree::cuda {
 // Loads Q of the warp's rows, from `row` of the tile on, as load_q_fragments() does, and stores half of the columns
 // where wgmma expects them, 0 behind the last: the first half if `group` is 0, else the second.
 template <typename I>
-__device__ __forceinline__ void copy_latent_q(const TreeAttentionParams& p, const RowTile& tile, uint32_t row,
+__device__ __forceinline__ void copy_latent_q(const AttentionParams& p, const RowTile& tile, uint32_t row,
                                               uint32_t group, bool aligned, bool negate, float factor,
                                               unsigned char* to, RowFactors<I>& factors) {
   const uint32_t lane = ptx::thread_index() % 32, num_blocks = static_cast<uint32_t>(p.head_dim) / 8;
@@ -51,8 +51,8 @@ class LatentConsumer : public ConsumerBase<I> {
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
-  __device__ __forceinline__ LatentConsumer(const TreeAttentionParams& params, const CallShape& call,
-                                            const CacheMaps& maps, Sm90Shared<I>& of_cta)
+  __device__ __forceinline__ LatentConsumer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
+                                            Sm90Shared<I>& of_cta)
       : Base(params, call, maps, of_cta), group_(group_of_warp<I>()) {}
   __device__ __forceinline__ void finish() {}
 
@@ -89,7 +89,8 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_results(scores[0]);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;
-        const Visibility seen = row_visibility(p_, tile, row() + own_row(reader));  // again, instead of being kept
+        const Visibility seen =
+            row_visibility<false>(p_, tile, row() + own_row(reader));  // again, instead of being kept
         mask_scores(scores[0], visible_keys<I::kWords>(seen, reader, mine * I::kShape.keys), reader);
       }
       if (group_ == 1 && !has_second) hide_all(scores);

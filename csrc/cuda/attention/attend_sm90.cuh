@@ -13,7 +13,7 @@ using QFragments = uint32_t[I::kHeadDim / 16][4];
 // Loads Q of the warp's rows, from `row` of the tile on, negated if `negate`, so that scores are scaled by a positive
 // number. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
 template <typename I>
-__device__ __forceinline__ void load_q_fragments(const TreeAttentionParams& p, const RowTile& tile, uint32_t row,
+__device__ __forceinline__ void load_q_fragments(const AttentionParams& p, const RowTile& tile, uint32_t row,
                                                  bool aligned, bool negate, float factor, QFragments<I>& q,
                                                  RowFactors<I>& factors) {
   const uint32_t lane = ptx::thread_index() % 32;
@@ -134,8 +134,8 @@ struct Turns {
 template <typename I>
 class ConsumerBase {
  public:
-  __device__ __forceinline__ ConsumerBase(const TreeAttentionParams& params, const CallShape& call,
-                                          const CacheMaps& maps, Sm90Shared<I>& of_cta)
+  __device__ __forceinline__ ConsumerBase(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
+                                          Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
   // The row tile that attend() was called for.
@@ -162,7 +162,7 @@ class ConsumerBase {
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage]);
   }
 
-  const TreeAttentionParams& p_;
+  const AttentionParams& p_;
   const CallShape& call_;
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
@@ -177,7 +177,7 @@ class Consumer : public ConsumerBase<I> {
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
-  __device__ __forceinline__ Consumer(const TreeAttentionParams& params, const CallShape& call, const CacheMaps& maps,
+  __device__ __forceinline__ Consumer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
       : Base(params, call, maps, of_cta) {
     turns_.begin();
@@ -198,7 +198,7 @@ class Consumer : public ConsumerBase<I> {
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
     if (turns_.group() * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
-    const RowView view = RowView::of(row_visibility(p_, tile, row() + own_row(ptx::thread_index() % 32)));
+    const RowView view = RowView::of(row_visibility<false>(p_, tile, row() + own_row(ptx::thread_index() % 32)));
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     QFragments<I> q;
     RowFactors<I> row_factors;

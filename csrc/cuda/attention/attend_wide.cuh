@@ -13,7 +13,7 @@ namespace pagedtree::cuda {
 // The scores of a warp's 8 keys, the warp's number in the stage times 8. All threads come with the stage in place; the
 // partners meet once.
 template <typename I>
-__device__ __forceinline__ void score_wide_keys(const TreeAttentionParams& p, Shared<I>& shared, uint32_t k,
+__device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared<I>& shared, uint32_t k,
                                                 Scores<I>& scores) {
   using M = typename I::M;
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void score_wide_keys(const TreeAttentionParams& p, Sh
 // Turns the scores into weights in shared memory. All threads meet once inside; they must meet before the weights are
 // read. Returns as weigh().
 template <typename I>
-__device__ __forceinline__ bool weigh_wide_keys(const TreeAttentionParams& p, Shared<I>& shared, int32_t first_key,
+__device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
                                                 float factor, Scores<I>& scores, Accumulator<I>& sums,
                                                 RowFactors<I>& rescales) {
   const uint32_t thread = ptx::thread_index(), lane = thread % 32, warp = thread / 32;
@@ -77,7 +77,7 @@ __device__ __forceinline__ bool weigh_wide_keys(const TreeAttentionParams& p, Sh
   }
   if (p.softcap != 0.0f) cap_scores<I>(p.softcap * kLog2E, scores, factors);
   if (!shared.bounds.all_see(first_key, I::kShape.keys)) {
-    const uint32_t word = keys_seen_by_lane(p, shared.tile, lane, first_key) >> (warp * 8);
+    const uint32_t word = keys_seen_by_lane(p, shared.walk.tile, lane, first_key) >> (warp * 8);
 #pragma unroll
     for (int a = 0; a < I::kAtoms; ++a) {
       VisibleKeys<1> keys;

@@ -89,7 +89,7 @@ int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& params, c
 void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecContext& ctx) const {
   if (params.num_tokens == 0) return;
   const DeviceLimits limits = device_limits();
-  const TreeAttentionParams p = with_engine(params, limits);
+  const AttentionParams p(with_engine(params, limits));
   check_engine(p.engine, limits);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
@@ -107,6 +107,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
     scratch += call.pieces.bytes();
     call.stages = residents[i].stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
+    call.q_copied = call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr;
     call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
     // A cut lies between two ranges, so there is one cut less than there are ranges.
     most_cuts = max_of(most_cuts, min_of<int64_t>(call.pieces.capacity - 1, row_tile_bound(call.work)));

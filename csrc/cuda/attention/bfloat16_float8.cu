@@ -1,12 +1,9 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_wide.cuh"
 
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_float8_attention(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return launch_attention<Instance<__nv_bfloat16, Float8E4M3, kHeadDim, kMTile, kHeadDimV>>;
-  });
+  return mma_sync_launcher<__nv_bfloat16, Float8E4M3>(shape);
 }
 
 }  // namespace pagedtree::cuda

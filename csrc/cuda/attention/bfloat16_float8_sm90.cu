@@ -1,17 +1,9 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_sm90.cuh"
 
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_float8_attention_sm90(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kWgmma>(
-      shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() -> AttentionLauncher {
-        if constexpr (tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile).is_latent()) {
-          return nullptr;  // mma.sync takes latent caches of e4m3, see list_tile()
-        } else {
-          return launch_attention_sm90<Sm90Instance<__nv_bfloat16, Float8E4M3, kHeadDim, kMTile, kHeadDimV>>;
-        }
-      });
+  return wgmma_launcher<__nv_bfloat16, Float8E4M3>(shape);
 }
 
 }  // namespace pagedtree::cuda

@@ -1,12 +1,9 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_sm90.cuh"
 
 namespace pagedtree::cuda {
 
 AttentionLauncher bfloat16_attention_sm90(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kWgmma>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return launch_attention_sm90<Sm90Instance<__nv_bfloat16, __nv_bfloat16, kHeadDim, kMTile, kHeadDimV>>;
-  });
+  return wgmma_launcher<__nv_bfloat16, __nv_bfloat16>(shape);
 }
 
 }  // namespace pagedtree::cuda

@@ -47,6 +47,7 @@ struct CallShape {
   Pieces pieces;
   int stages;
   bool q_aligned;  // rows are read 16 bytes at a time
+  bool q_copied;   // with a 16-bit cache also unchanged
   bool out_aligned;
 };
 

@@ -68,8 +68,8 @@ struct TileShape {
   constexpr int header_bytes() const {
     if (is_wgmma()) return 3072;
     if (is_wide()) return 1024 + m_tile * keys * 4;
-    const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 96 + m_tile * 28;
-    return 128 * ceil_div(32 + max_of(of_states, of_views), 128);
+    const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 32 + m_tile * 28;
+    return 128 * ceil_div(80 + max_of(of_states, of_views), 128);
   }
   constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim_v * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {

@@ -1,12 +1,7 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_wide.cuh"
 
 namespace pagedtree::cuda {
 
-AttentionLauncher half_attention(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return launch_attention<Instance<__half, __half, kHeadDim, kMTile, kHeadDimV>>;
-  });
-}
+AttentionLauncher half_attention(const TileShape& shape) { return mma_sync_launcher<__half, __half>(shape); }
 
 }  // namespace pagedtree::cuda

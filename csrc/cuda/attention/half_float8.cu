@@ -1,12 +1,7 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_wide.cuh"
 
 namespace pagedtree::cuda {
 
-AttentionLauncher half_float8_attention(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return launch_attention<Instance<__half, Float8E4M3, kHeadDim, kMTile, kHeadDimV>>;
-  });
-}
+AttentionLauncher half_float8_attention(const TileShape& shape) { return mma_sync_launcher<__half, Float8E4M3>(shape); }
 
 }  // namespace pagedtree::cuda

@@ -1,12 +1,7 @@
-#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel_sm90.cuh"
 
 namespace pagedtree::cuda {
 
-AttentionLauncher half_attention_sm90(const TileShape& shape) {
-  return find_launcher<MatrixEngine::kWgmma>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
-    return launch_attention_sm90<Sm90Instance<__half, __half, kHeadDim, kMTile, kHeadDimV>>;
-  });
-}
+AttentionLauncher half_attention_sm90(const TileShape& shape) { return wgmma_launcher<__half, __half>(shape); }
 
 }  // namespace pagedtree::cuda

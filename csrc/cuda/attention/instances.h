@@ -6,7 +6,7 @@
 
 namespace pagedtree::cuda {
 
-using AttentionLauncher = void (*)(const TreeAttentionParams& params, const CallShape& call, unsigned grid,
+using AttentionLauncher = void (*)(const AttentionParams& params, const CallShape& call, unsigned grid,
                                    int shared_bytes, void* stream);
 
 // The launcher of a tile shape.

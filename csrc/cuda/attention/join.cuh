@@ -112,8 +112,8 @@ struct CtaRecords {
 
 // Joins the rows of the row tile that CTA `owner` leaves unfinished. All threads of the CTA meet.
 template <typename T>
-__device__ __forceinline__ void join_row_tile(const TreeAttentionParams& p, const CallShape& call,
-                                              const CtaRecords& ctas, int32_t owner) {
+__device__ __forceinline__ void join_row_tile(const AttentionParams& p, const CallShape& call, const CtaRecords& ctas,
+                                              int32_t owner) {
   const RowTile tile = ctas.cut(owner);
   const auto [begin, sharers, cut, of_next] = ctas.range(owner);
   int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
@@ -139,7 +139,7 @@ __device__ __forceinline__ void join_row_tile(const TreeAttentionParams& p, cons
 // row tile of the nth, and of every gridDim.x-th one after it.
 template <typename T>
 __global__ void __launch_bounds__(kJoinThreads, kJoinCtasPerSm)
-    join_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShapes calls) {
+    join_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShapes calls) {
   ptx::wait_for_kernels_before();
   const CallShape& call = calls.lists[blockIdx.z];
   const CtaRecords ctas{call.pieces.records(), call.pieces.capacity};

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "cuda/attention/output.cuh"
-#include "cuda/attention/ranges.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -10,11 +9,11 @@ namespace pagedtree::cuda {
 // Writes what each row of the tile sees to shared memory; returns what the rows have in common. A barrier must follow
 // before shared memory is written again.
 template <typename I>
-__device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
+__device__ __forceinline__ KeyBounds find_views(const AttentionParams& p, const RowTile& tile, uint32_t thread,
                                                 Shared<I>& shared) {
   KeyBounds bounds = KeyBounds::none();
   if (thread < I::kMTile) {
-    const Visibility seen = row_visibility(p, tile, thread);
+    const Visibility seen = row_visibility<true>(p, tile, thread);
     shared.views[thread] = RowView::of(seen);
     if (thread < tile.rows) bounds = KeyBounds::of(seen);
   }
@@ -30,7 +29,7 @@ __device__ __forceinline__ KeyBounds find_views(const TreeAttentionParams& p, co
 // later ones are in flight, and the page ids of the stage after those are read. There is one barrier per stage; after
 // it the stage has arrived and the one before it is used up.
 template <typename I>
-__device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
+__device__ __forceinline__ void attend_tiles(const AttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
   constexpr int kKeys = I::kShape.keys;
   const uint32_t thread = ptx::thread_index(), warp = thread / 32;
@@ -38,26 +37,26 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   sums.clear();
   touch_row_tile(p, tile, begin * kKvTile, ring * kKeys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
-  if (thread == 0) {
-    shared.reader = KeyReader::of(p, tile);
-    shared.tile = tile;
-  }
+  copy_q_tile<I>(p, call, tile, thread, shared.q);
+  if (thread == 0) shared.reader = KeyReader::of(p, tile);
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const StageRange stages = StageRange::of<I>(bounds, begin, end);
+#pragma unroll 1  // code that runs once is fetched from memory
   for (int32_t i = key_of_thread; i < min_of(ring, stages.end - stages.first) * kKeys; i += I::kThreads) {
     const int32_t key = stages.first * kKeys + i;
     const KeyReader& reader = shared.reader;
-    shared.stage(i / kKeys).rows[i % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(key));
+    shared.stage(i / kKeys).rows[i % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(p, key));
   }
   __syncthreads();
+#pragma unroll 1
   for (int s = 0; s < ring - 1; ++s) {
     if (stages.first + s < stages.end) copy_stage<I>(shared.stage(s), thread);
     ptx::cp_async_commit();
   }
   // While the first keys are on their way; the barrier of the first stage comes after it.
   const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
-  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
+  load_q_tile<I>(p, call, thread, scale < 0.0f, factor, shared);
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
   // Where more than two CTAs share the registers, those of the one warp that found them are read again.
@@ -68,7 +67,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     __syncthreads();
     const int32_t first_key = i * kKeys, later_key = first_key + ring * kKeys + key_of_thread;
     const bool reads_page = thread < kKeys && i + ring < stages.end;
-    const int32_t page = reads_page ? shared.reader.page(later_key) : -1;
+    const int32_t page = reads_page ? shared.reader.page(p, later_key) : -1;
     const auto start_copies = [&] {
       if (i + ring - 1 < stages.end) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), thread);
       ptx::cp_async_commit();
@@ -77,7 +76,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     Stage<I>& stage = shared.stage(now);
     if (!has_rows) {
       start_copies();
-    } else if (kept().all_see(first_key, kKeys)) {
+    } else if (p.softcap == 0.0f && kept().all_see(first_key, kKeys)) {
       attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
     } else {
       attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
@@ -88,72 +87,41 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   ptx::cp_async_wait<0>();
 }
 
-// Computes the row tile at shared.at from that KV tile to the end of the row tile or of the range. The tile is looked
-// up again for the output instead of being kept in registers beside the accumulators.
-template <typename I>
-__device__ __forceinline__ void attend_piece(const TreeAttentionParams& p, const CallShape& call, Shared<I>& shared) {
-  const WorkPosition& at = shared.at;
-  const WarpParts<I> parts{shared};
-  const auto find_work = [&] { return sequence_work(call.work, at.sequence, shared.share.sharers); };
-  const auto find_tile = [&](const SequenceWork& work) {
-    return row_tile(p, work, at.sequence, at.row_tile, I::kMTile, shared.share.part());
-  };
-  const auto find_end = [&](const SequenceWork& work) {
-    return at.same_row(shared.stop) ? shared.stop.kv_tile : work.kv_tiles;
-  };
-  {
-    const SequenceWork work = find_work();
-    const RowTile tile = find_tile(work);
-    if (tile.rows == 0) return;
-    Accumulator<I> sums;
-    attend_tiles<I>(p, call, tile, at.kv_tile, find_end(work), shared, sums);
-    __syncthreads();
-    parts.store(sums);
-  }
-  __syncthreads();
-  const SequenceWork work = find_work();
-  const RowTile tile = find_tile(work);
-  if (at.kv_tile == 0 && find_end(work) == work.kv_tiles) {
-    join<I>(parts, tile.rows, ToOutput<typename I::T>{p, tile, call.out_aligned});
-  } else {
-    tell_cut(call.pieces, shared.share.cta, at, tile);
-    join<I>(parts, tile.rows, ToPiece{call.pieces.of(shared.share.cta, at.kv_tile == 0), I::kHeadDimV});
-  }
-}
-
 // CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
-    attention_kernel(const __grid_constant__ TreeAttentionParams p, const __grid_constant__ CallShape call) {
+    attention_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShape call) {
   static_assert(sizeof(Shared<I>) <= I::kShape.header_bytes() + I::kShape.q_bytes(), "header_bytes() is too small");
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
-  const WorkShape& shape = call.work;
-  const CallRanges ranges(shape, p.plan, call.pieces.capacity);
-  ranges.find(shared.at, shared.stop, shared.share, call.pieces.records());
+  const WorkShape shape = work_of<I>(call.work);
+  Walk& walk = shared.walk;  // in memory, as accumulators fill the registers
+  CallRanges(shape, p.plan, call.pieces.capacity).find(walk, call.pieces.records());
   __syncthreads();
-  if (shared.at.kv_tile > 0 && !shared.at.before(shared.stop)) {
-    clear_piece(call.pieces.of(shared.share.cta, false), I::kMTile);
-  }
-  while (shared.at.before(shared.stop)) {
-    // A sequence without row tiles may lie between two others.
-    const auto row_tiles = [&] { return sequence_work(shape, shared.at.sequence, shared.share.sharers).row_tiles; };
-    if (shared.at.row_tile < row_tiles()) attend_piece<I>(p, call, shared);
+  for (bool is_behind = false;; is_behind = true) {
+    if (ptx::thread_index() == 0) walk.advance(p, shape, is_behind);
     __syncthreads();
-    if (threadIdx.x == 0) {
-      const WorkPosition at = shared.at;
-      const bool is_last = at.row_tile + 1 >= row_tiles();
-      shared.at = is_last ? WorkPosition{at.sequence + 1, 0, 0} : WorkPosition{at.sequence, at.row_tile + 1, 0};
+    if (walk.tile.rows == 0) break;
+    const WarpParts<I> parts{shared};
+    {
+      Accumulator<I> sums;
+      attend_tiles<I>(p, call, walk.tile, walk.at.kv_tile, walk.kv_end, shared, sums);
+      __syncthreads();
+      parts.store(sums);
     }
     __syncthreads();
+    if (!walk.is_whole()) tell_cut(call.pieces, walk.share.cta, walk.at, walk.tile);
+    join<I>(parts, walk.tile.rows, walk.is_whole(), ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
+            ToPiece{call.pieces.of(walk.share.cta, walk.at.kv_tile == 0), I::kHeadDimV});
+    __syncthreads();
   }
-  clear_padding<I>(p, shape, shared.share.cta);
+  if (walk.is_empty_piece()) clear_piece(call.pieces.of(walk.share.cta, false), I::kMTile);
+  if (has_padding(p)) clear_rare_padding<I>(p, walk.share.cta);
 }
 
 template <typename I>
-void launch_attention(const TreeAttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes,
-                      void* stream) {
+void launch_attention(const AttentionParams& p, const CallShape& call, unsigned grid, int shared_bytes, void* stream) {
   launch_behind(attention_kernel<I>, dim3(grid), dim3(I::kThreads), static_cast<size_t>(shared_bytes), stream, p, call);
 }
 

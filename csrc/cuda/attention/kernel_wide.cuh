@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/attention/attend_wide.cuh"
+#include "cuda/attention/instances.cuh"
 #include "cuda/attention/kernel.cuh"
 
 namespace pagedtree::cuda {
@@ -11,20 +12,20 @@ namespace pagedtree::cuda {
 // has arrived.
 template <typename I>
   requires(I::kShape.is_wide())
-__device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const CallShape& call, const RowTile& tile,
+__device__ __forceinline__ void attend_tiles(const AttentionParams& p, const CallShape& call, const RowTile& tile,
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
   sums.clear();
   const uint32_t thread = ptx::thread_index();
   touch_row_tile(p, tile, begin * kKvTile, call.stages * I::kShape.keys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
+  copy_q_tile<I>(p, call, tile, thread, shared.q);
   if (thread < 32) {
     KeyBounds bounds = KeyBounds::none();
-    if (thread < tile.rows) bounds = KeyBounds::of(row_visibility(p, tile, thread));
+    if (thread < tile.rows) bounds = KeyBounds::of(row_visibility<true>(p, tile, thread));
     bounds = bounds.over_warp();
     if (thread == 0) {
       shared.bounds = bounds;
       shared.reader = KeyReader::of(p, tile);
-      shared.tile = tile;
     }
   }
   __syncthreads();
@@ -34,7 +35,7 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
   for (int s = 0; s < call.stages - 1; ++s) ring.start();
   // While the first keys are on their way; the barrier of the first stage comes after it.
   const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
-  load_q_tile<I>(p, tile, thread, call.q_aligned, scale < 0.0f, factor, shared.q, shared.factors);
+  load_q_tile<I>(p, call, thread, scale < 0.0f, factor, shared);
   for (int32_t i = stages.first; i < stages.end; ++i) {
     const uint32_t keys = ring.wait();
     Scores<I> scores;
@@ -52,6 +53,13 @@ __device__ __forceinline__ void attend_tiles(const TreeAttentionParams& p, const
     add_wide_values<I>(shared, values, sums);
   }
   ptx::cp_async_wait<0>();
+}
+
+template <typename T, typename Kv>
+AttentionLauncher mma_sync_launcher(const TileShape& shape) {
+  return find_launcher<MatrixEngine::kMmaSync>(shape, [&]<int kHeadDim, int kMTile, int kHeadDimV>() {
+    return launch_attention<Instance<T, Kv, kHeadDim, kMTile, kHeadDimV>>;
+  });
 }
 
 }  // namespace pagedtree::cuda

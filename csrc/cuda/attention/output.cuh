@@ -106,7 +106,7 @@ struct ToPiece {
 
 template <typename T>
 struct ToOutput {
-  const TreeAttentionParams& p;
+  const AttentionParams& p;
   const RowTile& tile;
   bool aligned;
 
@@ -122,8 +122,13 @@ struct ToOutput {
       for (int i = 0; i < kColumns / 2; ++i)
         pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
       if (!aligned) {
+#pragma unroll 1
+        for (int i = 0; i < kColumns; i += 2) {
+          to[column + i] = static_cast<uint16_t>(pairs[0]);
+          to[column + i + 1] = static_cast<uint16_t>(pairs[0] >> 16);
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) to[column + i] = static_cast<uint16_t>(pairs[i / 2] >> i % 2 * 16);
+          for (int next = 1; next < kColumns / 2; ++next) pairs[next - 1] = pairs[next];
+        }
       } else if constexpr (kColumns == 8) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       } else {
@@ -150,10 +155,12 @@ struct ToOutput {
   }
 };
 
-template <typename I, typename Target>
-__device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, const Target& target) {
+template <typename I, typename T>
+__device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, bool is_whole, const ToOutput<T>& output,
+                                     const ToPiece& piece) {
   constexpr uint32_t kVectors = I::kHeadDimV / 8;
   using State = JoinedState<I>;
+#pragma unroll 1  // code that runs once is fetched from memory
   for (uint32_t i = ptx::thread_index(); i < rows * kVectors; i += I::kThreads) {
     const uint32_t row = i / kVectors, column = i % kVectors * 8;
     const State state(parts, row);
@@ -165,30 +172,35 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, c
 #pragma unroll
       for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], state.weights[part], values[d]);
     }
-    target.row(row, state.maximum, state.sum, column == 0).store(column, values);
+    if (is_whole) {
+      output.row(row, state.maximum, state.sum, column == 0).store(column, values);
+    } else {
+      piece.row(row, state.maximum, state.sum, column == 0).store(column, values);
+    }
   }
 }
 
 // Tells the kernel that joins the pieces of the row tile which a CTA has begun and leaves unfinished.
 __device__ __forceinline__ void tell_cut(const Pieces& pieces, int32_t cta, const WorkPosition& at,
                                          const RowTile& tile) {
-  if (threadIdx.x == 0 && at.kv_tile == 0) pieces.records()[cta].cut = tile;
+  if (ptx::thread_index() == 0 && at.kv_tile == 0) pieces.records()[cta].cut = tile;
 }
 
 // An empty range inside a row tile has seen nothing.
-__device__ __forceinline__ void clear_piece(const Piece& piece, int rows) {
-  for (int row = static_cast<int>(threadIdx.x); row < rows; row += static_cast<int>(blockDim.x)) {
+__device__ __forceinline__ void clear_piece(const Piece& piece, uint32_t rows) {
+#pragma unroll 1
+  for (uint32_t row = ptx::thread_index(); row < rows; row += blockDim.x) {
     piece.states[row] = make_float2(-kInfinity, 0.0f);
   }
 }
 
 // Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
 template <typename I>
-__device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64_t begin, int64_t end, int32_t cta) {
-  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size;
-  const int64_t first = begin * heads + cta;
-  for (int64_t row = first; row < end * heads; row += gridDim.x) {
-    const int64_t token = row / heads, head = row % heads;
+__device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t cta) {
+  const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
+  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size, padding = p.num_tokens - used.size();
+  for (int64_t row = cta; row < padding * heads; row += gridDim.x) {
+    const int64_t head = row % heads, token = row / heads < used.begin ? row / heads : row / heads + used.size();
     uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
     for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDimV; d += I::kThreads) out[d] = 0;
     if (threadIdx.x == 0 && p.lse != nullptr) {
@@ -198,10 +210,13 @@ __device__ __forceinline__ void clear_tokens(const TreeAttentionParams& p, int64
 }
 
 template <typename I>
-__device__ __forceinline__ void clear_padding(const TreeAttentionParams& p, const WorkShape& shape, int32_t cta) {
-  const NodeRange used = used_rows(p.cu_seqlens_q, shape.batch, p.num_tokens);
-  clear_tokens<I>(p, 0, used.begin, cta);
-  clear_tokens<I>(p, used.end, p.num_tokens, cta);
+__device__ __attribute__((noinline)) void clear_rare_padding(const AttentionParams& p, int32_t cta) {
+  clear_padding<I>(p, cta);
+}
+
+// Whether offsets leave rows to padding: those that do not begin at 0, or end before the last row.
+__device__ __forceinline__ bool has_padding(const AttentionParams& p) {
+  return p.batch == 0 || p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.num_tokens;
 }
 
 }  // namespace pagedtree::cuda

@@ -2,9 +2,26 @@
 #pragma once
 
 #include "cuda/attention/config.h"
+#include "cuda/tile/divisor.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pagedtree::cuda {
+
+// The op's parameters, and what kernels divide by.
+struct AttentionParams : TreeAttentionParams {
+  SmallDivisor by_group_size, by_page_size;
+  explicit AttentionParams(const TreeAttentionParams& p)
+      : TreeAttentionParams(p), by_group_size(p.group_size), by_page_size(p.table.page_size) {}
+};
+
+// The work of a launch for one kind of tile: the compiler knows by what it divides.
+template <typename I>
+__device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
+  WorkShape known = shape;
+  known.m_tile = I::kMTile;
+  known.few_rows_heads = 1;
+  return known;
+}
 
 // Which of the CTAs that share a range's row tiles one is; `cta` is its index in the launch.
 struct Share {
@@ -24,19 +41,19 @@ struct RowTile {
   int32_t tree_len;  // -1: causal
 
   __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
-  __device__ __forceinline__ int32_t query_of(const TreeAttentionParams& p, uint32_t row) const {
-    return query + static_cast<int32_t>((first_head + row) / static_cast<uint32_t>(p.group_size));
+  __device__ __forceinline__ int32_t query_of(const AttentionParams& p, uint32_t row) const {
+    return query + static_cast<int32_t>(p.by_group_size.quotient(first_head + row));
   }
-  __device__ __forceinline__ int64_t token(const TreeAttentionParams& p, uint32_t row) const {
+  __device__ __forceinline__ int64_t token(const AttentionParams& p, uint32_t row) const {
     return int64_t{first_token} + query_of(p, row);
   }
-  __device__ __forceinline__ int64_t head(const TreeAttentionParams& p, uint32_t row) const {
-    return int64_t{kv_head} * p.group_size + (first_head + row) % static_cast<uint32_t>(p.group_size);
+  __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
+    return int64_t{kv_head} * p.group_size + p.by_group_size.remainder(first_head + row);
   }
 };
 
 // The rows of row tile `index` that belong to one of the CTAs that share it, which have m_tile rows each; maybe none.
-__device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const SequenceWork& work, int32_t sequence,
+__device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const SequenceWork& work, int32_t sequence,
                                             int32_t index, int32_t m_tile, int32_t part) {
   RowTile tile{};
   tile.sequence = sequence;
@@ -44,22 +61,37 @@ __device__ __forceinline__ RowTile row_tile(const TreeAttentionParams& p, const 
   tile.first_token = static_cast<int32_t>(work.tokens.begin);
   tile.num_queries = static_cast<int32_t>(work.tokens.size());
   tile.seq_len = static_cast<int32_t>(work.seq_len);
-  const int64_t first_row = index % work.m_tiles * work.tile_rows + int64_t{part} * m_tile;
-  tile.query = static_cast<int32_t>(first_row / p.group_size);
-  tile.first_head = static_cast<uint32_t>(first_row % p.group_size);
+  // A row of Q and of the output has 256 bytes at least, so there are fewer than 2^31 rows.
+  const auto first_row =
+      static_cast<uint32_t>(index % work.m_tiles * work.tile_rows) + static_cast<uint32_t>(part * m_tile);
+  tile.query = static_cast<int32_t>(p.by_group_size.quotient(first_row));
+  tile.first_head = p.by_group_size.remainder(first_row);
   tile.rows = static_cast<uint32_t>(clamp_to<int64_t>(work.tokens.size() * p.group_size - first_row, 0, m_tile));
   tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
   return tile;
 }
 
-// What `row` sees; rows that the tile does not have see nothing.
-__device__ __forceinline__ Visibility row_visibility(const TreeAttentionParams& p, const RowTile& tile, uint32_t row) {
+// Few calls have windows in trees.
+__device__ inline __attribute__((noinline)) TreeWindow rare_tree_window(const int32_t* words, int32_t num_words,
+                                                                        int32_t num_bits, int32_t tree_start,
+                                                                        int64_t window) {
+  return tree_window(words, num_words, num_bits, tree_start, window);
+}
+
+// What `row` sees; rows that the tile does not have see nothing. kMayCall: kernels for wgmma must not call functions,
+// or ptxas ignores their setmaxnreg.
+template <bool kMayCall>
+__device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, const RowTile& tile, uint32_t row) {
   if (row >= tile.rows) return Visibility{};
   if (tile.tree_len < 0) {
     return causal_visibility(tile.seq_len, tile.num_queries, tile.query_of(p, row), p.window);
   }
   const int32_t* words = p.tree_mask + tile.token(p, row) * p.mask_stride;
-  return tree_visibility(tile.seq_len, tile.tree_len, words, p.mask_words, p.window);
+  Visibility seen = tree_visibility(tile.seq_len, tile.tree_len, words, p.mask_words, kMayCall ? 0 : p.window);
+  if (kMayCall && p.window > 0) {
+    seen.narrow(rare_tree_window(words, p.mask_words, seen.num_bits, seen.tree_start, p.window));
+  }
+  return seen;
 }
 
 // The part of a Visibility that differs between the rows of a tile: only this is kept by each thread.
@@ -69,7 +101,7 @@ struct RowView {
   const int32_t* words;  // null: no tree
 
   __device__ __forceinline__ static RowView of(const Visibility& v) { return {v.begin, v.end, v.first_bit, v.words}; }
-  __device__ __forceinline__ Visibility expand(const TreeAttentionParams& p, const RowTile& tile) const {
+  __device__ __forceinline__ Visibility expand(const AttentionParams& p, const RowTile& tile) const {
     if (words == nullptr) return {begin, end, tile.seq_len, nullptr, 0, 0, 0};
     const int64_t num_bits = int64_t{p.mask_words} * kMaskWordBits;
     return {begin,

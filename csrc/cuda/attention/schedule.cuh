@@ -28,10 +28,10 @@ __global__ void __launch_bounds__(kScheduleThreads)
   const WorkShape& shape = lists.work[blockIdx.x];
   int32_t* const ranges = ranges_of_list(plan, shape.list);
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
-  const int64_t run = ceil_div<int64_t>(shape.batch, threads);
+  const int32_t run = ceil_div(static_cast<int32_t>(shape.batch), threads);
   const auto sum_up = [&](int32_t sharers) {
     WorkSum sum{};
-    for (int64_t b = thread * run; b < min_of((thread + 1) * run, shape.batch); ++b)
+    for (int64_t b = int64_t{thread} * run; b < min_of(int64_t{thread + 1} * run, shape.batch); ++b)
       sum = sum + RowCosts(shape, sequence_work(shape, b, sharers), b).sum();
     block_scan(shared.sums, sum, [](const WorkSum& a, const WorkSum& b) { return a + b; });
     const WorkSum total = shared.sums[threads - 1];
@@ -39,12 +39,14 @@ __global__ void __launch_bounds__(kScheduleThreads)
     return total;
   };
   const RangeLimits& limits = lists.limits[blockIdx.x];
-  WorkSum total = sum_up(1);
-  int32_t sharers = sharers_of(total, limits);
-  if (sharers > 1) {
-    const WorkSum alone = total;
+  WorkSum alone{}, total{};
+  int32_t sharers = 1;
+#pragma unroll 1
+  for (int pass = 0, wanted = 0; wanted != sharers; ++pass) {  // alone; shared; if that costs too much, alone again
+    if (pass > 0) sharers = wanted;
     total = sum_up(sharers);
-    if (!can_share(alone, total, sharers)) total = sum_up(sharers = 1);
+    if (pass == 0) alone = total;
+    wanted = pass == 0 ? sharers_of(alone, limits) : pass == 1 && can_share(alone, total, sharers) ? sharers : 1;
   }
   const int32_t num_ranges = num_ranges_of(total, limits, sharers);
   for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : i == 1 ? sharers : 0;
@@ -56,7 +58,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
       const int32_t middle = (low + high) / 2;
       shared.sums[middle].cost > target ? high = middle : low = middle + 1;
     }
-    int64_t b = low * run, before = low == 0 ? 0 : shared.sums[low - 1].cost;
+    int64_t b = int64_t{low} * run, before = low == 0 ? 0 : shared.sums[low - 1].cost;
     while (true) {
       const SequenceWork work = sequence_work(shape, b, sharers);
       const RowCosts costs(shape, work, b);

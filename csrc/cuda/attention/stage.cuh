@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/math.h"
-#include "cuda/attention/row_tile.cuh"
+#include "cuda/attention/ranges.cuh"
 #include "cuda/tile/mma.cuh"
 
 namespace pagedtree::cuda {
@@ -14,7 +14,7 @@ struct InstanceOf {
   using Kv = Kv_;
   using M = Multiplied<T, Kv>;
   // Rows of Q that are multiplied in another type are scaled to its range, each by its own power of two.
-  static constexpr bool kScalesRows = !std::is_same_v<T, M>;
+  static constexpr bool kScalesRows = !std::is_same_v<T, M>, kCopiesQ = std::is_same_v<T, Kv>;
   static constexpr TileShape kShape = kTileShape;
   static constexpr int kHeadDim = kShape.head_dim, kHeadDimV = kShape.head_dim_v, kMTile = kShape.m_tile;
   static constexpr int kThreads = kShape.threads();
@@ -58,26 +58,23 @@ struct KeyReader {
   const char *k, *v;  // of the head
   int32_t seq_len;
   int32_t kv_head;
-  uint32_t page_size;
 
-  __device__ __forceinline__ static KeyReader of(const TreeAttentionParams& p, const RowTile& tile) {
+  __device__ __forceinline__ static KeyReader of(const AttentionParams& p, const RowTile& tile) {
     const int64_t size = element_size(p.kv_dtype);
     return {p.table.pages + tile.sequence * p.table.row_stride,
             static_cast<const char*>(p.k_cache.data) + tile.kv_head * p.k_cache.head_stride * size,
-            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size,
-            tile.seq_len,
-            tile.kv_head,
-            static_cast<uint32_t>(min_of<int64_t>(p.table.page_size, 0x7fffffff))};
+            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size, tile.seq_len,
+            tile.kv_head};
   }
 
-  __device__ __forceinline__ int32_t page(int32_t key) const {
-    return key < seq_len ? pages[static_cast<uint32_t>(key) / page_size] : -1;
+  __device__ __forceinline__ int32_t page(const AttentionParams& p, int32_t key) const {
+    return key < seq_len ? pages[p.by_page_size.quotient(static_cast<uint32_t>(key))] : -1;
   }
 
   template <typename Kv>
-  __device__ __forceinline__ KeyRow row(const TreeAttentionParams& p, int32_t key, int32_t page) const {
+  __device__ __forceinline__ KeyRow row(const AttentionParams& p, int32_t key, int32_t page) const {
     if (page < 0 || page >= p.num_pages) return {nullptr, nullptr};
-    const int64_t offset = static_cast<uint32_t>(key) % page_size;
+    const int64_t offset = p.by_page_size.remainder(static_cast<uint32_t>(key));
     return {k + (page * p.k_cache.page_stride + offset * p.k_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv)),
             v + (page * p.v_cache.page_stride + offset * p.v_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv))};
   }
@@ -85,7 +82,7 @@ struct KeyReader {
 
 // Starts loads of the mask words of a row tile and of the page ids of its first keys, from KV tile `first_key` / 64 on,
 // so that whoever reads them finds them in the L1 cache instead of waiting for one after the other.
-__device__ __forceinline__ void touch_row_tile(const TreeAttentionParams& p, const RowTile& tile, int32_t first_key,
+__device__ __forceinline__ void touch_row_tile(const AttentionParams& p, const RowTile& tile, int32_t first_key,
                                                int32_t num_keys, uint32_t thread) {
   if (p.tree_mask != nullptr && p.mask_words > 0 && thread < tile.rows) {
     ptx::touch(p.tree_mask + tile.token(p, thread) * p.mask_stride);
@@ -98,18 +95,18 @@ __device__ __forceinline__ void touch_row_tile(const TreeAttentionParams& p, con
   const int32_t key = first_key + static_cast<int32_t>(thread) * kKeysApart;
   const KeyReader reader = KeyReader::of(p, tile);
   if (key < min_of(first_key + num_keys, tile.seq_len))
-    ptx::touch(&reader.pages[static_cast<uint32_t>(key) / reader.page_size]);
+    ptx::touch(&reader.pages[p.by_page_size.quotient(static_cast<uint32_t>(key))]);
 }
 
 // Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
-__device__ __forceinline__ float score_scale(const TreeAttentionParams& p, int32_t kv_head) {
+__device__ __forceinline__ float score_scale(const AttentionParams& p, int32_t kv_head) {
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
 }
 
 // The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
 // q.k has its sign already. The factor is not 0 where it multiplies maxima, which may be -inf.
 template <typename Kv>
-__device__ __forceinline__ float score_factor(const TreeAttentionParams& p, float scale) {
+__device__ __forceinline__ float score_factor(const AttentionParams& p, float scale) {
   const float factor = fabsf(scale) * kDecodedScale<Kv> * kLog2E;
   return p.softcap == 0.0f ? fmaxf(factor, 0x1p-126f) : factor * 2.0f / p.softcap;
 }
@@ -124,14 +121,12 @@ struct alignas(16) Stage {
 // The launch adds the memory of the stages after this struct. That for wide values is in stage_wide.cuh.
 template <typename I>
 struct alignas(128) Shared {
-  WorkPosition at, stop;  // the range's current position and its end
-  Share share;
+  Walk walk;
   union {
     float2 states[I::kShape.key_warps * I::kMTile];  // maximum and sum of each row, of each warp that shares it
     struct {
       KeyBounds bounds[I::kShape.warps()];
       KeyReader reader;  // from here on in memory, as accumulators fill the registers
-      RowTile tile;
       RowView views[I::kMTile];
       float factors[I::kScalesRows ? I::kMTile : 1];
     };
@@ -181,9 +176,9 @@ struct RowScale {
 // Loads Q, negated if `negate`, so that scores are scaled by a positive number. If rows are scaled, `factors` holds the
 // factor of each row's scores; else `factor` is that of all. Columns that a wide tile has and K has not are not stored.
 // A thread's loads are in flight together, up to 64 bytes.
-template <typename I, bool kAligned>
-__device__ __forceinline__ void load_q_rows(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
-                                            bool negate, float factor, unsigned char* q, float* factors) {
+template <typename I>
+__device__ __forceinline__ void load_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t thread,
+                                            bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
   constexpr int kChunks = I::QRows::kChunks;
   constexpr uint32_t kLanes = I::kHeadDim > 128 ? 32 : I::kHeadDim > 64 ? 16 : 8;  // lanes that share a row
   constexpr int kPerLane = ceil_div(kChunks, static_cast<int>(kLanes));
@@ -206,7 +201,7 @@ __device__ __forceinline__ void load_q_rows(const TreeAttentionParams& p, const 
         uint4& loaded = values[i][j] = make_uint4(0, 0, 0, 0);
         if (row >= tile.rows || chunk >= chunks) continue;
         const uint16_t* from = of_row + chunk * 8;
-        if constexpr (kAligned) {
+        if (aligned) {
           loaded = *reinterpret_cast<const uint4*>(from);
         } else {
           const auto pair = [&](int at) { return uint32_t{from[at]} | uint32_t{from[at + 1]} << 16; };
@@ -243,13 +238,41 @@ __device__ __forceinline__ void load_q_rows(const TreeAttentionParams& p, const 
   }
 }
 
+// For rows that few calls have; `tile` must be in shared memory.
 template <typename I>
-__device__ __forceinline__ void load_q_tile(const TreeAttentionParams& p, const RowTile& tile, uint32_t thread,
-                                            bool aligned, bool negate, float factor, unsigned char* q, float* factors) {
-  if (aligned) {
-    load_q_rows<I, true>(p, tile, thread, negate, factor, q, factors);
-  } else {
-    load_q_rows<I, false>(p, tile, thread, negate, factor, q, factors);
+__device__ __attribute__((noinline)) void load_rare_q_rows(const AttentionParams& p, const RowTile& tile, bool aligned,
+                                                           bool negate, float factor, unsigned char* q,
+                                                           float* factors) {
+  load_q_rows<I>(p, tile, ptx::thread_index(), aligned, negate, factor, q, factors);
+}
+
+// Loads Q unless copy_q_tile() has copied it.
+template <typename I>
+__device__ __forceinline__ void load_q_tile(const AttentionParams& p, const CallShape& call, uint32_t thread,
+                                            bool negate, float factor, Shared<I>& shared) {
+  if (I::kCopiesQ ? !call.q_copied : !call.q_aligned) {
+    load_rare_q_rows<I>(p, shared.walk.tile, call.q_aligned, negate, factor, shared.q, shared.factors);
+  } else if constexpr (!I::kCopiesQ) {
+    load_q_rows<I>(p, shared.walk.tile, thread, true, negate, factor, shared.q, shared.factors);
+  }
+}
+
+// Starts the copies of Q where its rows are multiplied as they are.
+template <typename I>
+__device__ __forceinline__ void copy_q_tile(const AttentionParams& p, const CallShape& call, const RowTile& tile,
+                                            uint32_t thread, unsigned char* q) {
+  if (!I::kCopiesQ || !call.q_copied) return;
+  constexpr uint32_t kLanes = I::QRows::kChunks > 16 ? 32 : I::QRows::kChunks > 8 ? 16 : 8;  // that share a row
+  const uint32_t to = ptx::smem_addr(q), chunks = I::kShape.is_wide() ? p.head_dim / 8 : I::QRows::kChunks;
+#pragma unroll 1
+  for (uint32_t row = thread / kLanes; row < I::kMTile; row += I::kThreads / kLanes) {
+    const uint16_t* from = static_cast<const uint16_t*>(p.q);
+    if (row < tile.rows) from += tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride;
+#pragma unroll
+    for (uint32_t first = 0; first < I::QRows::kChunks; first += kLanes) {
+      const uint32_t chunk = first + thread % kLanes;
+      if (chunk < chunks) ptx::cp_async_16(to + I::QRows::offset(row, chunk), from + chunk * 8, row < tile.rows);
+    }
   }
 }
 

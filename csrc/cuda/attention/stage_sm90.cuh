@@ -45,7 +45,7 @@ struct CacheMaps {
   int box;  // 0: no maps, pages or strides are not such that TMA could read them, or the driver refuses
 
   template <typename I>
-  static CacheMaps of(const TreeAttentionParams& p) {
+  static CacheMaps of(const AttentionParams& p) {
     CacheMaps maps{};
     if (I::kDecodes || !fits(p, p.k_cache) || !fits(p, p.v_cache)) return maps;
     int box = I::kShape.keys;
@@ -62,7 +62,7 @@ struct CacheMaps {
   // TMA wants strides that are multiples of 16 bytes below 2^40, and sizes of 32 bits; the stride of a size of 1 is
   // never used.
   static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
-  static bool fits(const TreeAttentionParams& p, const PagedCache& cache) {
+  static bool fits(const AttentionParams& p, const PagedCache& cache) {
     const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 40; };
     return p.num_pages > 0 && p.num_pages < int64_t{1} << 31 && p.table.page_size < int64_t{1} << 31 &&
            reinterpret_cast<uintptr_t>(cache.data) % 16 == 0 &&
@@ -70,7 +70,7 @@ struct CacheMaps {
            is_stride(stride_bytes(p.num_kv_heads, cache.head_stride)) &&
            is_stride(stride_bytes(p.num_pages, cache.page_stride));
   }
-  static std::optional<ptx::TensorMap> map_of(const TreeAttentionParams& p, const PagedCache& cache, int box) {
+  static std::optional<ptx::TensorMap> map_of(const AttentionParams& p, const PagedCache& cache, int box) {
     const auto bytes = [](int64_t size, int64_t stride) { return static_cast<uint64_t>(stride_bytes(size, stride)); };
     return tensor_map({cache.data,
                        {static_cast<uint64_t>(p.head_dim), static_cast<uint64_t>(p.table.page_size),
@@ -96,8 +96,7 @@ struct WarpTile {
 // The launch adds the memory of Q, where it is in shared memory, and of the stages.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  WorkPosition start, stop;  // of the CTA's range
-  Share share;
+  Walk walk;  // at the begin of the CTA's range; each role goes its own way
   WarpTile warps[I::kShape.warps()];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];
@@ -139,10 +138,10 @@ struct RingPlace {
 };
 
 // What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another.
-__device__ __forceinline__ KeyBounds tile_bounds(const TreeAttentionParams& p, const RowTile& tile, uint32_t lane) {
+__device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const RowTile& tile, uint32_t lane) {
   KeyBounds bounds = KeyBounds::none();
   for (uint32_t row = lane; row < tile.rows; row += 32) {
-    bounds = bounds.join(KeyBounds::of(row_visibility(p, tile, row)));
+    bounds = bounds.join(KeyBounds::of(row_visibility<false>(p, tile, row)));
   }
   return bounds.over_warp();
 }
@@ -191,7 +190,7 @@ struct Codes {
 template <typename I>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const TreeAttentionParams& params, const CacheMaps& maps, int stages,
+  __device__ __forceinline__ Producer(const AttentionParams& params, const CacheMaps& maps, int stages,
                                       Sm90Shared<I>& of_cta)
       : p_(params), maps_(maps), stages_(stages), shared_(of_cta) {}
 
@@ -204,13 +203,13 @@ class Producer {
     __syncwarp();                                        // that of the row tile before is not read any more
     if (thread() % 32 == 0) reader = KeyReader::of(p_, tile);
     __syncwarp();
-    const RowView view = RowView::of(row_visibility(p_, tile, thread()));
+    const RowView view = RowView::of(row_visibility<false>(p_, tile, thread()));
     const int32_t first_boxes = ceil_div(bounds.plain_begin, kKeys);
     const int32_t end_of_boxes = maps_.box > 0 ? bounds.plain_end / kKeys : 0;
     const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage < end_of_boxes; };
     const auto find_page = [&](int32_t stage) {
-      if (!has_boxes(stage)) return reader.page(stage * kKeys + own_key());
-      return thread() < 32 ? reader.page(stage * kKeys + key_of_box()) : -1;
+      if (!has_boxes(stage)) return reader.page(p_, stage * kKeys + own_key());
+      return thread() < 32 ? reader.page(p_, stage * kKeys + key_of_box()) : -1;
     };
     // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
     const auto write_rows = [&](int32_t stage, int32_t page) {
@@ -290,8 +289,7 @@ class Producer {
     constexpr int32_t kPanels = I::PartRows::kChunks / 8;
     const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    int32_t offset = 0;
-    if (thread() < 32) offset = static_cast<int32_t>(static_cast<uint32_t>(stage * kKeys + key) % reader.page_size);
+    const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKeys + key)));
     wait_until_empty();
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
@@ -353,7 +351,7 @@ class Producer {
     ptx::mbar_wait(&shared_.empty[place_.stage], place_.parity ^ 1);
   }
 
-  const TreeAttentionParams& p_;
+  const AttentionParams& p_;
   const CacheMaps& maps_;
   int stages_;
   Sm90Shared<I>& shared_;

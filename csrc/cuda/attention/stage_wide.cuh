@@ -14,11 +14,9 @@ struct alignas(128) Shared<I> {
   using WeightRows = Panels<I::kShape.keys * 2, I::kMTile>;
   static_assert(I::kMTile <= 32 && I::kShape.keys == kMaskWordBits && kWarps == 4 && I::kWarpKeys == 8);
   static_assert(I::KRows::kBytes == I::kShape.stage_bytes(sizeof(typename I::Kv)) && I::KRows::kQuarter == 0);
-  WorkPosition at, stop;  // the range's current position and its end
-  Share share;
+  Walk walk;
   KeyBounds bounds;
   KeyReader reader;
-  RowTile tile;
   float4 tops[I::kMTile];  // the largest scores of a row in a stage, by the warp that weighs them
   float factors[I::kScalesRows ? I::kMTile : 1];
   union alignas(128) {
@@ -35,9 +33,9 @@ struct alignas(128) Shared<I> {
 };
 
 // The word of a stage's keys that row `lane` sees. It is found again where it is needed, as only few stages need it.
-__device__ __forceinline__ uint32_t keys_seen_by_lane(const TreeAttentionParams& p, const RowTile& tile, uint32_t lane,
+__device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
                                                       int32_t first_key) {
-  return row_visibility(p, tile, lane).visible32(first_key);
+  return row_visibility<true>(p, tile, lane).visible32(first_key);
 }
 
 // The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of
@@ -45,7 +43,7 @@ __device__ __forceinline__ uint32_t keys_seen_by_lane(const TreeAttentionParams&
 template <typename I>
 class WideRing {
  public:
-  __device__ __forceinline__ WideRing(const TreeAttentionParams& params, Shared<I>& of_cta, int stages,
+  __device__ __forceinline__ WideRing(const AttentionParams& params, Shared<I>& of_cta, int stages,
                                       const StageRange& range)
       : p_(params),
         shared_(of_cta),
@@ -85,7 +83,7 @@ class WideRing {
     return thread / 32 * 8 + thread % 8;
   }
   __device__ __forceinline__ int32_t page_of_next() const {
-    return next_ < end_ ? shared_.reader.page(first_key() + static_cast<int32_t>(key_of_lane())) : -1;
+    return next_ < end_ ? shared_.reader.page(p_, first_key() + static_cast<int32_t>(key_of_lane())) : -1;
   }
 
   // The row of the lane's key in K or V; null: it reads as zero. So do keys that no row of the tile sees, which may
@@ -96,12 +94,12 @@ class WideRing {
     bool is_read = page_ >= 0 && page_ < p_.num_pages;
     if (!shared_.bounds.all_see(first_key(), kKeys)) {
       const uint32_t lane = ptx::thread_index() % 32;
-      const uint32_t seen = __reduce_or_sync(kWholeWarp, keys_seen_by_lane(p_, shared_.tile, lane, first_key()));
+      const uint32_t seen = __reduce_or_sync(kWholeWarp, keys_seen_by_lane(p_, shared_.walk.tile, lane, first_key()));
       is_read = is_read && (seen >> key & 1u) != 0;
     }
     if (!is_read) return nullptr;
     const PagedCache& cache = is_value ? p_.v_cache : p_.k_cache;
-    const int64_t offset = static_cast<uint32_t>(first_key() + static_cast<int32_t>(key)) % reader.page_size;
+    const int64_t offset = p_.by_page_size.remainder(static_cast<uint32_t>(first_key()) + key);
     return (is_value ? reader.v : reader.k) +
            (page_ * cache.page_stride + offset * cache.slot_stride) * static_cast<int64_t>(sizeof(typename I::Kv));
   }
@@ -134,7 +132,7 @@ class WideRing {
     }
   }
 
-  const TreeAttentionParams& p_;
+  const AttentionParams& p_;
   Shared<I>& shared_;
   const int stages_;
   int filled_ = 0, used_ = 0;  // the places of the next copies, and of the next stage to wait for
