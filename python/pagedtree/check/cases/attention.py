@@ -273,7 +273,7 @@ def _options() -> Iterator[Case]:
         yield _attention(f"softcap/{dtype}", replace(MIXED, dtype=dtype), softcap=3.0)
         yield _attention(f"sinks/{dtype}", replace(MIXED, dtype=dtype), sinks=SINKS)
         wide = replace(MIXED, dtype=dtype, head_dim=128)
-        yield _attention(f"all options/{dtype}", wide, scale=0.2, sinks=_sinks(4), **OPTIONS)
+        yield _attention(f"all options/{dtype}", wide, scale=-0.2, sinks=_sinks(4), **OPTIONS)
         for kind, scale in (("scalar", float32(0.4)), ("vector", float32([0.4])), ("head", float32([0.3, 1.7]))):
             batch = replace(MIXED, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
