@@ -28,7 +28,7 @@ AWKWARD = {
     "of its own": r"\bof (?:its|their|your|our) own\b",
 }
 # The most words, and the most awkward phrases in 10,000 of them; generated pages and tables included.
-MOST_WORDS = {"pages": 46_000, "docstrings": 39_000}
+MOST_WORDS = {"pages": 46_200, "docstrings": 38_800}
 MOST_AWKWARD = {"pages": 12, "docstrings": 12}
 
 
