@@ -66,8 +66,8 @@ class Engine:
         self.requests, self.grammars = requests, grammars
         self.stats = stats
         if logprobs is not None:
-            for each in stats.sequences:
-                each.logprobs = TokenLogprobs()
+            for sequence_stats in stats.sequences:
+                sequence_stats.logprobs = TokenLogprobs()
         self.tuner, self.has_begun_to_tune = tuner, False
         if tuner is not None:  # reading a token costs time in proportion to the weights
             self.draft_share = drafter.num_weights / max(model.num_weights, 1)
@@ -199,25 +199,25 @@ class Engine:
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
         self.drafter.select(sequences)
-        known = self._history_of(sequences), lengths
-        self.drafter.start(*known)
+        history = self._history_of(sequences), lengths
+        self.drafter.start(*history)
         self.decode_step.compact()
         begin = time.perf_counter()
-        draft = cast(Draft, self.drafter.propose(*known))
+        draft = cast(Draft, self.drafter.propose(*history))
         self.stats.draft_time += time.perf_counter() - begin
         return draft
 
     def _pack(self, batch: Batch, draft: Draft) -> Pass:
-        every = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
-        table = self.cache.page_table([sequence.index for sequence in every])
+        sequences = [*(sequence for sequence, _ in batch.prefill), *batch.decode]
+        table = self.cache.page_table([sequence.index for sequence in sequences])
         roots = self._to_device([sequence.tokens[-1] for sequence in batch.decode], torch.int64)
         start = self._to_device([sequence.root for sequence in batch.decode], torch.int32)
         state_index = prompt_lens = None
         if self.cache.states is not None:
-            state_index = self._to_device([self.cache.states.state_index(s.index) for s in every], torch.int32)
-            prompt_lens = self._to_device([s.prompt_len for s in every], torch.int64)
-        known = self._known(batch.prefill) if batch.prefill else None
-        packed = self.decode_step.pack(draft, roots, table, start, state_index, prompt_lens, known)
+            state_index = self._to_device([self.cache.states.state_index(s.index) for s in sequences], torch.int32)
+            prompt_lens = self._to_device([s.prompt_len for s in sequences], torch.int64)
+        tokens = self._known(batch.prefill) if batch.prefill else None
+        packed = self.decode_step.pack(draft, roots, table, start, state_index, prompt_lens, tokens)
         packed.step.prefix = self._shared_prefix(packed.step, batch, draft.trees.max_nodes)
         return packed
 
@@ -234,7 +234,7 @@ class Engine:
             ),
             seq_lens=self._to_device([s.cached + count for s, count in prefill], torch.int32),
             cu_seqlens=self._to_device(offsets, torch.int32),
-            last_rows=[end - 1 for end, each in zip(offsets[1:], prefill, strict=True) if _is_all(*each)],
+            last_rows=[end - 1 for end, chunk in zip(offsets[1:], prefill, strict=True) if _is_all(*chunk)],
         )
 
     def _hand_on(self, batch: Batch, features: Tensor) -> None:
@@ -293,13 +293,13 @@ class Engine:
     def _take_over(self, result: StepResult, report: list[list[int]], found: Found | None) -> None:
         """Appends the new tokens. report: a row of tokens, their number, finished, status per sequence."""
         sequences = result.sequences
-        logprobs = [each.tolist() for each in found or ()]
+        logprobs = [values.tolist() for values in found or ()]
         for i in sorted(range(len(sequences)), key=lambda i: sequences[i].index):
             sequence, (*tokens, num_tokens, finished, status) = sequences[i], report[i]
             if num_tokens == 0:
                 raise ValueError(f"drafter: expected trees of at least a root, got none for sequence {sequence.index}")
             self._append(
-                sequence, tokens[:num_tokens], bool(finished), i >= result.num_read, [each[i] for each in logprobs]
+                sequence, tokens[:num_tokens], bool(finished), i >= result.num_read, [values[i] for values in logprobs]
             )
             if status & STATUS_NOT_FINITE:
                 warnings.warn(f"sequence {sequence.index}: the model's logits have NaN or no finite one", stacklevel=2)
@@ -324,8 +324,8 @@ class Engine:
         elif len(tokens) >= room:
             tokens, stats.finish_reason = tokens[:room], "length"
         if self.stop_strings is not None:
-            known = sequence.tokens[len(sequence.tokens) - stats.num_tokens :]
-            end = self.stop_strings.end(known, tokens)
+            text = sequence.tokens[len(sequence.tokens) - stats.num_tokens :]
+            end = self.stop_strings.end(text, tokens)
             if end is not None:
                 tokens, stats.finish_reason = tokens[:end], "stop_string"
         if self.grammars is not None:

@@ -65,7 +65,7 @@ class LogprobReader:
         rows = committed.accept_rows
         if not self.is_processed:
             found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
-            return cast(Found, tuple(each.unflatten(0, rows.shape) for each in found))
+            return cast(Found, tuple(tensor.unflatten(0, rows.shape) for tensor in found))
         params = _of_greedy_too(sampling.params)
         by_depth = []
         for depth in range(rows.shape[1]):
@@ -76,7 +76,7 @@ class LogprobReader:
                 vocab = options.output_counts.shape[1]
                 is_new = (row >= 0) & (tokens < vocab)
                 options.output_counts.scatter_add_(1, tokens.clamp(0, vocab - 1)[:, None], is_new.int()[:, None])
-        return cast(Found, tuple(torch.stack(each, dim=1) for each in zip(*by_depth, strict=True)))
+        return cast(Found, tuple(torch.stack(tensors, dim=1) for tensors in zip(*by_depth, strict=True)))
 
 
 def _of_greedy_too(params: SamplingParams | None) -> SamplingParams | None:
@@ -124,8 +124,8 @@ def _without(allowed: Tensor, stop_ids: Tensor, is_early: Tensor, tokens: Tensor
     """Returns the packed mask without the stop tokens of early rows; where one came, it was the only token left."""
     is_early = is_early & (stop_ids != tokens[:, None]).all(dim=1)
     bits = torch.zeros((allowed.shape[0], 32 * allowed.shape[1]), dtype=torch.bool, device=allowed.device)
-    known = (stop_ids >= 0) & (stop_ids < vocab) & is_early[:, None]
+    is_valid = (stop_ids >= 0) & (stop_ids < vocab) & is_early[:, None]
     # Invalid entries write False to column 0.
-    columns = torch.where(known, stop_ids, 0).long()
-    bits.scatter_reduce_(1, columns, known, "amax")
+    columns = torch.where(is_valid, stop_ids, 0).long()
+    bits.scatter_reduce_(1, columns, is_valid, "amax")
     return allowed & ~packed(bits)

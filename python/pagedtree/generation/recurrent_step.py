@@ -100,12 +100,12 @@ class RecurrentStep:
         state = self.states.tensor(name, (v.shape[1], k.shape[2], v.shape[2]), torch.float32)
         out, n = [], self.num_read
         if n:
-            known = k[:n], v[:n], g[:n], None if beta is None else beta[:n]
+            tokens = k[:n], v[:n], g[:n], None if beta is None else beta[:n]
             index, cu_seqlens = self.read_index, self.cu_seqlens
             out.append(
-                tree_delta_rule(q[:n], *known, state, index, None, cu_seqlens=cu_seqlens, scale=scale, l2norm=l2norm)
+                tree_delta_rule(q[:n], *tokens, state, index, None, cu_seqlens=cu_seqlens, scale=scale, l2norm=l2norm)
             )
-            advance_state(state, index, *known, None, cu_seqlens=cu_seqlens, l2norm=l2norm)
+            advance_state(state, index, *tokens, None, cu_seqlens=cu_seqlens, l2norm=l2norm)
         if self.trees.batch_size:
             rows = self._tree_rows
             nodes = rows(k), rows(v), rows(g), None if beta is None else rows(beta)

@@ -52,16 +52,16 @@ def option_rows(
     lists: dict[str, list[Any]] = {}
     penalties = {} if params is None else params.penalties_on(torch.device("cpu"))
     penalties = {name: value for name, value in penalties.items() if value is not None}
-    if "repetition_penalty" in penalties and any(each.penalize_prompt for each in options):
-        texts = [s.tokens if each.penalize_prompt else [] for s, each in zip(sequences, options, strict=True)]
+    if "repetition_penalty" in penalties and any(entry.penalize_prompt for entry in options):
+        texts = [s.tokens if entry.penalize_prompt else [] for s, entry in zip(sequences, options, strict=True)]
         # Some models' input vocabulary is larger than their output vocabulary.
         lists["prompts"] = [[token for token in text if token < vocab] for text in texts]
     for name, field in (("allowed", "allowed_tokens"), ("bias", "bias"), ("bad_words", "bad_words")):
-        values = [getattr(each, field) for each in options]
+        values = [getattr(entry, field) for entry in options]
         if any(value is not None for value in values):
             lists[name] = values
     stop_ids = [token for token in stop_ids if 0 <= token < vocab]
-    firsts = [_forbidden_first(each, stop_ids, least) for each, least in zip(options, min_new_tokens, strict=True)]
+    firsts = [_forbidden_first(entry, stop_ids, least) for entry, least in zip(options, min_new_tokens, strict=True)]
     if any(least for _, least in firsts):
         lists["stop_ids"] = [ids for ids, _ in firsts]
         lists["min_positions"] = [len(s.tokens) + least for s, (_, least) in zip(sequences, firsts, strict=True)]

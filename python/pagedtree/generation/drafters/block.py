@@ -100,8 +100,8 @@ class BlockDrafter(Drafter):
 
     def _leave(self, sequence: GeneratedSequence) -> None:
         self.cache.release(sequence.index)
-        for known in (self._first, self._end, self._known):
-            known.pop(sequence.index, None)
+        for entries in (self._first, self._end, self._known):
+            entries.pop(sequence.index, None)
 
     def _enter_read(self, sequence: GeneratedSequence, begin: int) -> None:
         if begin > self._end.get(sequence.index, 0):  # another outcome of its prompt may have read the pages

@@ -103,9 +103,9 @@ class BlockDraftModel(nn.Module):
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
         """Raises ValueError unless the target has layers of `hidden_size` outputs and `vocab_size` tokens."""
         expected, (num_tokens, width) = self.fc.in_features, self.embeddings.shape
-        given = hidden_size * len(self.config.target_layer_ids)
-        if given != expected:
-            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {given}")
+        num_features = hidden_size * len(self.config.target_layer_ids)
+        if num_features != expected:
+            raise ValueError(f"drafter: expected a target with {expected} features of a token, got {num_features}")
         if num_tokens < vocab_size or width != self.config.hidden_size:
             raise ValueError(
                 f"drafter: expected embeddings of the target's {vocab_size} tokens and of hidden_size"

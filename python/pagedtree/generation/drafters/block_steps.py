@@ -34,7 +34,7 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
         rest = distance > 0
     else:  # the op covers everything up to the token
         rest = (distance < 0) & (distance > -around)
-    known, lse = tree_attention(
+    out, lse = tree_attention(
         q,
         k_cache,
         v_cache,
@@ -47,7 +47,7 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
         window=window + 1 if window else around,
         return_lse=True,
     )
-    return merge_states(known, lse, *_within_blocks(q, k, v, size, rest))[0]
+    return merge_states(out, lse, *_within_blocks(q, k, v, size, rest))[0]
 
 
 def _within_blocks(q: Tensor, k: Tensor, v: Tensor, size: int, visible: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,13 +68,13 @@ def selected_trees(
     [B]. states [B, depth, H], logits [B, depth, V]: of the places after them. The `width` best nodes of a level have
     children, at most `width` each."""
     batch, depth = logits.shape[:2]
-    known = selector.successor_codebook.shape[0]  # the target may have padding after these tokens
-    logits = logits[..., :known]
+    num_tokens = selector.successor_codebook.shape[0]  # the target may have padding after these tokens
+    logits = logits[..., :num_tokens]
     unary, candidates = logits.topk(min(selector.top_k, logits.shape[-1]), dim=-1)
     width = min(width, unary.shape[-1])
     # Levels have different candidates: a candidate's index within its level replaces its token.
     state = start_draft(torch.zeros_like(roots), max_kv_nodes=1 + width * (depth - 1))
-    before = roots[:, None].clamp(max=known - 1)
+    before = roots[:, None].clamp(max=num_tokens - 1)
     for level in range(depth):
         scores = selector(states[:, level], before, candidates[:, level], unary[:, level])
         num_frontier = min(width, state.num_frontier * width) if level + 1 < depth else 0

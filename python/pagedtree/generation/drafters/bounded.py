@@ -179,7 +179,7 @@ def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Ten
             d.trees.parents.new_zeros(len(d.draft_tokens)) if d.draft_rows is None else d.draft_rows + before
             for d, before in zip(drafts, accumulate(counts, initial=0), strict=False)
         ]
-        draft_rows = torch.cat([each.long() for each in of_each])[rows]
+        draft_rows = torch.cat([part.long() for part in of_each])[rows]
     trees = build_trees(
         torch.cat([draft.trees.parents for draft in drafts])[rows],
         torch.tensor(offsets, dtype=torch.int32).to(device),

@@ -59,9 +59,9 @@ class CombinedDrafter(Drafter):
         self, drafter: Any, lookup: Any = None, *, min_match: int = 4, costs: Sequence[float] | None = None
     ) -> None:
         lookup = NgramDrafter(8, max_branches=1, max_ngram=8) if lookup is None else as_drafter(lookup)
-        both = [as_drafter(drafter), lookup]
-        laws = [each.draft_law for each in both]
-        self.is_lookup = [isinstance(each, NgramDrafter) for each in both]
+        pair = [as_drafter(drafter), lookup]
+        laws = [member.draft_law for member in pair]
+        self.is_lookup = [isinstance(member, NgramDrafter) for member in pair]
         if laws[0] != laws[1]:
             beside = "n-grams" if self.is_lookup[1] else type(lookup).__name__
             raise ValueError(f'drafter: expected draft_law "{laws[1]}" beside {beside}, got "{laws[0]}"')
@@ -71,23 +71,23 @@ class CombinedDrafter(Drafter):
         if costs is not None and (len(costs) != 2 or not all(0.0 <= cost < float("inf") for cost in costs)):
             raise ValueError(f"costs: expected None or two numbers from 0 on, got {costs}")
         self.min_match, self.costs = min_match, costs
-        self.both = [each if known else bounded(each) for each, known in zip(both, self.is_lookup, strict=True)]
+        self.both = [member if ngram else bounded(member) for member, ngram in zip(pair, self.is_lookup, strict=True)]
         self.draft_law = laws[0]
-        sizes = [each.max_nodes for each in both]
+        sizes = [member.max_nodes for member in pair]
         self.max_nodes = max(sizes) if all(sizes) else 0  # else nobody knows
-        self._depths = [each.max_depth or max(each.max_nodes - 1, 0) for each in both]
+        self._depths = [member.max_depth or max(member.max_nodes - 1, 0) for member in pair]
         self.max_depth = max(self._depths)
-        self.is_chain = all(each.is_chain for each in both)
+        self.is_chain = all(member.is_chain for member in pair)
         self.has_free_guesses = any(self.is_lookup)
-        self.needs_hidden = any(each.needs_hidden for each in both)
-        self._layers = [tuple(each.feature_layers) for each in both]
+        self.needs_hidden = any(member.needs_hidden for member in pair)
+        self._layers = [tuple(member.feature_layers) for member in pair]
         self.feature_layers = sum(self._layers, ())
-        self._by_level = [each.grows_by_level for each in both]
+        self._by_level = [member.grows_by_level for member in pair]
         self.grows_by_level = any(self._by_level)
-        self._weights = [each.num_weights for each in both]
+        self._weights = [member.num_weights for member in pair]
         self.num_weights = sum(self._weights)
-        self.networks = tuple(network for each in both for network in each.networks)
-        self.model = next((each.model for each in both if each.model is not None), None)
+        self.networks = tuple(network for member in pair for network in member.networks)
+        self.model = next((member.model for member in pair if member.model is not None), None)
         self._target_weights = 1
         self._reset()
 
@@ -108,21 +108,21 @@ class CombinedDrafter(Drafter):
 
     def check_target(self, model: PackedModel) -> None:
         self._target_weights = max(model.num_weights, 1)
-        for each in self.both:
-            each.check_target(model)
+        for drafter in self.both:
+            drafter.check_target(model)
 
     def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        for each in self.both:
-            each.prepare(sequences)
+        for drafter in self.both:
+            drafter.prepare(sequences)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        for each in self.both:
-            each.begin(page_size, sampling)
+        for drafter in self.both:
+            drafter.begin(page_size, sampling)
         self._reset()
 
     def end(self) -> None:
-        for each in self.both:
-            each.end()
+        for drafter in self.both:
+            drafter.end()
         self._forget_step()
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
@@ -163,9 +163,9 @@ class CombinedDrafter(Drafter):
         self._given[which] = places, cast(Draft, drafter.propose(tokens, lengths))
 
     def _of(self, which: int) -> tuple[list[int], Draft]:
-        given = self._given[which]
-        assert given is not None
-        return given
+        proposal = self._given[which]
+        assert proposal is not None
+        return proposal
 
     def _choose(self) -> list[int]:
         size = len(self._selected)
@@ -179,12 +179,12 @@ class CombinedDrafter(Drafter):
         def rate(way: list[int]) -> float:
             return (size + sum(expected[d][b] for b, d in enumerate(way))) / (1.0 + sum(costs[d] for d in set(way)))
 
-        chosen = max([low] * size, [high] * size, better, key=rate)
+        choice = max([low] * size, [high] * size, better, key=rate)
         for which in (0, 1):
-            if self._idle[which] >= LOOK_AFTER and which not in chosen:
+            if self._idle[which] >= LOOK_AFTER and which not in choice:
                 is_copied = [self._kinds[1 - which][b] >= self.min_match for b in range(size)]
                 return [1 - which if copied else which for copied in is_copied]
-        return chosen
+        return choice
 
     def _cost(self, which: int) -> float:
         if self.costs is not None:
@@ -209,11 +209,11 @@ class CombinedDrafter(Drafter):
             return self.both[self._chosen[0]].confidence()
         sizes = [self._of(which)[1].draft_tokens.shape[0] for which in (0, 1)]
         parts = torch.zeros(sum(sizes), dtype=torch.float32).split(sizes)
-        for part, each in zip(parts, self.both, strict=True):
-            known = each.confidence()
-            if known is None:
+        for part, drafter in zip(parts, self.both, strict=True):
+            log_probs = drafter.confidence()
+            if log_probs is None:
                 return None
-            part[: len(known)] = known[: len(part)].cpu()
+            part[: len(log_probs)] = log_probs[: len(part)].cpu()
         return self._map.values(torch.cat(parts))
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
@@ -222,30 +222,30 @@ class CombinedDrafter(Drafter):
                 self.both[self._chosen[0]].narrow(draft, rows)
             return
         first = [0, self._of(0)[1].draft_tokens.shape[0]]
-        for which, each in enumerate(self.both):
+        for which, drafter in enumerate(self.both):
             if not self.is_lookup[which]:
                 part, picked = trees_of([draft], [b for b, chosen in enumerate(self._chosen) if chosen == which])
-                each.narrow(part, self._map.part(rows).part(picked).rows(first[which]))
+                drafter.narrow(part, self._map.part(rows).part(picked).rows(first[which]))
 
     def read(self, rows: FeatureRows) -> None:
         counts = [len(layers) for layers in self._layers]
         width = rows.features.shape[1] // sum(counts)
-        for each, features, count in zip(
+        for drafter, features, count in zip(
             self.both, rows.features.split([count * width for count in counts], dim=1), counts, strict=True
         ):
             if count:
-                each.read(replace(rows, features=features))
+                drafter.read(replace(rows, features=features))
 
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         self._count()
-        for each in self.both:
-            each.observe(result)
+        for drafter in self.both:
+            drafter.observe(result)
 
     def _count(self) -> None:
-        for which, given in enumerate(self._given):
-            if given is None or not self._lengths:
+        for which, proposal in enumerate(self._given):
+            if proposal is None or not self._lengths:
                 continue
-            places, draft = given
+            places, draft = proposal
             offsets = draft.trees.cu_nodes.tolist()
             tokens, parents = draft.draft_tokens.tolist(), draft.trees.parents.tolist()
             for i, b in enumerate(places):
@@ -263,15 +263,15 @@ class CombinedDrafter(Drafter):
 
     def limit_depth(self, levels: int | None) -> None:
         self._levels = levels
-        for each, is_lookup in zip(self.both, self.is_lookup, strict=True):
+        for drafter, is_lookup in zip(self.both, self.is_lookup, strict=True):
             if not is_lookup and levels != 0:
-                each.limit_depth(levels)
+                drafter.limit_depth(levels)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
-        weighed = sum(w * each.unread(sequences) for w, each in zip(self._weights, self.both, strict=True))
+        weighed = sum(w * drafter.unread(sequences) for w, drafter in zip(self._weights, self.both, strict=True))
         return round(weighed / max(self.num_weights, 1))
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self._named_of.pop(sequence.index, None)
-        for each in self.both:
-            each.forget(sequence)
+        for drafter in self.both:
+            drafter.forget(sequence)

@@ -117,7 +117,7 @@ class EagleDrafter(TreeGrower):
                 self._enter(sequence, sequence.root)
                 self._fixed.clear(sequence)
         ends = [(sequence, sequence.root - 1) for sequence in sequences]
-        if unread := [each for each in ends if self._num_readable(*each)]:
+        if unread := [pair for pair in ends if self._num_readable(*pair)]:
             self._read_until(unread)
         for sequence in sequences:
             if self._waiting.count(sequence.index):
@@ -218,7 +218,7 @@ class EagleDrafter(TreeGrower):
         fused = self.head.fuse(torch.cat(features))
         if num_unknown:
             unknown = self.head.unknown_state().expand(num_unknown, -1)
-            fused = torch.cat([part for known in fused.split(counts) for part in (known, unknown)])
+            fused = torch.cat([part for chunk in fused.split(counts) for part in (chunk, unknown)])
         states = self._run(torch.tensor(tokens, dtype=torch.int64).to(self.device), fused, positions, step)
         last = step.cu_seqlens_q[1:].long() - 1
         if num_unknown:

@@ -105,8 +105,8 @@ class EagleConfig(LayerSizes):
         has_head_norms = is_nested and layer.word("model_type", LAYER_KINDS, "llama") == "qwen3"
         if not is_nested:
             layer = top
-        for each in (top, eagle):
-            each.only(use_aux_hidden_state=True, **OF_MODELOPT)
+        for section in (top, eagle):
+            section.only(use_aux_hidden_state=True, **OF_MODELOPT)
         found = read_rows(cls, top, layer=layer, eagle_config=eagle)
         check_heads(layer, found)
         flags: dict[str, Any] = {name: _flag(name, top, eagle) for name in FLAGS}

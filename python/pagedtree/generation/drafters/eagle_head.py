@@ -110,20 +110,20 @@ class EagleHead(nn.Module):
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
         """Raises ValueError unless the head is consistent and fits a target of these sizes."""
-        own, given = self.config.hidden_size, self.fc.in_features
-        if given != hidden_size * len(self.feature_layers):
+        size, num_inputs = self.config.hidden_size, self.fc.in_features
+        if num_inputs != hidden_size * len(self.feature_layers):
             raise ValueError(
-                f"drafter: expected a head of the target's hidden size {hidden_size}, got one that reads {given}"
+                f"drafter: expected a head of the target's hidden size {hidden_size}, got one that reads {num_inputs}"
                 f" features of {len(self.feature_layers)} layers"
             )
-        if self.input_rows.shape[0] < vocab_size or self.input_rows.shape[1] != own:
+        if self.input_rows.shape[0] < vocab_size or self.input_rows.shape[1] != size:
             raise ValueError(
-                f"embed_tokens.weight: expected [at least {vocab_size}, {own}] for the target's tokens and this head's"
+                f"embed_tokens.weight: expected [at least {vocab_size}, {size}] for the target's tokens and this head's"
                 f" hidden_size, got {[*self.input_rows.shape]}"
             )
-        if self.output_rows.shape != (self.vocab_size, own):
+        if self.output_rows.shape != (self.vocab_size, size):
             raise ValueError(
-                f"lm_head.weight: expected {[self.vocab_size, own]} for the tokens of target_ids and this head's"
+                f"lm_head.weight: expected {[self.vocab_size, size]} for the tokens of target_ids and this head's"
                 f" hidden_size, got {[*self.output_rows.shape]}"
             )
 

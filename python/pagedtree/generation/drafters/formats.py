@@ -39,7 +39,7 @@ def entry(kind: str, default: Any = MISSING, *, key: str = "", place: str = "", 
 
 
 def rows_of(config: type) -> dict[str, Row]:
-    rows = {each.name: each.metadata["row"] for each in fields(config) if each.metadata}
+    rows = {field.name: field.metadata["row"] for field in fields(config) if field.metadata}
     return {name: replace(row, key=row.key or name) for name, row in rows.items()}
 
 

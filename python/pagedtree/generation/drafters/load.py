@@ -63,7 +63,7 @@ def format_of(entries: ConfigEntries, of_models: Callable[..., Drafter] | None =
         return Format(f"speculators' {kind}", of_speculators[kind])
     names = entries.value("architectures", [])
     names = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
-    if any(name in known for known in BLOCK_ARCHITECTURES.values() for name in names):
+    if any(name in architectures for architectures in BLOCK_ARCHITECTURES.values() for name in names):
         return Format("DFlash", _block)
     if "medusa_num_heads" in entries or entries.value("model_type") == "medusa":
         return Format("Medusa", _medusa)

@@ -110,8 +110,8 @@ class MedusaHeads(nn.Module):
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
         if heads.outputs is not None and heads.outputs.shape[1] not in target.vocab_sizes:
-            known = " or ".join(map(str, sorted(target.vocab_sizes)))
-            raise ValueError(f"{path}: expected heads of the target's {known} tokens, got {heads.outputs.shape[1]}")
+            sizes = " or ".join(map(str, sorted(target.vocab_sizes)))
+            raise ValueError(f"{path}: expected heads of the target's {sizes} tokens, got {heads.outputs.shape[1]}")
         return heads.to(*target.place).eval()
 
     @classmethod
@@ -155,8 +155,8 @@ def _published(path: Path, entries: ConfigEntries, width: int | None) -> dict[st
         raise ValueError(f"{path}: 0.0.linear.bias: expected the target's hidden_size {width}, got {hidden_size}")
     shapes = {f"{i}.{name}": shape for i in range(count) for name, (_, shape) in PUBLISHED.items()}
     stored.expect(shapes, {"hidden_size": hidden_size, "vocab_size": vocab_size})
-    weights = {own: [stored.load(f"{i}.{name}") for i in range(count)] for name, (own, _) in PUBLISHED.items()}
-    return {own: torch.stack(each) for own, each in weights.items()}
+    weights = {key: [stored.load(f"{i}.{name}") for i in range(count)] for name, (key, _) in PUBLISHED.items()}
+    return {key: torch.stack(tensors) for key, tensors in weights.items()}
 
 
 def medusa_tree(num_heads: int, num_nodes: int) -> DraftTree:
@@ -226,11 +226,11 @@ class MedusaDrafter(Drafter):
         self._log_probs = None
         self._store_newest()
         if rows is None:
-            known = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
-            if known is None:
+            fallback = next((sequence.index for sequence in self._selected if sequence.index in self._known), None)
+            if fallback is None:
                 return roots_only(tokens.shape[0], tokens.device)
             # A sequence without a state drafts from an arbitrary one at no cost.
-            indices = [sequence.index if sequence.index in self._known else known for sequence in self._selected]
+            indices = [sequence.index if sequence.index in self._known else fallback for sequence in self._selected]
             rows = torch.tensor(indices, dtype=torch.int64).to(tokens.device)
         assert self._hidden is not None
         logits = self.heads(self._hidden.index_select(0, rows))

@@ -109,8 +109,8 @@ class NgramDrafter(Drafter):
         predictions, path = result.logits.argmax(-1), result.verdict.accept_index
         new = rejected_predictions(result.trees, result.draft_tokens, predictions, path, context=self.max_ngram)
         for sequence, text in zip(result.sequences, new, strict=True):
-            known = self._rejected.get(sequence.index, text[:0])
-            self._rejected[sequence.index] = torch.cat([known, text])[-self.remember * text.shape[0] :]
+            history = self._rejected.get(sequence.index, text[:0])
+            self._rejected[sequence.index] = torch.cat([history, text])[-self.remember * text.shape[0] :]
 
     def forget(self, sequence: GeneratedSequence) -> None:
         self._rejected.pop(sequence.index, None)

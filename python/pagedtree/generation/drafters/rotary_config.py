@@ -29,19 +29,19 @@ class Rotary(NamedTuple):
     @classmethod
     def of(cls, entries: ConfigEntries, kinds: Collection[str] = tuple(KINDS)) -> Rotary:
         """Reads rope_parameters, or transformers 4's rope_theta and rope_scaling. ValueError for another kind."""
-        given, scaling = entries.section("rope_parameters"), entries.section("rope_scaling")
-        if given.entries and scaling.entries:
+        rope, scaling = entries.section("rope_parameters"), entries.section("rope_scaling")
+        if rope.entries and scaling.entries:
             entries.refuse("rope_scaling", "null beside rope_parameters")
-        given = given if given.entries else scaling
-        kind = given.word("rope_type" if "rope_type" in given else "type", kinds, "default")
-        theta = given.number("rope_theta", entries.number("rope_theta", 10000.0))
-        values = {name: given.number(name) for name in KINDS[kind]}
+        rope = rope if rope.entries else scaling
+        kind = rope.word("rope_type" if "rope_type" in rope else "type", kinds, "default")
+        theta = rope.number("rope_theta", entries.number("rope_theta", 10000.0))
+        values = {name: rope.number(name) for name in KINDS[kind]}
         if kind == "llama3" and values["high_freq_factor"] <= values["low_freq_factor"]:
-            given.refuse("high_freq_factor", "a number above low_freq_factor")
-        for each in (entries, given):
-            each.only(partial_rotary_factor=1.0)
+            rope.refuse("high_freq_factor", "a number above low_freq_factor")
+        for section in (entries, rope):
+            section.only(partial_rotary_factor=1.0)
         # In pure text the three positions of "mrope" are equal.
-        given.refuse_others(("type", "mrope_section", "mrope_interleaved"))
+        rope.refuse_others(("type", "mrope_section", "mrope_interleaved"))
         return cls(kind, theta, values)
 
     def frequencies(self, head_dim: int) -> Tensor:

@@ -69,16 +69,16 @@ class SuffixDrafter(NgramDrafter):
 
     def _extra(self, tokens: Tensor) -> Tensor | None:
         most = RUNS_OF_A_BRANCH * self.max_branches
-        found = [
+        runs = [
             self.memory.continuations(sequence.tokens[-self.max_ngram :], self._depth, most)
             for sequence in self._selected
         ]
-        count = max(map(len, found))
+        count = max(map(len, runs))
         if count == 0:
             return None
-        if len(found) > 1:  # pad missing rows
-            found = [np.pad(each, ((count - len(each), 0), (0, 0)), constant_values=-1) for each in found]
-        return torch.from_numpy(np.concatenate(found).reshape(len(found), -1)).to(tokens.device)
+        if len(runs) > 1:  # pad missing rows
+            runs = [np.pad(rows, ((count - len(rows), 0), (0, 0)), constant_values=-1) for rows in runs]
+        return torch.from_numpy(np.concatenate(runs).reshape(len(runs), -1)).to(tokens.device)
 
     def forget(self, sequence: GeneratedSequence) -> None:
         """Remembers the generated tokens, after the ones that they are looked up by."""
