@@ -146,12 +146,12 @@ class DecodeStep:
         # With processed log-probabilities the reader counts the tokens instead of `commit`.
         counted = None if self.logprobs is not None and self.logprobs.is_processed else options
         committed = commit(verdict, draft.trees, start, **text, node_map=node_map, options=counted)
-        found = None
+        logprobs = None
         if self.logprobs is not None:
-            found = self.logprobs.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)
+            logprobs = self.logprobs.read(output.logits, verdict, committed, start, sampling, options, grammar_mask)
         extra = torch.stack([committed.num_tokens, committed.finished, verdict.status], dim=1)
         result = StepResult(sequences, first, start, draft, verdict, committed, output.logits, output.hidden)
-        return result, torch.cat([verdict.tokens, extra], dim=1), found
+        return result, torch.cat([verdict.tokens, extra], dim=1), logprobs
 
     def compact(self) -> None:
         if self._moves is not None:

@@ -81,9 +81,9 @@ class Engine:
         self.fixed_step: Callable[[int], FixedStep] | None = None  # by batch size
         if is_fixed:
             check_drafter(drafter)
-            every = list(sequences)
+            snapshot = list(sequences)
             self.fixed_step = cache(
-                lambda batch_size: FixedStep(self.decode_step, sampling, rows, every, batch_size, requests)
+                lambda batch_size: FixedStep(self.decode_step, sampling, rows, snapshot, batch_size, requests)
             )
         self.started = time.perf_counter()
 
@@ -130,17 +130,17 @@ class Engine:
             if batch.prefill:
                 self.tuner.learn_reading(packed.input_ids.shape[0], seconds)
             elif choice is not None:
-                plan, kept = choice
+                plan, nodes = choice
                 drafting = self.stats.draft_time - drafting
-                self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, kept))
+                self.tuner.learn(plan, Outcome(seconds, verdict.accept_index, verdict.tokens, drafting, nodes))
 
     def _step_in_place(self, sequences: list[GeneratedSequence]) -> None:
         assert self.fixed_step is not None
         step = self.fixed_step(1 << (len(sequences) - 1).bit_length())  # one per power of two
-        result, report, found = step(sequences)
+        result, report, logprobs = step(sequences)
         self.stats.steps += 1
         self.stats.packed_tokens += result.draft_tokens.shape[0]
-        self._take_over(result, report, found)
+        self._take_over(result, report, logprobs)
         self.drafter.advance(sequences)
         self._finish(result)
 
@@ -162,8 +162,8 @@ class Engine:
                 return batch, roots_only(len(batch.decode), self.device), (plan, None)
             draft, choice = self._propose(batch.decode), None
             if plan is not None:
-                kept = self._keep(plan, draft)
-                draft, choice = kept.draft, (plan, kept)
+                nodes = self._keep(plan, draft)
+                draft, choice = nodes.draft, (plan, nodes)
             draft = without_padding(draft)
             if draft.trees.max_nodes <= self.max_nodes:
                 return batch, draft, choice
@@ -190,11 +190,11 @@ class Engine:
         # Sampled drafts are not selected by probability: the rules need a selection independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
-        kept = plan.keep(draft, None if is_drawn else self.drafter.confidence())
-        if kept.rows is not None:
-            self.drafter.narrow(kept.draft, kept.rows)
+        nodes = plan.keep(draft, None if is_drawn else self.drafter.confidence())
+        if nodes.rows is not None:
+            self.drafter.narrow(nodes.draft, nodes.rows)
         self.stats.draft_time += time.perf_counter() - begin
-        return kept
+        return nodes
 
     def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
@@ -258,9 +258,9 @@ class Engine:
         saved = sum(run[0].shared_len * (len(run) - 1) for run in runs)
         if saved == 0 or saved < self.min_shared_tokens:
             return None
-        shared = [self._shared_pages(run[0]) if len(run) > 1 else [] for run in runs]
-        rows = [*([[]] if read else []), *shared]
-        first_page = [0] * len(read) + [len(pages) for run, pages in zip(runs, shared, strict=True) for _ in run]
+        prefixes = [self._shared_pages(run[0]) if len(run) > 1 else [] for run in runs]
+        rows = [*([[]] if read else []), *prefixes]
+        first_page = [0] * len(read) + [len(pages) for run, pages in zip(runs, prefixes, strict=True) for _ in run]
         bounds = [0, *accumulate([*([len(read)] if read else []), *(len(run) for run in runs)])]
         page_size = self.cache.page_size
         self.stats.shared_prefix_steps += 1
@@ -282,10 +282,10 @@ class Engine:
             options = self.requests.of([sequence.index for sequence in sequences], history, packed.start + 1)
         if self.grammars is not None:
             mask = self.grammars.mask()
-        result, report, found = self.decode_step.judge(packed, sequences, output, history, sampling, options, mask)
+        result, report, logprobs = self.decode_step.judge(packed, sequences, output, history, sampling, options, mask)
         if history is not self.history:
             self.history[self._to_device([sequence.index for sequence in sequences], torch.int64)] = history
-        self._take_over(result, report.tolist(), found)  # the step's one synchronisation
+        self._take_over(result, report.tolist(), logprobs)  # the step's one synchronisation
         self.drafter.observe(result)
         self._finish(result)
         return result.verdict

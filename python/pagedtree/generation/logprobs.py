@@ -35,8 +35,8 @@ class TokenLogprobs:
 
     def append(self, found: list[list[Any]], count: int) -> None:
         """Appends the first `count` tokens of one sequence of a step."""
-        mine: tuple[list[Any], ...] = (self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
-        for entries, new in zip(mine, found, strict=True):
+        lists: tuple[list[Any], ...] = (self.logprobs, self.ranks, self.top_tokens, self.top_logprobs)
+        for entries, new in zip(lists, found, strict=True):
             entries += new[:count]
 
 
@@ -64,8 +64,8 @@ class LogprobReader:
         before the commit, but its history has the new tokens. Advances its counts instead of `commit`."""
         rows = committed.accept_rows
         if not self.is_processed:
-            found = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
-            return cast(Found, tuple(tensor.unflatten(0, rows.shape) for tensor in found))
+            values = token_logprobs(logits, verdict.tokens.flatten(), rows=rows.flatten(), top_n=self.top_n)
+            return cast(Found, tuple(tensor.unflatten(0, rows.shape) for tensor in values))
         params = _of_greedy_too(sampling.params)
         by_depth = []
         for depth in range(rows.shape[1]):

@@ -70,14 +70,14 @@ class PagedCache:
     def reserve(self, sequence: int, num_tokens: int) -> bool:
         """Reserves pages for `num_tokens` tokens; changes nothing and returns False if the pool has too few."""
         table = self._tables.setdefault(sequence, [])
-        missing = self.pages_for(num_tokens) - len(table)
-        if missing > len(self._free):
+        shortage = self.pages_for(num_tokens) - len(table)
+        if shortage > len(self._free):
             return False
-        for _ in range(missing):
+        for _ in range(shortage):
             page = self._free.pop()
             self._holders[page] = 1
             table.append(page)
-        self.pages_taken += max(missing, 0)
+        self.pages_taken += max(shortage, 0)
         self.peak_pages = max(self.peak_pages, self.pages_in_use)
         return True
 
@@ -114,10 +114,10 @@ class PagedCache:
         are copied from the ones kept after these tokens (`RecurrentStates.keep_prefix`)."""
         if num_tokens % self.page_size or self._tables.get(sequence):
             raise ValueError(f"fork: expected whole pages and a sequence without pages, got {num_tokens} tokens")
-        shared = self._tables[source][: num_tokens // self.page_size]
-        for page in shared:
+        pages = self._tables[source][: num_tokens // self.page_size]
+        for page in pages:
             self._holders[page] += 1
-        self._tables[sequence] = list(shared)
+        self._tables[sequence] = list(pages)
         if self.states is not None:
             self.states.fork(source, sequence)
 

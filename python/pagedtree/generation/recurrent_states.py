@@ -51,17 +51,17 @@ class RecurrentStates:
     def keep_prefix(self, sequence: int) -> None:
         """Keeps a copy of the current states for `fork`, until the sequence and all its forks are released."""
         self._drop_prefix(sequence)
-        kept = self._take()
-        self._copy(self._indices[sequence], kept)
-        self._prefixes[sequence], self._holders[kept] = kept, 1
+        state = self._take()
+        self._copy(self._indices[sequence], state)
+        self._prefixes[sequence], self._holders[state] = state, 1
 
     def fork(self, source: int, sequence: int) -> None:
         """Copies the kept states of `source` to a new sequence."""
-        kept = self._prefixes[source]
+        state = self._prefixes[source]
         self._indices[sequence] = self._take()
-        self._copy(kept, self._indices[sequence])
-        self._prefixes[sequence] = kept
-        self._holders[kept] += 1
+        self._copy(state, self._indices[sequence])
+        self._prefixes[sequence] = state
+        self._holders[state] += 1
 
     def release(self, sequence: int) -> None:
         """Gives back the sequence's states."""
@@ -91,10 +91,10 @@ class RecurrentStates:
             states[target] = states[source]
 
     def _drop_prefix(self, sequence: int) -> None:
-        kept = self._prefixes.pop(sequence, None)
-        if kept is None:
+        state = self._prefixes.pop(sequence, None)
+        if state is None:
             return
-        self._holders[kept] -= 1
-        if self._holders[kept] == 0:
-            del self._holders[kept]
-            self._free.append(kept)
+        self._holders[state] -= 1
+        if self._holders[state] == 0:
+            del self._holders[state]
+            self._free.append(state)

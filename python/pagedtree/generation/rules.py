@@ -93,10 +93,10 @@ class Sampling:
         params = self.params
         if params is not None:
             values = {field.name: getattr(params, field.name) for field in fields(params)}
-            chosen: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 name: value[rows] for name, value in values.items() if isinstance(value, Tensor) and value.ndim
             }
-            params = replace(params, **chosen)
+            params = replace(params, **settings)
         return replace(self, params=params, seeds=self.seeds[rows])
 
     def draft_seeds(self, start: Tensor) -> Tensor:
@@ -127,23 +127,23 @@ class Sampling:
         """Verifies trees with roots at `start`. options: not under the rules "greedy" and "typical". grammar_mask:
         packed, of all nodes."""
         ops: Any = pagedtree
-        named: dict[str, Any] = {"grammar_mask": grammar_mask}
+        keywords: dict[str, Any] = {"grammar_mask": grammar_mask}
         if self.shards is not None:
             from pagedtree import distributed as ops
 
-            named = {"shards": self.shards}
+            keywords = {"shards": self.shards}
             if grammar_mask is not None:
-                named["grammar_mask"] = self.shards.own(unpacked(grammar_mask, self.shards.vocab))
+                keywords["grammar_mask"] = self.shards.own(unpacked(grammar_mask, self.shards.vocab))
         drafted, rule = (logits, draft.draft_tokens, draft.trees), self.rule
         if self.params is None:
-            return ops.verify_greedy(*drafted, **named)
+            return ops.verify_greedy(*drafted, **keywords)
         if rule == "typical":
-            return ops.verify_typical(*drafted, self.params, **named)
-        named |= {"seeds": self.seeds, "positions": start, "options": options}
+            return ops.verify_typical(*drafted, self.params, **keywords)
+        keywords |= {"seeds": self.seeds, "positions": start, "options": options}
         if rule == "sampled":
-            return ops.verify_sampled(*drafted, self.params, **named)
+            return ops.verify_sampled(*drafted, self.params, **keywords)
         if draft.trees.max_nodes == 1:  # no drafts: one draw from the target, the same under every rule
             rule, draft_law = "rejection", "onehot"
         if draft_law in DRAWN:
-            named |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-        return getattr(ops, f"verify_{rule}")(*drafted, self.params, draft_law=draft_law, **named)
+            keywords |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
+        return getattr(ops, f"verify_{rule}")(*drafted, self.params, draft_law=draft_law, **keywords)

@@ -85,10 +85,10 @@ class Scheduler:
     def check_capacity(self, max_nodes: int) -> None:
         """Raises ValueError if some sequence could not be finished even with all pages."""
         for sequence in [*self._running.values(), *self.waiting]:
-            needed = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
-            if needed > self.cache.num_pages:
+            num_pages = self.cache.pages_for(sequence.max_length - 2 + max_nodes)
+            if num_pages > self.cache.num_pages:
                 raise ValueError(
-                    f"num_pages: expected at least {needed} pages of {self.cache.page_size} tokens for prompt"
+                    f"num_pages: expected at least {num_pages} pages of {self.cache.page_size} tokens for prompt"
                     f" {sequence.group}, its max_new_tokens and a tree of {max_nodes} nodes, got {self.cache.num_pages}"
                 )
 
@@ -145,21 +145,21 @@ class Scheduler:
             if donors.get(sequence.group) is None:
                 donors[sequence.group] = sequence if sequence.cached >= sequence.shared_len > 0 else None
         admitted: list[GeneratedSequence] = []
-        kept: list[GeneratedSequence] = []
+        queue: list[GeneratedSequence] = []
         waiting = iter(self.waiting)
         for sequence in waiting:
             donor = donors.get(sequence.group)
             if len(self._running) + len(admitted) >= self.max_sequences:
-                kept.append(sequence)
+                queue.append(sequence)
                 break
             if sequence.shared_len and sequence.group in donors and donor is None:
-                kept.append(sequence)  # another outcome is reading the shared tokens
+                queue.append(sequence)  # another outcome is reading the shared tokens
                 continue
-            shared = self.cache.pages_for(sequence.shared_len) if donor else 0
-            needed = self.cache.pages_for(sequence.root + max_nodes) - shared
+            num_shared = self.cache.pages_for(sequence.shared_len) if donor else 0
+            num_pages = self.cache.pages_for(sequence.root + max_nodes) - num_shared
             # One spare page per running sequence; else the new one would be evicted as soon as they grow.
-            if needed + len(self._running) + len(admitted) > self.cache.free_pages:
-                kept.append(sequence)
+            if num_pages + len(self._running) + len(admitted) > self.cache.free_pages:
+                queue.append(sequence)
                 break
             if donor is not None:
                 self.cache.fork(donor.index, sequence.index, sequence.shared_len)
@@ -167,7 +167,7 @@ class Scheduler:
             self.cache.reserve(sequence.index, sequence.root + max_nodes)
             admitted.append(sequence)
             donors.setdefault(sequence.group, None)
-        self.waiting = [*kept, *waiting]
+        self.waiting = [*queue, *waiting]
         if admitted:
             running = sorted([*self._running.values(), *admitted], key=lambda sequence: sequence.index)
             self._running = {sequence.index: sequence for sequence in running}

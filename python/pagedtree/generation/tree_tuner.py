@@ -245,36 +245,36 @@ class TreeTuner:
         return replace(plan, depth=0 if self.has_free_guesses else None, reading=0.0)
 
     def learn(self, plan: Plan, outcome: Outcome) -> None:
-        kept, seconds = outcome.kept, outcome.seconds
-        rows = 0 if kept is None else kept.num_drafted
+        nodes, seconds = outcome.kept, outcome.seconds
+        rows = 0 if nodes is None else nodes.num_drafted
         if seconds is not None:
             drafting = min(outcome.drafting, seconds)
             reading = min(plan.reading, drafting)
             plan.costs.learn(rows, plan.depth or 0, drafting - reading, seconds - reading)
             self.elapsed += seconds
             self.looking += drafting * plan.is_look
-        if kept is None:
+        if nodes is None:
             return
         paths = outcome.accept_index.tolist()
         if rows > 0:
-            found = [max(sum(node >= 0 for node in path) - 1, 0) for path in paths]
-            of_all = sum(w * n for w, n in zip(plan.weights, found, strict=True)) / sum(plan.weights)
-            last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, found, strict=True))
+            counts = [max(sum(node >= 0 for node in path) - 1, 0) for path in paths]
+            of_all = sum(w * n for w, n in zip(plan.weights, counts, strict=True)) / sum(plan.weights)
+            last = max(plan.remaining) - max(left - n for left, n in zip(plan.remaining, counts, strict=True))
             # Tokens of other sequences count by the chance that theirs becomes the last one.
-            saved = of_all if plan.others_wait else last + (of_all - last) / len(found)
+            saved = of_all if plan.others_wait else last + (of_all - last) / len(counts)
             self.saved, self.found = KEPT * self.saved + saved, KEPT * self.found + of_all
         # Every child of an accepted node is an observation, verified or not.
         rows_of_trees: dict[int, list[int]] = defaultdict(list)
-        for row in range(len(kept.guesses)) if kept.rows is None else kept.rows.tolist():
+        for row in range(len(nodes.guesses)) if nodes.rows is None else nodes.rows.tolist():
             if row >= 0:
-                rows_of_trees[kept.guesses[row][0]].append(row)
+                rows_of_trees[nodes.guesses[row][0]].append(row)
         came: dict[int, int] = {}
         for tree, (path, tokens) in enumerate(zip(paths, outcome.tokens.tolist(), strict=True)):
             came |= {rows_of_trees[tree][n]: token for n, token in zip(path, tokens, strict=True) if n >= 0}
-        drafted, depths = kept.proposal.draft_tokens.tolist(), kept.proposal.trees.depths.tolist()
+        drafted, depths = nodes.proposal.draft_tokens.tolist(), nodes.proposal.trees.depths.tolist()
         # A node without drafted children above the planned depth counts as a miss.
         is_any_right = {row: False for row in came if depths[row] < (plan.depth or 0)}
-        for row, (_, parent, kind) in enumerate(kept.guesses):
+        for row, (_, parent, kind) in enumerate(nodes.guesses):
             if parent in came:
                 is_right = drafted[row] == came[parent]
                 self.odds.add(kind, is_right)

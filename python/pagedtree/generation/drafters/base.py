@@ -96,8 +96,8 @@ class FeatureRows:
         # `result` has one row for each sequence that finished prefill.
         shift = sum(self.counts) - result.num_read
         path = result.commit.accept_rows[result.num_read :]
-        wanted = [i * path.shape[1] + j for i, count in enumerate(counts) for j in range(count)]
-        rows = path.flatten()[torch.tensor(wanted, dtype=torch.int64).to(path.device)] + shift
+        indices = [i * path.shape[1] + j for i, count in enumerate(counts) for j in range(count)]
+        rows = path.flatten()[torch.tensor(indices, dtype=torch.int64).to(path.device)] + shift
         return list(zip(decoded, roots, self.features.index_select(0, rows).split(counts), strict=True))
 
 
@@ -228,8 +228,8 @@ class _Stateless(Drafter):
     members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
 
     def __init__(self, drafter: Any) -> None:
-        found = {name: getattr(drafter, name) for name in self.members if hasattr(drafter, name)}
-        vars(self).update({"max_nodes": 0, **found})
+        values = {name: getattr(drafter, name) for name in self.members if hasattr(drafter, name)}
+        vars(self).update({"max_nodes": 0, **values})
 
 
 class _Stateful(_Stateless):

@@ -148,8 +148,8 @@ class BlockDrafter(Drafter):
         offsets = self._int32(range(0, (batch + 1) * size, size))
         # The block's keys use these slots until the text reaches them.
         slots = slot_mapping(table, seq_lens, offsets, self.cache.page_size, total_q=batch * size)
-        everything = torch.full((batch * size, -(-size // 32)), -1, dtype=torch.int32, device=self.device)
-        step = PagedStep(self.cache, table, seq_lens, offsets, slots, everything, torch.full_like(seq_lens, size), size)
+        mask = torch.full((batch * size, -(-size // 32)), -1, dtype=torch.int32, device=self.device)
+        step = PagedStep(self.cache, table, seq_lens, offsets, slots, mask, torch.full_like(seq_lens, size), size)
         causal = replace(step, tree_mask=None, tree_lens=None)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -205,8 +205,8 @@ class BlockDrafter(Drafter):
         donor = next(
             (
                 index
-                for index, other in self._known.items()
-                if other.group == sequence.group and self._first[index] == 0 and self._end[index] >= begin
+                for index, sibling in self._known.items()
+                if sibling.group == sequence.group and self._first[index] == 0 and self._end[index] >= begin
             ),
             None,
         )

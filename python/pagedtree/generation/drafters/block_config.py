@@ -86,36 +86,36 @@ class BlockDraftConfig(LayerSizes):
 
     @classmethod
     def _read(cls, top: ConfigEntries) -> BlockDraftConfig:
-        kind, found = (_of_speculators if "speculators_model_type" in top else _of_dflash)(top)
-        values, rotary = read_rows(cls, found), Rotary.of(found)
-        check_heads(found, values)
+        kind, entries = (_of_speculators if "speculators_model_type" in top else _of_dflash)(top)
+        values, rotary = read_rows(cls, entries), Rotary.of(entries)
+        check_heads(entries, values)
         layers, vocab_size, draft_vocab = (values[x] for x in ("num_hidden_layers", "vocab_size", "draft_vocab_size"))
         if kind == "dflash2":
-            values |= {name: found.integer(name) for name in ("vocab_size", *OF_DFLASH2)}
+            values |= {name: entries.integer(name) for name in ("vocab_size", *OF_DFLASH2)}
         if not values["target_layer_ids"]:
-            values["target_layer_ids"] = _usual_layers(found, layers)
+            values["target_layer_ids"] = _usual_layers(entries, layers)
         if draft_vocab == vocab_size:
             values["draft_vocab_size"] = None
-        causal = "causal" if "causal" in found else "is_causal"
-        made = cls(
+        causal = "causal" if "causal" in entries else "is_causal"
+        config = cls(
             rope_theta=rotary.theta,
-            is_causal=found.flag(causal, False) if causal in found else None,
+            is_causal=entries.flag(causal, False) if causal in entries else None,
             rotary=None if rotary.kind == "default" else rotary,
             **values,
         )
-        if not made.target_layer_ids:
-            found.refuse("target_layer_ids", "layers of the target")
-        if len(made.layer_types) not in (0, layers):
-            found.refuse("layer_types", f"the kinds of num_hidden_layers {layers} layers")
-        if not made.layer_types:
-            found.only(use_sliding_window=False)
+        if not config.target_layer_ids:
+            entries.refuse("target_layer_ids", "layers of the target")
+        if len(config.layer_types) not in (0, layers):
+            entries.refuse("layer_types", f"the kinds of num_hidden_layers {layers} layers")
+        if not config.layer_types:
+            entries.only(use_sliding_window=False)
         if draft_vocab is not None and (vocab_size is None or draft_vocab > vocab_size):
-            found.refuse("draft_vocab_size", f"at most vocab_size {vocab_size}")
+            entries.refuse("draft_vocab_size", f"at most vocab_size {vocab_size}")
         if kind == "dflash2":
-            made._check_dflash2(found)
-        found.only(**ONLY, target_hidden_size=made.hidden_size)
-        found.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
-        return made
+            config._check_dflash2(entries)
+        entries.only(**ONLY, target_hidden_size=config.hidden_size)
+        entries.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a config.json's contents for `from_dict`, with DFlash's keys; untested with other engines."""
@@ -187,20 +187,20 @@ def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
     top.words("architectures", ARCHITECTURES[kind])
     layer = top.section("transformer_layer_config")
     layer.word("model_type", LAYER_KINDS, "qwen3")
-    own = {name: value for name, value in top.entries.items() if name != "transformer_layer_config"}
+    settings = {name: value for name, value in top.entries.items() if name != "transformer_layer_config"}
     by_input = top.integers("aux_hidden_state_layer_ids", least=1)
     if not by_input:
         top.refuse("aux_hidden_state_layer_ids", "the inputs of layers of the target, from 1")
     two_sided = top.flag("sliding_window_non_causal", kind == "dflash2")
     renamed: Mapping[str, Any] = {
         "target_layer_ids": [layer - 1 for layer in by_input],
-        "block_size": own.get("block_size", 8),
+        "block_size": settings.get("block_size", 8),
         "window_from_anchor": True,
         "is_causal": False if two_sided else None,
         "tie_word_embeddings": False,  # of the verifier
         **(DFLASH2_DEFAULTS if kind == "dflash2" else {}),
     }
     for name in ("aux_hidden_state_layer_ids", "sliding_window_non_causal", "speculators_model_type"):
-        own.pop(name, None)
-    entries = {**layer.entries, **renamed, **{name: v for name, v in own.items() if v is not None}}
+        settings.pop(name, None)
+    entries = {**layer.entries, **renamed, **{name: v for name, v in settings.items() if v is not None}}
     return kind, ConfigEntries({**entries, "window_from_anchor": True}, top.where)

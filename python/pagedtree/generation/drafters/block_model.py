@@ -144,8 +144,8 @@ class BlockDraftModel(nn.Module):
         """Writes config.json and model.safetensors into the folder `path`."""
         config = {**self.config.to_dict(), "dtype": str(dtype).removeprefix("torch.")}
         ids = self.target_ids
-        others = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids), dtype=torch.int64)}
-        checkpoint.save_checkpoint(path, config, self.state_dict(), dtype, others)
+        tensors = {} if ids is None else {"d2t": ids.cpu() - torch.arange(len(ids), dtype=torch.int64)}
+        checkpoint.save_checkpoint(path, config, self.state_dict(), dtype, tensors)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> BlockDraftModel:
@@ -195,18 +195,18 @@ def _shapes(config: BlockDraftConfig) -> dict[str, str]:
         for name in ("attention_conv", "mlp_conv"):
             layer[f"{name}.base_kernel"] = "2, conv_kernel_size, hidden_size"
             layer[f"{name}.kernel_projection.weight"] = "2 * conv_kernel_size * groups, hidden_size"
-    more = dict[str, str]()
+    shapes = dict[str, str]()
     if config.selector_rank is not None:
-        more |= {f"candidate_selector.{name}_codebook": "vocab_size, selector_rank" for name in CODEBOOKS}
-        more["candidate_selector.hidden_projection.weight"] = "selector_rank, hidden_size"
+        shapes |= {f"candidate_selector.{name}_codebook": "vocab_size, selector_rank" for name in CODEBOOKS}
+        shapes["candidate_selector.hidden_projection.weight"] = "selector_rank, hidden_size"
     if config.draft_vocab_size is not None:
-        more |= {"lm_head.weight": "draft_vocab_size, hidden_size", "d2t": "draft_vocab_size"}
+        shapes |= {"lm_head.weight": "draft_vocab_size, hidden_size", "d2t": "draft_vocab_size"}
     return {
         "fc.weight": f"hidden_size, {NUM_LAYERS_READ} * hidden_size",
         "hidden_norm.weight": "hidden_size",
         "norm.weight": "hidden_size",
         **{f"layers.{i}.{name}": shape for i in range(config.num_hidden_layers) for name, shape in layer.items()},
-        **more,
+        **shapes,
     }
 
 

@@ -29,8 +29,8 @@ def attend_in_parts(step: PagedStep, layer: int, q: Tensor, k: Tensor, v: Tensor
     distance = place[:, None] - place
     mask, tree_lens = None, None
     if window:  # the op covers the text and the token itself, with the whole block at one position
-        own = packed(distance == 0)
-        mask, tree_lens = own.repeat(batch, 1), torch.full_like(step.seq_lens, size)
+        diagonal = packed(distance == 0)
+        mask, tree_lens = diagonal.repeat(batch, 1), torch.full_like(step.seq_lens, size)
         rest = distance > 0
     else:  # the op covers everything up to the token
         rest = (distance < 0) & (distance > -around)

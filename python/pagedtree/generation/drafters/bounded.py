@@ -103,13 +103,13 @@ class _Bounded:
         if device.type == "cpu":  # elsewhere it would be a synchronisation
             check_values(draft)
         if draft.draft_probs is not None and draft.draft_rows is None:
-            own = torch.arange(draft.draft_tokens.shape[0], device=device, dtype=torch.int64)
-            draft = draft._replace(draft_rows=own)
+            indices = torch.arange(draft.draft_tokens.shape[0], device=device, dtype=torch.int64)
+            draft = draft._replace(draft_rows=indices)
         if draft.trees.max_depth > min(self._limits):
             limits = torch.tensor(self._limits, dtype=torch.int32).to(device, non_blocking=True)
-            draft, kept = _cut(draft, limits)
-            self._map = RowMap(kept)
-            self._drafter.narrow(draft, kept)
+            draft, node_rows = _cut(draft, limits)
+            self._map = RowMap(node_rows)
+            self._drafter.narrow(draft, node_rows)
         if len(self._asked) < batch:
             places = {place: i + 1 for i, place in enumerate(self._asked)}
             draft, rows = trees_of([roots_only(1, device), draft], [places.get(place, 0) for place in range(batch)])
@@ -125,8 +125,8 @@ class _Bounded:
             return
         part = self._map.part(rows)
         if len(self._asked) < self._num_selected:
-            draft, picked = trees_of([draft], self._asked)
-            part = part.part(picked)
+            draft, node_rows = trees_of([draft], self._asked)
+            part = part.part(node_rows)
         self._drafter.narrow(draft, part.rows())
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:
@@ -155,8 +155,8 @@ def _cut(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
     rows = torch.arange(draft.draft_tokens.shape[0], dtype=torch.int32, device=limits.device)
     tree = torch.bucketize(rows, trees.cu_nodes[1:], right=True)
     is_kept = (tree < trees.batch_size) & (trees.depths <= limits[tree.clamp(max=trees.batch_size - 1)])
-    part, kept = select_nodes(trees, is_kept.float(), len(rows), limit=is_kept.sum(dtype=torch.int32)[None])
-    return rows_of(draft, part, kept), kept
+    part, node_rows = select_nodes(trees, is_kept.float(), len(rows), limit=is_kept.sum(dtype=torch.int32)[None])
+    return rows_of(draft, part, node_rows), node_rows
 
 
 def trees_of(drafts: Sequence[Draft], wanted: Sequence[int]) -> tuple[Draft, Tensor]:

@@ -44,16 +44,16 @@ class StoredTensors:
 
     def __init__(self, folder: Path, files: Sequence[str], rename: Callable[[str], str] = str) -> None:
         self.folder, self._tensors = folder, dict[str, _Stored]()
-        found = next((paths for name in files if (paths := sorted(folder.glob(name)))), [])
-        if not found:
+        matches = next((paths for name in files if (paths := sorted(folder.glob(name)))), [])
+        if not matches:
             raise FileNotFoundError(f"{folder}: expected {' or '.join(files)}, found none of them")
-        for path in found:
+        for path in matches:
             read = _of_safetensors if path.suffix == ".safetensors" else _of_pickle
             for name, stored in read(path).items():
-                own = rename(name)
-                if own in self._tensors:
+                key = rename(name)
+                if key in self._tensors:
                     raise ValueError(f"{path}: expected each tensor once, got another {name}")
-                self._tensors[own] = stored
+                self._tensors[key] = stored
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -131,9 +131,9 @@ def draft_ids(stored: StoredTensors, count: int, num_tokens: int) -> Tensor:
         ids = ids + stored.load("d2t")
     check_ids(f"{stored.folder}: d2t", ids, num_tokens)
     if "t2d" in stored:
-        named = stored.load("t2d").flatten().nonzero()[:, 0]
-        if not torch.equal(named, ids.sort().values):
-            raise ValueError(f"{stored.folder}: t2d: expected the {count} tokens of d2t, got {len(named)} that differ")
+        tokens = stored.load("t2d").flatten().nonzero()[:, 0]
+        if not torch.equal(tokens, ids.sort().values):
+            raise ValueError(f"{stored.folder}: t2d: expected the {count} tokens of d2t, got {len(tokens)} that differ")
     return ids
 
 
@@ -164,12 +164,12 @@ def _of_safetensors(path: Path) -> dict[str, _Stored]:
         file = safe_open(path, "pt")
     except SafetensorError as error:
         raise ValueError(f"{path}: expected a file in the format of safetensors, got {error}") from error
-    found = {}
+    tensors = {}
     for name in file.keys():  # noqa: SIM118 - it is no dict
         header = file.get_slice(name)
         load = partial(file.get_tensor, name)
-        found[name] = _Stored(path, tuple(header.get_shape()), DTYPES.get(header.get_dtype()), load)
-    return found
+        tensors[name] = _Stored(path, tuple(header.get_shape()), DTYPES.get(header.get_dtype()), load)
+    return tensors
 
 
 def _of_pickle(path: Path) -> dict[str, _Stored]:

@@ -67,8 +67,8 @@ class ConfigEntries:
     def refuse(self, key: str, expected: str, got: Any = None) -> NoReturn:
         """Raises ValueError. got: the value, if it is not the entry's."""
         value = self.entries.get(key) if got is None else got
-        shown = "nothing" if value is None else reprlib.repr(value)
-        raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {shown}")
+        text = "nothing" if value is None else reprlib.repr(value)
+        raise ValueError(f"{self.where}: {str(key)[:80]}: expected {expected}, got {text}")
 
     def value(self, key: str, default: Any = None) -> Any:
         self._read.add(key)

@@ -148,8 +148,8 @@ class CombinedDrafter(Drafter):
             return self._of(self._chosen[0])[1]
         # Trees are numbered across both drafts; each drafter has only the trees of its own rows.
         trees = {(which, b): i for i, (which, b) in enumerate((w, b) for w in (0, 1) for b in self._of(w)[0])}
-        wanted = [trees[which, b] for b, which in enumerate(self._chosen)]
-        combined, rows = trees_of([self._of(0)[1], self._of(1)[1]], wanted)
+        indices = [trees[which, b] for b, which in enumerate(self._chosen)]
+        combined, rows = trees_of([self._of(0)[1], self._of(1)[1]], indices)
         self._map = RowMap(rows)
         return combined
 
@@ -198,8 +198,8 @@ class CombinedDrafter(Drafter):
         if self.is_lookup[which]:
             first = float(self._depths[which]) if kind >= self.min_match else 0.0
         of_all = self._named.of((which, kind), first)
-        own = self._named_of.get(self._selected[b].index)
-        return of_all if own is None else own.of((which, kind), of_all)
+        odds = self._named_of.get(self._selected[b].index)
+        return of_all if odds is None else odds.of((which, kind), of_all)
 
     def confidence(self) -> Tensor | None:
         """Returns log-probabilities on one scale for copies and a model's drafts."""
@@ -224,8 +224,8 @@ class CombinedDrafter(Drafter):
         first = [0, self._of(0)[1].draft_tokens.shape[0]]
         for which, drafter in enumerate(self.both):
             if not self.is_lookup[which]:
-                part, picked = trees_of([draft], [b for b, chosen in enumerate(self._chosen) if chosen == which])
-                drafter.narrow(part, self._map.part(rows).part(picked).rows(first[which]))
+                part, indices = trees_of([draft], [b for b, index in enumerate(self._chosen) if index == which])
+                drafter.narrow(part, self._map.part(rows).part(indices).rows(first[which]))
 
     def read(self, rows: FeatureRows) -> None:
         counts = [len(layers) for layers in self._layers]

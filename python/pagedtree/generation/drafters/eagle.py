@@ -177,9 +177,9 @@ class EagleDrafter(TreeGrower):
             return
         if start:
             donor = next(
-                other
-                for index, other in self._known.items()
-                if other.group == sequence.group and self._cached[index] + self._waiting.count(index) >= start
+                sibling
+                for index, sibling in self._known.items()
+                if sibling.group == sequence.group and self._cached[index] + self._waiting.count(index) >= start
             )
             if self._cached[donor.index] < start:
                 self._read_until([(donor, start)])

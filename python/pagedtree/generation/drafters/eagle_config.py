@@ -107,8 +107,8 @@ class EagleConfig(LayerSizes):
             layer = top
         for section in (top, eagle):
             section.only(use_aux_hidden_state=True, **OF_MODELOPT)
-        found = read_rows(cls, top, layer=layer, eagle_config=eagle)
-        check_heads(layer, found)
+        values = read_rows(cls, top, layer=layer, eagle_config=eagle)
+        check_heads(layer, values)
         flags: dict[str, Any] = {name: _flag(name, top, eagle) for name in FLAGS}
         if flags["norm_before_fc"] and flags["fc_norm"]:
             top.refuse("fc_norm", "false beside norm_before_fc")
@@ -120,7 +120,7 @@ class EagleConfig(LayerSizes):
             has_head_norms=has_head_norms,
             attention_bias=is_nested and layer.flag("attention_bias", False),
             mask_token_id=top.integer("mask_token_id", least=0) if is_parallel else None,
-            **found,
+            **values,
             **flags,
         )
         if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
@@ -193,7 +193,7 @@ class EagleConfig(LayerSizes):
 def _flag(name: str, top: ConfigEntries, inner: ConfigEntries) -> bool:
     """Returns a flag at the top of the file or in eagle_config, as in NVIDIA's heads; False without an entry."""
     value = top.flag(name, False)
-    found = inner.flag(name, value)
-    if name in top and found != value:
+    flag = inner.flag(name, value)
+    if name in top and flag != value:
         inner.refuse(name, f"the value at the top, {json.dumps(value)}")
-    return found
+    return flag

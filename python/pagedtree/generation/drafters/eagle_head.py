@@ -211,14 +211,14 @@ class EagleHead(nn.Module):
             integers=("d2t",),
             ignored=NOT_READ,
         )
-        own = [name for name in OWN_PARTS if name in stored]
-        is_tied = config.tie_word_embeddings and own == ["embed_tokens.weight"]
+        parts = [name for name in OWN_PARTS if name in stored]
+        is_tied = config.tie_word_embeddings and parts == ["embed_tokens.weight"]
         if is_tied:
             if draft_vocab != config.vocab_size:
                 entries.refuse("tie_word_embeddings", f"false with {draft_vocab} of {config.vocab_size} tokens")
-            own = list(OWN_PARTS)
+            parts = list(OWN_PARTS)
         for name, weight in zip(OWN_PARTS, (target.embed_tokens.weight, target.lm_head.weight), strict=True):
-            if name not in own and weight.shape[1] != config.hidden_size:
+            if name not in parts and weight.shape[1] != config.hidden_size:
                 raise ValueError(
                     f"{path}: {name}: expected it with hidden_size {config.hidden_size}, the target's has width"
                     f" {weight.shape[1]}"
@@ -227,9 +227,9 @@ class EagleHead(nn.Module):
         if "d2t" in stored or draft_vocab != num_rows:  # without d2t the target may have padding after its tokens
             ids = checkpoint.draft_ids(stored, draft_vocab, num_rows)
         head = cls(config.to_entries(), target.embed_tokens, target.lm_head, layers, ids)
-        if "embed_tokens.weight" in own:
+        if "embed_tokens.weight" in parts:
             head.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        if "lm_head.weight" in own:
+        if "lm_head.weight" in parts:
             head.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
         tensors = {name: stored.load(name) for name in stored.names if name not in (*NOT_READ, "d2t")}
         head.to(device, dtype)  # before loading: the default dtype would round the values

@@ -43,6 +43,6 @@ class FixedFeatures:
         """Stores the features of the roots and the accepted nodes. Device only."""
         assert result.features is not None
         path = result.commit.accept_rows.clamp(min=0)
-        found = result.features.index_select(0, path.flatten().long()).view(*path.shape, -1)
-        self.features[:, : path.shape[1]].index_copy_(0, rows, found)
+        features = result.features.index_select(0, path.flatten().long()).view(*path.shape, -1)
+        self.features[:, : path.shape[1]].index_copy_(0, rows, features)
         self.counts.index_copy_(0, rows, result.verdict.num_accepted.long() + 1)

@@ -46,10 +46,10 @@ def rows_of(config: type) -> dict[str, Row]:
 def read_rows(config: type, top: ConfigEntries, **places: ConfigEntries) -> dict[str, Any]:
     """Reads the entries of a config in field order. Raises ValueError, naming the entry, for invalid values. top: the
     whole file. places: the objects in it, named as in `Row.place`."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, row in rows_of(config).items():
-        found[name] = row.read(places.get(row.place, top), found)
-    return found
+        values[name] = row.read(places.get(row.place, top), values)
+    return values
 
 
 def head_dim_of(found: Mapping[str, Any]) -> int | None:

@@ -30,8 +30,8 @@ DRAFT_LAWS = {"topk": "onehot", "iid": "iid", "swor": "swor", "coupled": "couple
 def chosen_scores(scores: Tensor, num_nodes: int) -> Tensor:
     """Returns [N], the scores of the nodes that `rerank_tree` chooses by the candidates' scores [B, C]."""
     best = scores.argsort(dim=1, descending=True, stable=True)[:, :num_nodes].sort(dim=1).values
-    chosen = scores.gather(1, best)
-    return chosen[chosen > -torch.inf]
+    values = scores.gather(1, best)
+    return values[values > -torch.inf]
 
 
 class TreeGrower(Drafter):
@@ -140,8 +140,8 @@ class TreeGrower(Drafter):
         self._grown = state.scores
         draft = rerank_tree(state, self.max_nodes, active=active)
         if draft.draft_probs is not None:  # tokens that the model lacks have probability 0
-            missing = vocab_size - draft.draft_probs.shape[-1]
-            draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, missing)) if missing else draft.draft_probs)
+            padding = vocab_size - draft.draft_probs.shape[-1]
+            draft = draft._replace(draft_probs=F.pad(draft.draft_probs, (0, padding)) if padding else draft.draft_probs)
         return draft
 
     def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:

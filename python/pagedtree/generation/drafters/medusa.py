@@ -72,11 +72,11 @@ class MedusaHeads(nn.Module):
 
     def check_target(self, hidden_size: int) -> None:
         """Raises ValueError unless the weights fit `hidden_size`, the input of the target's output layer."""
-        own = (self.num_heads, hidden_size, hidden_size)
-        if self.weight.shape != own or self.bias.shape != own[:2]:
+        shape = (self.num_heads, hidden_size, hidden_size)
+        if self.weight.shape != shape or self.bias.shape != shape[:2]:
             raise ValueError(
-                f"drafter: expected heads of the target's hidden size {hidden_size}, weight {[*own]} and bias"
-                f" {[*own[:2]]}, got {[*self.weight.shape]} and {[*self.bias.shape]}"
+                f"drafter: expected heads of the target's hidden size {hidden_size}, weight {[*shape]} and bias"
+                f" {[*shape[:2]]}, got {[*self.weight.shape]} and {[*self.bias.shape]}"
             )
 
     @property
@@ -211,9 +211,9 @@ class MedusaDrafter(Drafter):
             self.heads.check_target(model.new_hidden(0).shape[1])
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
-        self._vocab_size, own = sampling.vocab_size, getattr(self.heads, "vocab_size", None)
-        if None not in (own, self._vocab_size) and own != self._vocab_size:
-            raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {own}")
+        self._vocab_size, num_tokens = sampling.vocab_size, getattr(self.heads, "vocab_size", None)
+        if None not in (num_tokens, self._vocab_size) and num_tokens != self._vocab_size:
+            raise ValueError(f"drafter: expected heads of the target's {self._vocab_size} tokens, got {num_tokens}")
         self._hidden, self._known, self._newest = None, set(), None
         self._depth = self.max_depth
 
@@ -279,5 +279,5 @@ class MedusaDrafter(Drafter):
         if self._hidden is None:
             self._hidden = like.new_zeros((num_rows, like.shape[1]))
         elif self._hidden.shape[0] < num_rows:
-            more = self._hidden.new_zeros((num_rows - self._hidden.shape[0], self._hidden.shape[1]))
-            self._hidden = torch.cat([self._hidden, more])
+            rows = self._hidden.new_zeros((num_rows - self._hidden.shape[0], self._hidden.shape[1]))
+            self._hidden = torch.cat([self._hidden, rows])

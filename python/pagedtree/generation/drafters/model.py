@@ -88,11 +88,11 @@ class ModelDrafter(TreeGrower):
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
             raise ValueError(f'drafter: law "{self.law}" draws by the params of `generate`, got None')
-        own, of_target = self.packed.num_logits, sampling.vocab_size
-        if of_target is not None and abs(own - of_target) > MAX_PADDING:
+        size, of_target = self.packed.num_logits, sampling.vocab_size
+        if of_target is not None and abs(size - of_target) > MAX_PADDING:
             raise ValueError(
                 f"drafter: expected a draft model of the target's vocabulary, {of_target} tokens up to {MAX_PADDING} of"
-                f" padding, got {own}"
+                f" padding, got {size}"
             )
         self._reset(page_size)
         self._sampling = sampling
@@ -219,8 +219,8 @@ class ModelDrafter(TreeGrower):
                 complete.append(sequence)
                 rows.append(len(tokens) - 1)
         ids = torch.tensor(tokens, dtype=torch.int64).clamp(max=self.vocab_size - 1).to(self.device)
-        wanted = torch.tensor(rows, dtype=torch.int64).to(self.device)
-        return complete, self.packed.run(ids, positions, step, wanted).logits
+        indices = torch.tensor(rows, dtype=torch.int64).to(self.device)
+        return complete, self.packed.run(ids, positions, step, indices).logits
 
     def _read_last_two(self, tokens: Tensor, lengths: Tensor, table: Tensor) -> Tensor:
         """Returns logits [B, V] at the roots, after reading them and the tokens before. Device only."""
