@@ -19,5 +19,5 @@ def rows_of(table: Tensor, rows: Tensor) -> Tensor:
     """Returns table[rows], [n, width]; -1 where the table has no such row."""
     if table.shape[0] == 0:
         return table.new_full((rows.shape[0], *table.shape[1:]), -1)
-    known = (rows >= 0) & (rows < table.shape[0])
-    return torch.where(known[:, None], table[torch.where(known, rows, 0).long()], -1)
+    is_row = (rows >= 0) & (rows < table.shape[0])
+    return torch.where(is_row[:, None], table[torch.where(is_row, rows, 0).long()], -1)

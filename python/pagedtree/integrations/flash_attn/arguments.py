@@ -22,10 +22,10 @@ def refuse(**arguments: Any) -> None:
 
 def one_of(**names: Tensor | None) -> Tensor | None:
     """Returns the given one of two names for the same argument."""
-    given = {name: value for name, value in names.items() if value is not None}
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: expected one of the two, got both")
-    return next(iter(given.values()), None)
+    arguments = {name: value for name, value in names.items() if value is not None}
+    if len(arguments) > 1:
+        raise ValueError(f"{' and '.join(arguments)}: expected one of the two, got both")
+    return next(iter(arguments.values()), None)
 
 
 def scale_of(name: str, descale: Tensor | None) -> Tensor | None:

@@ -135,13 +135,13 @@ def flash_attn_with_kvcache(
         else:
             cos_sin = torch.cat([rotary_cos, rotary_sin], -1)
             rotate: dict[str, Any] = {"cos_sin": cos_sin, "k_cache": k_cache, "interleaved": rotary_interleaved}
-            each = causal or max(window_size) >= 0
+            is_per_row = causal or max(window_size) >= 0
             positions = _positions(starts, new_offsets, k.shape[0], True)
-            if each and q.dim() == 4 and cu_seqlens_k_new is None and len(rows) == len(k):
+            if is_per_row and q.dim() == 4 and cu_seqlens_k_new is None and len(rows) == len(k):
                 rows = rope_append(rows, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
             else:
                 rope_append(k, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
-                positions = _positions(starts, offsets, rows.shape[0], each)
+                positions = _positions(starts, offsets, rows.shape[0], is_per_row)
                 keys = rows[:, : k_cache.shape[2]]  # of no meaning: no slot takes them
                 none = torch.full_like(positions, -1)
                 rows = rope_append(rows, keys, None, positions, v_cache=None, slots=none, **rotate)

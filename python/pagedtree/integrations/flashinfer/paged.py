@@ -118,9 +118,9 @@ class BatchPrefillWithPagedKVCacheWrapper:
         refused = sorted(name for name, value in options.items() if value is not None) or ["*args"] * bool(args)
         if refused:
             raise NotImplementedError(f"{refused[0]}: expected none, got one")
-        for name, value, known in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+        for name, value, choices in (("lse_base", lse_base, ("log2", "ln")), ("lse_layout", lse_layout, ("NH", "HN"))):
+            if value not in choices:
+                raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
         num_queries, rows = self._num_queries, q.shape[0]
         if num_queries > rows:
             raise ValueError(f"qo_indptr: expected at most {rows} queries, the rows of q, got {num_queries}")
@@ -152,11 +152,11 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise RuntimeError("forward: expected begin_forward() before it")
         if pos_encoding_mode != "NONE":
             raise NotImplementedError(f'pos_encoding_mode: expected "NONE", got {pos_encoding_mode!r}')
-        known = self._arguments
+        arguments = self._arguments
         if not self._has_mask:
-            known = {name: value for name, value in known.items() if name not in ("tree_mask", "tree_lens")}
-            known |= {} if causal else all_visible(self._num_queries, known["seq_lens"])
-        self._arguments = {**known, "scale": sm_scale, "softcap": logits_soft_cap or 0.0}
+            arguments = {name: value for name, value in arguments.items() if name not in ("tree_mask", "tree_lens")}
+            arguments |= {} if causal else all_visible(self._num_queries, arguments["seq_lens"])
+        self._arguments = {**arguments, "scale": sm_scale, "softcap": logits_soft_cap or 0.0}
         return self.run(
             q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, window_left=window_left, return_lse=return_lse
         )

@@ -64,9 +64,9 @@ def page_table(
         max_pages = min(max(int(counts.max()), 0), indices.numel()) if counts.numel() else 0
     column = torch.arange(max_pages, device=indptr.device, dtype=torch.int64)
     at = indptr[:-1, None].long() + column
-    known = (column < counts[:, None]) & (at >= 0) & (at < indices.numel())
-    at = torch.where(known, at, 0)
-    table = torch.where(known, indices[at] if indices.numel() else -1, -1)
+    is_page = (column < counts[:, None]) & (at >= 0) & (at < indices.numel())
+    at = torch.where(is_page, at, 0)
+    table = torch.where(is_page, indices[at] if indices.numel() else -1, -1)
     keys = torch.where(counts > 0, (counts.long() - 1) * page_size + last_page_len, 0)
     return as_int32(table), keys.clamp(0, INT32_MAX).int()
 
@@ -113,14 +113,14 @@ def _slots(
     expect_dims("[B + 1]", kv_indptr=kv_indptr)
     expect_dims("[pages]", kv_indices=kv_indices)
     offsets, rows = kv_indptr.long(), batch_indices.long()
-    known = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
+    is_slot = (rows >= 0) & (rows < offsets.numel() - 1) & (positions >= 0)
     if offsets.numel() < 2 or kv_indices.numel() == 0:
         return torch.full_like(rows, -1)
-    rows = torch.where(known, rows, 0)
+    rows = torch.where(is_slot, rows, 0)
     at = offsets[rows] + positions // page_size
-    known &= (at >= 0) & (at < offsets[rows + 1].clamp(max=kv_indices.numel()))
-    slots = kv_indices.long()[torch.where(known, at, 0)] * page_size + positions % page_size
-    return torch.where(known, slots, -1)
+    is_slot &= (at >= 0) & (at < offsets[rows + 1].clamp(max=kv_indices.numel()))
+    slots = kv_indices.long()[torch.where(is_slot, at, 0)] * page_size + positions % page_size
+    return torch.where(is_slot, slots, -1)
 
 
 @checked(integers=("kv_indptr", "kv_last_page_len"))
@@ -148,9 +148,9 @@ def get_batch_indices_positions(
     ends = append_indptr[1:].long()
     sequence = torch.searchsorted(ends, row, right=True)
     behind_last = torch.nn.functional.pad(seq_lens.long() - ends, (0, 1))[sequence]  # offset added to a row's number
-    known = sequence < ends.numel()
-    new_indices = torch.where(known, sequence, -1)
-    new_positions = torch.where(known, row + behind_last, 0)
+    is_row = sequence < ends.numel()
+    new_indices = torch.where(is_row, sequence, -1)
+    new_positions = torch.where(is_row, row + behind_last, 0)
     return (
         new_indices.int() if batch_indices is None else batch_indices.copy_(new_indices),
         new_positions.int() if positions is None else positions.copy_(new_positions),

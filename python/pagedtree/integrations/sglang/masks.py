@@ -71,10 +71,10 @@ def write_mask(tree_mask: Tensor, seen: Tensor, seq_lens: Tensor, mode: int) -> 
         mask = _flat_bytes(tree_mask, bs, n)
         if cells.numel() == 0:
             return
-        known = cells < mask.numel()
+        is_inside = cells < mask.numel()
         # Cells past the buffer's end repeat the first cell's write instead.
-        first = torch.where(known[0], cells[0], 0), torch.where(known[0], values[0], mask[0])
-        mask.scatter_(0, torch.where(known, cells, first[0]), torch.where(known, values, first[1]))
+        first = torch.where(is_inside[0], cells[0], 0), torch.where(is_inside[0], values[0], mask[0])
+        mask.scatter_(0, torch.where(is_inside, cells, first[0]), torch.where(is_inside, values, first[1]))
 
 
 def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, tree_mask_mode: int) -> Tensor:
@@ -88,5 +88,5 @@ def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, t
         rows = _packed_rows(tree_mask, bs, n)
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
     cells, mask = _cells(seq_lens.long(), n, _mode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
-    known = cells < mask.numel()
-    return packed((mask[torch.where(known, cells, 0)] != 0) & known).view(bs * n, -(-n // 32))
+    is_inside = cells < mask.numel()
+    return packed((mask[torch.where(is_inside, cells, 0)] != 0) & is_inside).view(bs * n, -(-n // 32))

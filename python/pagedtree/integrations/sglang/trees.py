@@ -106,8 +106,8 @@ def build_tree_kernel_efficient(
 def _selected_parents(parent_list: Tensor, selected_index: Tensor, topk: int) -> Tensor:
     """Returns int64 [bs, N]: the parent of each node's draft, or N at the root and for unselected parents."""
     group = selected_index.long() // topk
-    known = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
-    match = selected_index[:, None, :] == known.gather(1, group.clamp(0, known.shape[1] - 1))[:, :, None]
+    indices = torch.nn.functional.pad(parent_list.long(), (0, 1), value=-1)
+    match = selected_index[:, None, :] == indices.gather(1, group.clamp(0, indices.shape[1] - 1))[:, :, None]
     match = torch.nn.functional.pad(match, (1, 1))  # node 0, and "none" behind the last
     match[:, :, -1] = True
     parents = torch.where(group > 0, match.byte().argmax(-1), 0)

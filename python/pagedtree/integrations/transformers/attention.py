@@ -106,7 +106,7 @@ def _in_autocast(*states: Tensor) -> tuple[Tensor, ...]:
     dtype = autocast_dtype(states[0].device)
     if dtype is None:
         return states
-    return tuple(each if each.dtype == torch.float64 else each.to(dtype) for each in states)
+    return tuple(state if state.dtype == torch.float64 else state.to(dtype) for state in states)
 
 
 def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -21,11 +21,11 @@ def chat_prompt(tokenizer: Any, message: str, system: str | None = None) -> list
     messages = [] if system is None else [{"role": "system", "content": system}]
     messages.append({"role": "user", "content": message.rstrip("\r\n")})
     text = _rendered(tokenizer, messages, add_generation_prompt=True, tokenize=False)
-    for i, each in enumerate(messages):
+    for i, entry in enumerate(messages):
         # Detected by replacing the message: a template may trim, shorten or quote it.
-        others = [*messages[:i], {**each, "content": ANSWER + each["content"]}, *messages[i + 1 :]]
+        others = [*messages[:i], {**entry, "content": ANSWER + entry["content"]}, *messages[i + 1 :]]
         if _rendered(tokenizer, others, add_generation_prompt=True, tokenize=False) == text:
-            raise ValueError(f"chat: expected a template that has the {each['role']}'s message, got one without")
+            raise ValueError(f"chat: expected a template that has the {entry['role']}'s message, got one without")
     ids: list[int] = _rendered(tokenizer, messages, add_generation_prompt=True, return_dict=False)
     return ids
 

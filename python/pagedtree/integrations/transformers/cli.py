@@ -144,9 +144,9 @@ def _parser() -> argparse.ArgumentParser:
 def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
     if args.no_generation_config:
         return ConfigFields()
-    given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
-    given["stop_strings"] = args.stop
-    found = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=given)
+    options = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
+    options["stop_strings"] = args.stop
+    found = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=options)
     if found.values:
         print(f"generation_config.json: {found}", file=sys.stderr)
     return found
@@ -160,12 +160,12 @@ def _sampling(
         for name in ("top_p", "top_k", "min_p", "seed"):
             if getattr(args, name) is not None:
                 parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
-    given = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES) if getattr(args, name) is not None}
-    if not given:
+    fields = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES) if getattr(args, name) is not None}
+    if not fields:
         return args.rule, None
-    if given == {"temperature": 0.0} and args.rule in ("auto", "greedy"):
+    if fields == {"temperature": 0.0} and args.rule in ("auto", "greedy"):
         return "greedy", None
-    return args.rule, dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **given)
+    return args.rule, dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **fields)
 
 
 def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
@@ -231,8 +231,8 @@ def _grammars(
 
 def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
     columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
-    for token, logprob, rank, top, their in columns:
+    for token, logprob, rank, top, logprobs in columns:
         others = ", ".join(
-            f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, their, strict=True)
+            f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, logprobs, strict=True)
         )
         print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {others}", file=sys.stderr)

@@ -179,8 +179,8 @@ def generate(
     arguments.at_least_one(max_new_tokens=max_new_tokens, n=n, page_size=page_size, max_batch_tokens=max_batch_tokens)
     arguments.at_least_one(max_sequences=1 if max_sequences is None else max_sequences)
     eos_ids, pad = arguments.eos_tokens(model, eos_token_id), arguments.pad_token(model, pad_token_id)
-    given = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
-    config = config_fields(model, params=params, rule=rule, given=given) if generation_config else ConfigFields()
+    settings = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
+    config = config_fields(model, params=params, rule=rule, given=settings) if generation_config else ConfigFields()
     stops = config.stops(stop_strings, tokenizer)
     vocab_size, num_logits = (packed.vocab_size, packed.num_logits) if shards is None else (shards.vocab, shards.vocab)
     prompts = Prompts.of(input_ids, attention_mask, vocab_size, None if pad in eos_ids else pad, n)
@@ -190,7 +190,7 @@ def generate(
     if params is None and rule == "greedy":
         rule = "auto"  # penalties make params of temperature 0
     params = read.on_params(SamplingParams() if config.is_sampled else params)
-    every_option = [read.on_options(each, i // n) for i, each in enumerate(every_option)]
+    every_option = [read.on_options(option, i // n) for i, option in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
     adapted = as_drafter(drafter)
     draft_config, networks = getattr(adapted.model, "config", None), adapted.networks
@@ -231,7 +231,7 @@ def generate(
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
     sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
-    with in_turn(*(each for each in owned if each is not None)), ExitStack() as stack:
+    with in_turn(*(thing for thing in owned if thing is not None)), ExitStack() as stack:
         drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         if is_packed:
@@ -312,8 +312,8 @@ def _check_graph(
             "cuda_graph: expected False within torch.autocast, whose converted weights a graph cannot keep"
         )
     check_device(device)
-    for name, each in (("model", model), ("drafter", drafter.model)):
-        check_constant(f"cuda_graph: {name}", each)
+    for name, network in (("model", model), ("drafter", drafter.model)):
+        check_constant(f"cuda_graph: {name}", network)
     if shards is not None:
         raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
     if has_grammars:
@@ -328,9 +328,9 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     # A captured step drafts the same tree each time, and shard ranks would choose by different clocks.
     if tree is None or isinstance(drafter, NoDrafter) or cuda_graph or is_sharded:
         return None
-    known = drafter.tuner
-    if known is None or known.model() is not model:
+    entry = drafter.tuner
+    if entry is None or entry.model() is not model:
         max_depth = drafter.max_depth or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
         tuner = TreeTuner(max_depth, drafter.grows_by_level, drafter.has_free_guesses)
-        drafter.given.tuner = known = TunerOf(weakref.ref(model), tuner)
-    return known.tuner
+        drafter.given.tuner = entry = TunerOf(weakref.ref(model), tuner)
+    return entry.tuner

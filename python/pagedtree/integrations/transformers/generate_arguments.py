@@ -211,17 +211,17 @@ def _check_tokens(prompt: list[Any], b: int, vocab_size: int) -> None:
 
 def eos_tokens(model: Any, eos_token_id: Any) -> list[int]:
     """Returns the given tokens that end a sequence, else the generation config's."""
-    given = getattr(model.generation_config, "eos_token_id", None) if eos_token_id is None else eos_token_id
-    if given is None:
+    token_ids = getattr(model.generation_config, "eos_token_id", None) if eos_token_id is None else eos_token_id
+    if token_ids is None:
         return []
-    values = given.tolist() if hasattr(given, "tolist") else given
+    values = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
     return [integer("eos_token_id", token) for token in (values if isinstance(values, list | tuple) else [values])]
 
 
 def pad_token(model: Any, pad_token_id: Any) -> int | None:
     """Returns the given token that fills rows, else the generation config's."""
-    given = getattr(model.generation_config, "pad_token_id", None) if pad_token_id is None else pad_token_id
-    return None if given is None else integer("pad_token_id", given)
+    token = getattr(model.generation_config, "pad_token_id", None) if pad_token_id is None else pad_token_id
+    return None if token is None else integer("pad_token_id", token)
 
 
 def integer(name: str, value: Any) -> int:
@@ -250,30 +250,30 @@ def sequence_params(params: SamplingParams | None, num_prompts: int, n: int) -> 
 
 def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: torch.device) -> Tensor:
     try:
-        given = torch.arange(num_sequences, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds)
+        tensor = torch.arange(num_sequences, dtype=torch.int64) if seeds is None else torch.as_tensor(seeds)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"seeds: expected {num_sequences} integers, {error}") from None
-    if given.shape != (num_sequences,) or given.is_floating_point():
-        raise ValueError(f"seeds: expected {num_sequences} integers, got {given.dtype} {list(given.shape)}")
-    return given.to(device, torch.int64)
+    if tensor.shape != (num_sequences,) or tensor.is_floating_point():
+        raise ValueError(f"seeds: expected {num_sequences} integers, got {tensor.dtype} {list(tensor.shape)}")
+    return tensor.to(device, torch.int64)
 
 
 def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
     """Returns one per sequence; options are as in `generate`."""
-    given = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
-    every = prompts.of_sequences("options", given)
-    for each in every:
-        if each is not None and not isinstance(each, TokenOptions):
-            raise TypeError(f"options: expected TokenOptions or None, got {type(each).__name__}")
-    return [TokenOptions() if each is None else each for each in every]
+    entries = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
+    every = prompts.of_sequences("options", entries)
+    for option in every:
+        if option is not None and not isinstance(option, TokenOptions):
+            raise TypeError(f"options: expected TokenOptions or None, got {type(option).__name__}")
+    return [TokenOptions() if option is None else option for option in every]
 
 
 def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) -> list[int]:
     """Returns min_new_tokens of each sequence; None is 0."""
-    given = 0 if min_new_tokens is None else min_new_tokens
-    given = given.tolist() if hasattr(given, "tolist") else given
-    given = [given] * len(prompts) if not isinstance(given, list | tuple) else given
-    every = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", given)]
+    counts = 0 if min_new_tokens is None else min_new_tokens
+    counts = counts.tolist() if hasattr(counts, "tolist") else counts
+    counts = [counts] * len(prompts) if not isinstance(counts, list | tuple) else counts
+    every = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", counts)]
     for count in every:
         if not 0 <= count <= max_new_tokens:
             raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")

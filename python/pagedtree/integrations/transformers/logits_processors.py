@@ -79,8 +79,8 @@ class Processors:
         """Returns the options of one outcome of a prompt with the processors' settings."""
         changed: dict[str, Any] = {} if self.penalize_prompt[prompt] else {"penalize_prompt": False}
         if self.bias:
-            given = options.bias or {}
-            changed["bias"] = {**given, **{token: given.get(token, 0.0) + bias for token, bias in self.bias.items()}}
+            biases = options.bias or {}
+            changed["bias"] = {**biases, **{token: biases.get(token, 0.0) + bias for token, bias in self.bias.items()}}
         if self.bad_words:
             changed["bad_words"] = [*(options.bad_words or ()), *self.bad_words]
         if self.begin_suppress_tokens:

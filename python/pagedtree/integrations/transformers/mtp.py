@@ -159,7 +159,7 @@ class MtpHead(nn.Module):
         head = cls(model, is_state_first=layout.is_state_first)
         own = head.state_dict()
         names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in own.items()}
-        shapes = {name: shape for each in names.values() for name, shape in each.items()}
+        shapes = {name: shape for parts in names.values() for name, shape in parts.items()}
         embed, output, *rest = head._of_target
         ends = [(embed, _found(ENDS[0], layout, stored)), (output, _found(ENDS[1], layout, stored))]
         if ends[1][1] is None and output.weight is embed.weight:  # then they are tied in the checkpoint, too
@@ -174,7 +174,7 @@ class MtpHead(nn.Module):
         # One after the other, into their places: of a large model the experts are most of it.
         for name, tensor in own.items():
             _fill(tensor, names[name], stored)
-        head._of_target = (*(_end(*each, stored) for each in ends), *rest)
+        head._of_target = (*(_end(*pair, stored) for pair in ends), *rest)
         return head.eval()
 
 
@@ -242,11 +242,11 @@ def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTenso
     count, rows, columns = tensor.shape
     kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
     shape = rows // len(kinds), columns
-    return {f"{experts}.experts.{i}.{each}.weight": shape for i in range(count) for each in kinds}
+    return {f"{experts}.experts.{i}.{matrix}.weight": shape for i in range(count) for matrix in kinds}
 
 
 def _found(names: Iterable[str], layout: Layout, stored: StoredTensors) -> str | None:
-    return next((name for each in names if (name := each.format(layout.prefix)) in stored), None)
+    return next((name for pattern in names if (name := pattern.format(layout.prefix)) in stored), None)
 
 
 def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:

@@ -88,7 +88,7 @@ class SharedProduct:
             last = self._last = _Outputs(x, _state_of(x), list(out.split_with_sizes(self._sizes, -1)))
             part = cast(Tensor, last.parts[place])
         last.parts[place] = None
-        if not any(each is not None for each in last.parts) and self._last is last:
+        if not any(output is not None for output in last.parts) and self._last is last:
             self._last = None
         return part
 

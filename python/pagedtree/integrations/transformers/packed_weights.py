@@ -128,7 +128,7 @@ def packed_weights(*models: nn.Module, copy_held: bool = True) -> Iterator[int]:
                 packed[-1].use()
             for model in models if packed else ():
                 stack.enter_context(uncompiled(model))
-        yield sum(len(weight.layers) for each in packed for weight in each.weights)
+        yield sum(len(weight.layers) for group in packed for weight in group.weights)
     finally:
         with in_turn(*models), stack:
             while packed:
@@ -183,14 +183,14 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
             layers.setdefault(id(module.weight), []).append(module)
     weights: dict[int, _Weight] = {}  # by the first of its layers
     holders = WeightHolders(modules)
-    for key, each in layers.items():
-        is_held = holders.has_others(each[0])
+    for key, members in layers.items():
+        is_held = holders.has_others(members[0])
         if copy_held or not is_held:
-            weights[id(each[0])] = _Weight(each, each[0].weight, is_held or holders.users[key] > len(each))
+            weights[id(members[0])] = _Weight(members, members[0].weight, is_held or holders.users[key] > len(members))
     groups = []
     for name, module in named.values():
         for names in SIBLINGS if not any(part in name for part in APART) else ():
-            group = _siblings([weights.get(id(module._modules.get(each))) for each in names])
+            group = _siblings([weights.get(id(module._modules.get(child_name))) for child_name in names])
             groups.append(group)
             for weight in group:
                 del weights[id(weight.layers[0])]

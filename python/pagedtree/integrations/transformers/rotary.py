@@ -116,4 +116,4 @@ def _with_positions(
 
 
 def _without_last(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(each[..., :-1, :] for each in output)
+    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(tensor[..., :-1, :] for tensor in output)

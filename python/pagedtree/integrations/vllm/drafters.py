@@ -149,13 +149,13 @@ class ModelTreeDrafter(KnowsTexts):
         return ModelDrafter(model, num_nodes=self.max_nodes, depth=self.options["depth"], width=self.options["width"])
 
     def unread(self, request_ids: list[str], tokens: list[np.ndarray]) -> float:
-        known = [len(self.texts.known(request_id)) for request_id in request_ids]
-        return self.share * sum(max(len(text) - n - 1, 0) for text, n in zip(tokens, known, strict=True))
+        counts = [len(self.texts.known(request_id)) for request_id in request_ids]
+        return self.share * sum(max(len(text) - n - 1, 0) for text, n in zip(tokens, counts, strict=True))
 
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> list[Proposal]:
         for request_id, text in zip(request_ids, tokens, strict=True):
-            known = self.texts.known(request_id)
-            if len(known) >= len(text) or text[: len(known)].tolist() != known:
+            prefix = self.texts.known(request_id)
+            if len(prefix) >= len(text) or text[: len(prefix)].tolist() != prefix:
                 self.forget(request_id)  # the text was replaced (a session, or the id is used again)
         # The draft model reads its accepted tokens again, in the pass that it needs for the newest one anyway. So its
         # cache needs no compaction, whatever vLLM did to the batch meanwhile.

@@ -83,24 +83,24 @@ def _processed(
     """Returns parameters and options of each token's row, as if each were a sequence with the text before it."""
     vocab, device = logits.shape[1], logits.device
     texts = tokens.tolist()
-    given, prompts, outputs, chosen = [], [], [], []
+    row_params, prompts, outputs, chosen = [], [], [], []
     for row, step in ((index // tokens.shape[1], index % tokens.shape[1]) for index in present.tolist()):
-        given.append(requests[row].sampling_params)
+        row_params.append(requests[row].sampling_params)
         prompts.append(known_ids(requests[row].prompt_token_ids, vocab))
         outputs.append(requests[row].output_token_ids + texts[row][:step])
         chosen.append(texts[row][step])
-    lists = option_lists(given, [0] * len(given), vocab)
+    lists = option_lists(row_params, [0] * len(row_params), vocab)
     # token_logprobs has no positions by which stop tokens would be forbidden. A bias does it. One that was chosen all
     # the same was the only token left.
     if lists.pop("min_positions", None) is not None:
-        lists.setdefault("bias", [{}] * len(given))
-        for n, (params, stops) in enumerate(zip(given, lists.pop("stop_ids"), strict=True)):
+        lists.setdefault("bias", [{}] * len(row_params))
+        for n, (params, stops) in enumerate(zip(row_params, lists.pop("stop_ids"), strict=True)):
             if len(outputs[n]) < params.min_tokens and chosen[n] not in stops:
                 lists["bias"][n] = lists["bias"][n] | dict.fromkeys(stops, -math.inf)
-    if "bad_words" in lists or any(is_penalized(params) for params in given):
+    if "bad_words" in lists or any(is_penalized(params) for params in row_params):
         lists |= {"prompts": prompts, "outputs": outputs, "match_prompts": False}
     options = RequestOptions.from_lists(vocab, **lists, device=device) if lists else RequestOptions()
     if grammar_mask is not None:
         both = grammar_mask if options.allowed_mask is None else options.allowed_mask & grammar_mask
         options = replace(options, allowed_mask=both)
-    return params_of(given, device, greedy_temperature=1.0), options
+    return params_of(row_params, device, greedy_temperature=1.0), options

@@ -52,17 +52,17 @@ class BatchOptions:
         return self._params, options
 
     def _begin(self, batch: list[tuple[Any, ...]], requests: Sequence[Any]) -> None:
-        given = [params for params, *_ in batch]
+        batch_params = [params for params, *_ in batch]
         prompts = None
-        if any(map(is_penalized, given)):
+        if any(map(is_penalized, batch_params)):
             prompts = [
                 known_ids(request.prompt_token_ids, self.vocab_size) if is_penalized(params) else []
-                for request, params in zip(requests, given, strict=True)
+                for request, params in zip(requests, batch_params, strict=True)
             ]
         self._rows = option_rows(batch, self.vocab_size, self.device, prompts)
         self._options = self._rows.select(range(len(batch))) if self._rows.is_used else None
-        is_plain = self._options is None and all(map(_is_greedy, given))
-        self._params = None if is_plain else params_of(given, self.device)
+        is_plain = self._options is None and all(map(_is_greedy, batch_params))
+        self._params = None if is_plain else params_of(batch_params, self.device)
         self._batch, self._counted = batch, [0] * len(batch)
 
     def _on_device(self, texts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

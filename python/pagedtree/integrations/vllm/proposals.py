@@ -44,7 +44,7 @@ def host_proposals(draft: Draft, log_probs: np.ndarray | None = None) -> list[Pr
     offsets = draft.trees.cu_nodes.tolist()
     nodes = [t.cpu().numpy() for t in (draft.draft_tokens, draft.trees.parents, draft.trees.depths)]
     nodes += [] if log_probs is None else [log_probs]
-    return [present_nodes(*(each[begin:end] for each in nodes)) for begin, end in itertools.pairwise(offsets)]
+    return [present_nodes(*(array[begin:end] for array in nodes)) for begin, end in itertools.pairwise(offsets)]
 
 
 def cut_at(most_depth: int, proposal: Proposal) -> Proposal:

@@ -134,8 +134,8 @@ class TreeRunner:
                 starts = batch.num_computed_tokens_cpu[: len(rows)].tolist()
                 features = kept_features(aux_hidden_states, drafter.feature_layers, rows)
                 drafter.read(drafter.request_ids, tokens, starts, features)
-        given = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
-        drafts = super().propose_draft_token_ids(*given, aux_hidden_states, *args, **kwargs)  # type: ignore[misc]
+        inputs = scheduler_output, sampled_token_ids, sampling_metadata, hidden_states, sample_hidden_states
+        drafts = super().propose_draft_token_ids(*inputs, aux_hidden_states, *args, **kwargs)  # type: ignore[misc]
         drafter.hidden = None
         self._proposed.update(self.drafter.parents)
         return drafts

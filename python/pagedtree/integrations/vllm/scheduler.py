@@ -113,10 +113,10 @@ class TreeScheduler(Scheduler):
                 return None
             if isinstance(grammar, XgrammarGrammar):
                 # Made once per request, as that fills a row to see how wide it is.
-                known: _XgrammarMatcher | None = getattr(request, "draft_matcher", None)
-                if known is None or known.matcher is not grammar.matcher:
-                    known = request.draft_matcher = _XgrammarMatcher(grammar)
-                return known
+                matcher: _XgrammarMatcher | None = getattr(request, "draft_matcher", None)
+                if matcher is None or matcher.matcher is not grammar.matcher:
+                    matcher = request.draft_matcher = _XgrammarMatcher(grammar)
+                return matcher
         return _VllmMatcher(manager, request)
 
     def shutdown(self) -> None:

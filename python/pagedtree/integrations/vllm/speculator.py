@@ -134,9 +134,9 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         path = accepted.accept_index if accepted.accept_index is not None else num_sampled.new_zeros((count, 1))
         texts = states.all_token_ids.gpu[:, : _longest(batch)].index_select(0, slots)
         # The one time that the host waits for the device.
-        known = torch.cat([torch.stack(columns, dim=1), path.int(), texts], dim=1).cpu().numpy()
-        num_new, lengths, computed = (known[:, i].tolist() for i in range(3))
-        paths, tokens = known[:, 3 : 3 + path.shape[1]], known[:, 3 + path.shape[1] :]
+        host_rows = torch.cat([torch.stack(columns, dim=1), path.int(), texts], dim=1).cpu().numpy()
+        num_new, lengths, computed = (host_rows[:, i].tolist() for i in range(3))
+        paths, tokens = host_rows[:, 3 : 3 + path.shape[1]], host_rows[:, 3 + path.shape[1] :]
         new = [[*range(n)] for n in num_new]
         drafter.request_ids = list(batch.req_ids)
         drafter.pass_rows, drafter.pass_seconds = batch.num_tokens, time.perf_counter() - begin

@@ -56,19 +56,19 @@ class TreeDrafter:
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)
         check_worker(vllm_config)
-        given = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
+        options = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
         # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
         ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
-        tree = given.pop("tree", ways[0])
+        tree = options.pop("tree", ways[0])
         if tree not in ways:
             expected = " or ".join(f'"{way}"' for way in ways)
             raise ValueError(f'additional_config["pagedtree"]: expected tree = {expected}, got {tree!r}')
-        unknown = sorted(set(given) - set(self.defaults))
+        unknown = sorted(set(options) - set(self.defaults))
         if unknown:
-            known = sorted({"tree", *self.defaults})
-            raise ValueError(f'additional_config["pagedtree"]: expected options among {known}, got {unknown}')
+            names = sorted({"tree", *self.defaults})
+            raise ValueError(f'additional_config["pagedtree"]: expected options among {names}, got {unknown}')
         self.vllm_config = vllm_config
-        self.options = {**self.defaults, **given}
+        self.options = {**self.defaults, **options}
         if self.needed is not None and not isinstance(value := self.options[self.needed[0]], str):
             name, kind = self.needed
             raise ValueError(f'additional_config["pagedtree"]: expected the entry {name}, {kind}, got {value!r}')
@@ -159,7 +159,7 @@ class TreeDrafter:
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]
-        known = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
         # All ranks must agree on the trees, and drafting ranks on the depth. The first one decides.
         ranks, depth = get_tp_group(), self.max_depth if rows else None
         is_first = ranks.rank_in_group == 0
@@ -167,7 +167,7 @@ class TreeDrafter:
             if self._tuner is None:
                 self._tuner = BatchTuner(self.max_depth, self.grows_by_level)
             passed = Pass(self.request_ids, sampled_token_ids, self.pass_rows, self.pass_seconds)
-            depth = self._tuner.plan(passed, request_ids, self.unread(request_ids, known)).depth
+            depth = self._tuner.plan(passed, request_ids, self.unread(request_ids, texts)).depth
         if self.is_tuned and self.on_every_rank:
             depth = ranks.broadcast_object(depth, src=0)
         proposals: list[Proposal] | None = None
@@ -178,10 +178,10 @@ class TreeDrafter:
             if self.needs_hidden:
                 assert self.hidden is not None
                 states["hidden"] = self.hidden if len(rows) == len(sampled_token_ids) else self.hidden[rows]
-            proposals = self._checked(self.draft(request_ids, known, **states), len(rows))
+            proposals = self._checked(self.draft(request_ids, texts, **states), len(rows))
             # The last token of a text is generated, but never read.
-            rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, known, strict=True)]
-            proposals = [cut_at(room, each) for room, each in zip(rooms, proposals, strict=True)]
+            rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, texts, strict=True)]
+            proposals = [cut_at(room, tree) for room, tree in zip(rooms, proposals, strict=True)]
             if self._tuner is not None:
                 proposals = self._tuner.keep(proposals)
         proposals = ranks.broadcast_object(proposals, src=0) or [NO_GUESS] * len(rows)
@@ -194,7 +194,7 @@ class TreeDrafter:
         name = f"{type(self).__name__}.draft"
         if len(proposed) != count:
             raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")
-        proposals = [Proposal(*each) for each in proposed]
+        proposals = [Proposal(*fields) for fields in proposed]
         for tokens, parents, log_probs in proposals:
             if len(tokens) >= self.max_nodes:
                 raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")

@@ -77,8 +77,8 @@ class BatchTuner:
             )
             drafted = [token for tokens, _, _ in proposals for token in (-1, *tokens)]
             draft = Draft(torch.tensor(drafted, dtype=torch.int64), trees)
-            known = [log_probs for _, _, log_probs in proposals if log_probs is not None]
-            confidence = torch.from_numpy(np.concatenate(known)) if len(known) == len(sizes) else None
+            confidences = [log_probs for _, _, log_probs in proposals if log_probs is not None]
+            confidence = torch.from_numpy(np.concatenate(confidences)) if len(confidences) == len(sizes) else None
             step.kept = step.plan.keep(draft, confidence)
             if step.kept.num_drafted == 0:
                 proposals = [NO_GUESS] * len(sizes)
@@ -100,7 +100,7 @@ class BatchTuner:
         if step.kept is not None:
             num_drafted = step.kept.num_drafted
             got = [new.get(request_id, ()) for request_id in step.request_ids]
-            paths = [accepted_path(*each) for each in zip(step.proposals, got, strict=True)]
+            paths = [accepted_path(*pair) for pair in zip(step.proposals, got, strict=True)]
         # Requests that are read, end or begin anew, and drafts that found no room, make it a pass of another size.
         is_whole = decoding == new.keys() and passed.num_rows == len(decoding) + num_drafted
         nodes, tokens = (_padded([[node[i] for node in path] for path in paths]) for i in range(2))

@@ -54,14 +54,14 @@ def choose_tokens(
 def grammar_rows(grammar_output: Any, request_ids: Sequence[str], sizes: np.ndarray) -> np.ndarray:
     """Returns int32 [N, ceil(V / 32)]: the scheduler's rows in batch order, all bits set without a grammar. sizes: [R],
     nodes per request of the batch."""
-    given: np.ndarray = grammar_output.grammar_bitmask
+    bitmask: np.ndarray = grammar_output.grammar_bitmask
     if grammar_output.structured_output_request_ids == request_ids:
-        return given
+        return bitmask
     begin = dict(zip(request_ids, np.cumsum(sizes) - sizes, strict=True))
     size = dict(zip(request_ids, sizes, strict=True))
     rows = [begin[i] + np.arange(size[i]) for i in grammar_output.structured_output_request_ids]
-    mask = np.full((sizes.sum(), given.shape[1]), -1, dtype=np.int32)
-    mask[np.concatenate(rows)] = given
+    mask = np.full((sizes.sum(), bitmask.shape[1]), -1, dtype=np.int32)
+    mask[np.concatenate(rows)] = bitmask
     return mask
 
 
@@ -81,8 +81,8 @@ class Compactions:
         """table_of: the block table of a group, [R, max_blocks]. start: int32 [R], of the roots."""
         for index, members in self._groups.items():
             caches = [layer.kv_cache for layer in members]
-            known, compaction = self._prepared.get(index, ([], None))
-            if compaction is None or any(cache is not before for cache, before in zip(caches, known, strict=True)):
+            tensors, compaction = self._prepared.get(index, ([], None))
+            if compaction is None or any(cache is not before for cache, before in zip(caches, tensors, strict=True)):
                 # [blocks, heads, block_size, K and V], latent caches [blocks, block_size, 576]; layers may share one.
                 rows = {c.data_ptr(): c.transpose(1, 2) if c.dim() == 4 else c for c in caches}
                 compaction = PreparedCompaction([*rows.values()])
