@@ -50,8 +50,8 @@ class BatchMLAPagedAttentionWrapper:
         expect_shape([kv_indptr.numel() - 1], kv_len_arr=kv_len_arr)
         seq_lens = kv_len_arr.to(device, torch.int32)
         # The pages in use, numbered as they are listed: a cache in two parts is joined for them alone.
-        listed = torch.arange(kv_indices.numel(), device=device, dtype=torch.int64)
-        places, _ = tables(kv_indptr.to(device), listed, torch.zeros_like(seq_lens), page_size)
+        numbers = torch.arange(kv_indices.numel(), device=device, dtype=torch.int64)
+        places, _ = tables(kv_indptr.to(device), numbers, torch.zeros_like(seq_lens), page_size)
         self._pages, self._places = kv_indices.long(), places
         self._num_queries, self._page_size, self._heads = num_queries, page_size, num_heads
         self._types = PlannedTypes(q_data_type, kv_data_type, output)
@@ -101,7 +101,7 @@ class BatchMLAPagedAttentionWrapper:
             table = listed[table.long()].int()
         q = _adjacent(q_nope, q_pe)
         rows = cache[:, :, None]
-        result, natural = tree_attention(
+        result, lse_on_e = tree_attention(
             torch.cat([q_nope, q_pe], -1) if q is None else q,
             rows,
             rows[..., :512],
@@ -112,8 +112,8 @@ class BatchMLAPagedAttentionWrapper:
         )
         if not return_lse:
             return result
-        natural = natural if return_lse_base_on_e else natural / math.log(2)
-        return result, natural if lse is None else lse.copy_(natural)
+        lse_on_e = lse_on_e if return_lse_base_on_e else lse_on_e / math.log(2)
+        return result, lse_on_e if lse is None else lse.copy_(lse_on_e)
 
 
 def _refuse(options: dict[str, Any]) -> None:

@@ -130,13 +130,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         scales = {name: _scale(x, q.device) for name, x in (("k_scale", k_scale), ("v_scale", v_scale))}
         views = cache_views(paged_kv_cache, self._kv_layout)
         self._types.check(q, views[0])
-        more = {**self._arguments, **scales, "window": window + 1, "sinks": sinks, "out": out}
-        result, natural = tree_attention(q, *views, **more, return_lse=True)
+        arguments = {**self._arguments, **scales, "window": window + 1, "sinks": sinks, "out": out}
+        result, lse_on_e = tree_attention(q, *views, **arguments, return_lse=True)
         if not return_lse:
             return result
-        natural = natural / math.log(2) if lse_base == "log2" else natural
-        natural = natural if lse_layout == "NH" else natural.T.contiguous()
-        return result, natural if lse is None else lse.copy_(natural)
+        lse_on_e = lse_on_e / math.log(2) if lse_base == "log2" else lse_on_e
+        lse_on_e = lse_on_e if lse_layout == "NH" else lse_on_e.T.contiguous()
+        return result, lse_on_e if lse is None else lse.copy_(lse_on_e)
 
     run_return_lse = partialmethod(run, return_lse=True)
     begin_forward = plan

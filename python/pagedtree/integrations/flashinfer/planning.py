@@ -19,16 +19,16 @@ class PlannedTypes:
     """The dtypes passed to plan(), as dtypes or names; None: any dtype."""
 
     def __init__(self, q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> None:
-        told = zip(TYPES, (q_data_type, kv_data_type, o_data_type), strict=True)
-        self._told = {name: getattr(torch, kind) if isinstance(kind, str) else kind for name, kind in told if kind}
+        kinds = zip(TYPES, (q_data_type, kv_data_type, o_data_type), strict=True)
+        self._told = {name: getattr(torch, kind) if isinstance(kind, str) else kind for name, kind in kinds if kind}
 
     def check(self, q: Tensor, cache: Tensor) -> None:
         """Raises ValueError where run()'s tensors contradict it, NotImplementedError for an o_data_type not q's."""
-        found = dict(zip(TYPES, (q.dtype, cache.dtype, q.dtype), strict=True))
+        dtypes = dict(zip(TYPES, (q.dtype, cache.dtype, q.dtype), strict=True))
         for name, kind in self._told.items():
-            if kind != found[name]:
+            if kind != dtypes[name]:
                 error = NotImplementedError if name == "o_data_type" else ValueError
-                raise error(f"{name}: plan() was told {kind}, run() got {found[name]}")
+                raise error(f"{name}: plan() was told {kind}, run() got {dtypes[name]}")
 
 
 def count_queries(qo_indptr: Tensor, num_sequences: int) -> tuple[int, int]:

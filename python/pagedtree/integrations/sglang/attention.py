@@ -194,9 +194,9 @@ def _check_prompt(forward_batch: Any, save_kv_cache: bool) -> None:
 
 
 def _check_layer(layer: Any, options: dict[str, Any]) -> None:
-    refused = [name for name, value in options.items() if value is not None and value is not False]
-    if refused:
-        raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(refused))}: only sinks is supported")
+    names = [name for name, value in options.items() if value is not None and value is not False]
+    if names:
+        raise NotImplementedError(f"pagedtree's backend: {', '.join(sorted(names))}: only sinks is supported")
     if layer.is_cross_attention or getattr(layer.attn_type, "value", layer.attn_type) != "decoder":
         raise NotImplementedError(f"pagedtree's backend: expected decoder self-attention, got {layer.attn_type}")
     if layer.logit_cap and layer.logit_capping_method != "tanh":

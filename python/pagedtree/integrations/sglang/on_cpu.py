@@ -39,9 +39,9 @@ def top_k_renorm(probs: Tensor, top_ks: Tensor) -> Tensor:
 
 def top_p_renorm(probs: Tensor, top_ps: Tensor) -> Tensor:
     """Keeps the fewest largest entries per row with a mass of top_ps [N], including ties, and normalizes rows."""
-    ordered = probs.sort(-1, descending=True).values
-    needed = ordered.cumsum(-1) - ordered < top_ps[:, None]
-    return _kept(probs, torch.where(needed, ordered, torch.inf).amin(-1, keepdim=True))
+    sorted_probs = probs.sort(-1, descending=True).values
+    needed = sorted_probs.cumsum(-1) - sorted_probs < top_ps[:, None]
+    return _kept(probs, torch.where(needed, sorted_probs, torch.inf).amin(-1, keepdim=True))
 
 
 def _kept(probs: Tensor, least: Tensor) -> Tensor:

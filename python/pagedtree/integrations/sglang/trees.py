@@ -23,10 +23,10 @@ def either_spelling(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = {name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()}
-        if len(named) < len(kwargs):
+        arguments = {name.replace("retrieve_", "retrive_"): value for name, value in kwargs.items()}
+        if len(arguments) < len(kwargs):
             raise TypeError(f"{function.__name__}: expected retrive_* or retrieve_*, got both of one argument")
-        return function(*args, **named)
+        return function(*args, **arguments)
 
     return call
 
@@ -155,9 +155,9 @@ def trees_from_links(next_token: Tensor, next_sibling: Tensor, max_depth: int) -
     order [bs, N]: node i of a tree is the caller's order[i]."""
     bs, n = next_token.shape
     nodes = torch.arange(n, device=next_token.device, dtype=torch.int64).expand(bs, n)
-    none = nodes.new_full((bs, n + 1), n)
+    no_link = nodes.new_full((bs, n + 1), n)
     links = (torch.where((link > 0) & (link < n), link.long(), n) for link in (next_token, next_sibling))
-    parent, elder = (none.scatter(1, link, nodes) for link in links)
+    parent, elder = (no_link.scatter(1, link, nodes) for link in links)
     parent[:, n] = elder[:, n] = n
     up = torch.where(parent < n, parent, elder)  # the node before each node on the way from the root
     up[:, 0] = 0

@@ -173,8 +173,8 @@ def _write(predicts: Tensor, accept_index: Tensor, accept_token_num: Tensor, ver
     width = path.shape[1]
     on_path = path >= 0
     flat = rows.gather(1, path.clamp(min=0))
-    kept = accept_index[:, :width]
-    kept.copy_(torch.where(on_path, flat, kept))
+    columns = accept_index[:, :width]
+    columns.copy_(torch.where(on_path, flat, columns))
     accept_token_num.copy_(verdict.num_accepted)
     flat = torch.where(on_path, flat, flat[:, :1])
     tokens = torch.where(on_path, verdict.tokens, verdict.tokens[:, :1])

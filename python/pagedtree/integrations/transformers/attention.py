@@ -147,8 +147,8 @@ def _attend_dense(
     if attention_mask is not None:
         tree_mask, tree_lens, window = _mask_words(attention_mask, batch, num_queries, kv_len), seq_lens, 0
     elif not is_causal:
-        everything = all_visible(batch * num_queries, seq_lens)
-        tree_mask, tree_lens = everything["tree_mask"], everything["tree_lens"]
+        masks = all_visible(batch * num_queries, seq_lens)
+        tree_mask, tree_lens = masks["tree_mask"], masks["tree_lens"]
     out = tree_attention(
         query.transpose(1, 2).reshape(batch * num_queries, num_heads, head_dim),
         key.transpose(1, 2),

@@ -146,10 +146,10 @@ def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
         return ConfigFields()
     options = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
     options["stop_strings"] = args.stop
-    found = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=options)
-    if found.values:
-        print(f"generation_config.json: {found}", file=sys.stderr)
-    return found
+    config = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=options)
+    if config.values:
+        print(f"generation_config.json: {config}", file=sys.stderr)
+    return config
 
 
 def _sampling(
@@ -232,7 +232,7 @@ def _grammars(
 def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
     columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
     for token, logprob, rank, top, logprobs in columns:
-        others = ", ".join(
+        line = ", ".join(
             f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, logprobs, strict=True)
         )
-        print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {others}", file=sys.stderr)
+        print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {line}", file=sys.stderr)

@@ -32,9 +32,9 @@ def load_model(option: str, name: str, args: argparse.Namespace) -> Any:
     print(f"loading {name}", file=sys.stderr)
     with errors_of(option, name):
         model = AutoModelForCausalLM.from_pretrained(name, dtype=DTYPES[args.dtype or "auto"])
-    own, reason = model.dtype, ""
-    if args.dtype is None and args.device == "cpu" and not is_fast(own):
-        model, reason = model.float(), f", because {_word(own)} is slow on this CPU"
+    dtype, reason = model.dtype, ""
+    if args.dtype is None and args.device == "cpu" and not is_fast(dtype):
+        model, reason = model.float(), f", because {_word(dtype)} is slow on this CPU"
     print(f"dtype: {_word(model.dtype)}{reason}", file=sys.stderr)
     return model.to(args.device).eval()
 

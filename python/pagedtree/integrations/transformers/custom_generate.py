@@ -70,9 +70,9 @@ def tree_generate(
     mode = generation_config.get_generation_mode().value
     if mode not in ("greedy_search", "sample"):
         raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
-    wanted = [name for name in OUTPUTS if getattr(generation_config, name, None)]
-    if wanted:
-        raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(wanted)}")
+    names = [name for name in OUTPUTS if getattr(generation_config, name, None)]
+    if names:
+        raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(names)}")
     params = SamplingParams() if generation_config.do_sample else None
     max_length, eos_token_id = _limits(stopping_criteria)
     attention_mask = _attention_mask(input_ids, model_kwargs)
@@ -103,10 +103,10 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 
 
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    others = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
-    if others:
+    names = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
+    if names:
         raise ValueError(
-            f"tree_generate: expected no inputs of the model but tokens and a mask, got {', '.join(others)}"
+            f"tree_generate: expected no inputs of the model but tokens and a mask, got {', '.join(names)}"
         )
     cache = model_kwargs.get("past_key_values")
     if cache is not None and cache.get_seq_length() > 0:

@@ -19,18 +19,18 @@ def with_forwards(
     """Sets these functions as the modules' attribute `name` inside the block."""
     with ExitStack() as stack:
         for module, forward in forwards:
-            own = vars(module)
+            attributes = vars(module)
             # A model that drafts for itself is here twice, one block within the other.
-            stack.callback(own.update, {name: own[name]} if name in own else {})
-            stack.callback(own.pop, name, None)
-            own[name] = forward
+            stack.callback(attributes.update, {name: attributes[name]} if name in attributes else {})
+            stack.callback(attributes.pop, name, None)
+            attributes[name] = forward
         yield
 
 
 def with_functions(forward: Any, **functions: Callable[..., Any]) -> FunctionType:
     """Returns a copy of a forward that uses these functions in place of its module's functions of the same names."""
-    named = {**forward.__globals__, **functions}
-    copy = FunctionType(forward.__code__, named, forward.__name__, forward.__defaults__, forward.__closure__)
+    namespace = {**forward.__globals__, **functions}
+    copy = FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 

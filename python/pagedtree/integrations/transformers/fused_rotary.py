@@ -98,17 +98,17 @@ def _fits(rotated: _Rotated) -> bool:
 def _rotates_halves(function: Callable[..., Any], head_dim: int, columns: int) -> bool:
     """Tries on fp32 numbers whether the function rotates the halves of the heads' first columns."""
     generator = torch.Generator().manual_seed(0)
-    drawn = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
-    q, k = (drawn(1, heads, 3, head_dim) for heads in (4, 2))
-    half = drawn(2, 1, 3, columns // 2)
+    normal = partial(torch.randn, generator=generator, device="cpu", dtype=torch.float32)
+    q, k = (normal(1, heads, 3, head_dim) for heads in (4, 2))
+    half = normal(2, 1, 3, columns // 2)
     try:
         found_q, found_k = function(q, k, *torch.cat([half, half], dim=-1))
     except (IndexError, RuntimeError, TypeError, ValueError):  # it rotates something else
         return False
     cos, sin = half[:, :, None]
     for x, y in ((q, found_q), (k, found_k)):
-        first, second, others = x.split([columns // 2, columns // 2, head_dim - columns], dim=-1)
-        expected = torch.cat([first * cos - second * sin, second * cos + first * sin, others], dim=-1)
+        first, second, rest = x.split([columns // 2, columns // 2, head_dim - columns], dim=-1)
+        expected = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
         if y.dtype != x.dtype or not torch.equal(y, expected):
             return False
     return True

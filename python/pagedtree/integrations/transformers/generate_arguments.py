@@ -133,8 +133,8 @@ def _prompts_and_mask(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
     if isinstance(input_ids, Mapping):
         if attention_mask is not None:
             raise ValueError("attention_mask: expected none beside a BatchEncoding or dict, which may hold it")
-        others = [name for name in input_ids if name not in ENCODED]
-        if others or "input_ids" not in input_ids:
+        names = [name for name in input_ids if name not in ENCODED]
+        if names or "input_ids" not in input_ids:
             raise ValueError(f"input_ids: expected input_ids and attention_mask in the dict, got {list(input_ids)}")
         kinds: Any = input_ids.get("token_type_ids")
         rows = kinds.tolist() if hasattr(kinds, "tolist") else kinds or []
@@ -261,11 +261,11 @@ def seeds_of(seeds: Tensor | Sequence[int] | None, num_sequences: int, device: t
 def options_of(options: Any, prompts: Prompts) -> list[TokenOptions]:
     """Returns one per sequence; options are as in `generate`."""
     entries = [options] * len(prompts) if options is None or isinstance(options, TokenOptions) else options
-    every = prompts.of_sequences("options", entries)
-    for option in every:
+    values = prompts.of_sequences("options", entries)
+    for option in values:
         if option is not None and not isinstance(option, TokenOptions):
             raise TypeError(f"options: expected TokenOptions or None, got {type(option).__name__}")
-    return [TokenOptions() if option is None else option for option in every]
+    return [TokenOptions() if option is None else option for option in values]
 
 
 def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) -> list[int]:
@@ -273,11 +273,11 @@ def least_lengths(min_new_tokens: Any, max_new_tokens: int, prompts: Prompts) ->
     counts = 0 if min_new_tokens is None else min_new_tokens
     counts = counts.tolist() if hasattr(counts, "tolist") else counts
     counts = [counts] * len(prompts) if not isinstance(counts, list | tuple) else counts
-    every = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", counts)]
-    for count in every:
+    lengths = [integer("min_new_tokens", count) for count in prompts.of_sequences("min_new_tokens", counts)]
+    for count in lengths:
         if not 0 <= count <= max_new_tokens:
             raise ValueError(f"min_new_tokens: expected 0..max_new_tokens, {max_new_tokens}, got {count}")
-    return every
+    return lengths
 
 
 def grammars_of(grammars: Any, num_sequences: int) -> list[GrammarMatcher | None] | None:

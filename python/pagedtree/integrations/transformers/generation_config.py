@@ -88,8 +88,8 @@ class ConfigFields:
         """Returns the config's sampling and repetition penalty; None is greedy."""
         processors = self._processors(["repetition_penalty", *SAMPLING], [])
         with _named():
-            found = read_processors(processors, [], None, [], 0)
-        return found.on_params(SamplingParams() if self.is_sampled else None)
+            settings = read_processors(processors, [], None, [], 0)
+        return settings.on_params(SamplingParams() if self.is_sampled else None)
 
     def stops(self, stop_strings: str | Sequence[str] | None, tokenizer: Any) -> StopStrings | None:
         """Chooses the stop strings: the call's, else the config's."""
@@ -130,13 +130,13 @@ class ConfigFields:
         return found
 
     def _processors(self, names: Iterable[str], eos_ids: Sequence[int]) -> list[Any]:
-        made = []
+        processors = []
         for name in names:
             if name in self.values:
-                more = (list(eos_ids),) if name == "bad_words_ids" and eos_ids else ()
+                eos_lists = (list(eos_ids),) if name == "bad_words_ids" and eos_ids else ()
                 with _named(name):
-                    made.append({**PROCESSORS, **SAMPLING}[name](self.values[name], *more))
-        return made
+                    processors.append({**PROCESSORS, **SAMPLING}[name](self.values[name], *eos_lists))
+        return processors
 
 
 def config_fields(
@@ -165,10 +165,10 @@ def config_fields(
     if values["min_new_tokens"] is not None or "min_new_tokens" in replaced:
         replaced.add("min_length")
     acting = {name: values[name] for name in KNOWN if name not in (IGNORED | replaced) and _acts(name, values[name])}
-    refused = {name: value for name, value in acting.items() if name not in SERVED}
-    if refused:
+    fields = {name: value for name, value in acting.items() if name not in SERVED}
+    if fields:
         raise ValueError(
-            f"generation_config: expected fields that draft trees can follow, got {ConfigFields(refused)}; {ADVICE}"
+            f"generation_config: expected fields that draft trees can follow, got {ConfigFields(fields)}; {ADVICE}"
         )
     return ConfigFields(acting)
 

@@ -62,11 +62,11 @@ def _write(path: Path, kept: Path) -> None:
         tempfile.TemporaryDirectory(prefix=".unfinished-", dir=kept.parent) as unfinished,
     ):
         model, tokenizer = _read(path)
-        whole = Path(unfinished, kept.name)
-        model.save_pretrained(whole)
-        tokenizer.save_pretrained(whole)
+        folder = Path(unfinished, kept.name)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         try:
-            whole.rename(kept)
+            folder.rename(kept)
         except OSError:
             if not kept.is_dir():  # else another process wrote the same folder first
                 raise

@@ -107,11 +107,11 @@ class MtpHead(nn.Module):
             check_attention(num_heads, max(num_heads // groups, 1), attention.head_dim)
 
     def check_target(self, hidden_size: int, vocab_size: int) -> None:
-        own = self.projection.out_features
-        if own != hidden_size or self.vocab_size < vocab_size:
+        num_features = self.projection.out_features
+        if num_features != hidden_size or self.vocab_size < vocab_size:
             raise ValueError(
                 f"drafter: expected MTP layers of the target's hidden size {hidden_size} and {vocab_size} tokens, got"
-                f" {own} and {self.vocab_size}"
+                f" {num_features} and {self.vocab_size}"
             )
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ class MtpHead(nn.Module):
                 " those of a layer behind its last one), got neither"
             )
         head = cls(model, is_state_first=layout.is_state_first)
-        own = head.state_dict()
-        names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in own.items()}
+        state = head.state_dict()
+        names = {name: _stored_names(layout, name, tensor, stored) for name, tensor in state.items()}
         shapes = {name: shape for parts in names.values() for name, shape in parts.items()}
         embed, output, *rest = head._of_target
         ends = [(embed, _found(ENDS[0], layout, stored)), (output, _found(ENDS[1], layout, stored))]
@@ -167,12 +167,12 @@ class MtpHead(nn.Module):
         # Padding may add rows.
         shapes |= {name: (stored.first_size(name) or 0, end.weight.shape[1]) for end, name in ends if name is not None}
         sizes = {str(size): size for shape in shapes.values() for size in shape}
-        others = ("mtp_layers.", "verifier_") if layout == LAYOUTS[-1] else ("",)
-        ignored = [n for n in stored.names if n.startswith(others) and not n.startswith(layout.prefix)]
+        prefixes = ("mtp_layers.", "verifier_") if layout == LAYOUTS[-1] else ("",)
+        ignored = [n for n in stored.names if n.startswith(prefixes) and not n.startswith(layout.prefix)]
         ignored += [layout.prefix + FROM_CONFIG, *(name.format(layout.prefix) for name, *_ in ENDS)]
         stored.expect({name: ", ".join(map(str, shape)) for name, shape in shapes.items()}, sizes, ignored=ignored)
         # One after the other, into their places: of a large model the experts are most of it.
-        for name, tensor in own.items():
+        for name, tensor in state.items():
             _fill(tensor, names[name], stored)
         head._of_target = (*(_end(*pair, stored) for pair in ends), *rest)
         return head.eval()
@@ -234,10 +234,10 @@ def _stored_names(layout: Layout, name: str, tensor: Tensor, stored: StoredTenso
     part, _, rest = name.partition(".")
     if part != "layer":
         return {f"{layout.prefix}{getattr(layout, part)}.{rest}": tuple(tensor.shape)}
-    found = f"{layout.prefix}{layout.layer}{rest}"
-    experts, is_of_experts, kind = found.rpartition(".experts.")
-    if found in stored or not is_of_experts or kind not in ("gate_up_proj", "down_proj"):
-        return {found: tuple(tensor.shape)}
+    full_name = f"{layout.prefix}{layout.layer}{rest}"
+    experts, is_of_experts, kind = full_name.rpartition(".experts.")
+    if full_name in stored or not is_of_experts or kind not in ("gate_up_proj", "down_proj"):
+        return {full_name: tuple(tensor.shape)}
     # transformers has the experts' matrices in one tensor, checkpoints one by one.
     count, rows, columns = tensor.shape
     kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
@@ -253,12 +253,12 @@ def _end(end: nn.Module, name: str | None, stored: StoredTensors) -> nn.Module:
     """Returns the target's embedding or output layer, or a copy with the checkpoint's values if these differ."""
     if name is None:
         return end
-    own, weight = stored.load(name), cast(Tensor, end.weight)
-    if have_same_values(own, weight):
+    tensor, weight = stored.load(name), cast(Tensor, end.weight)
+    if have_same_values(tensor, weight):
         return end
-    if own.shape != weight.shape:
-        raise ValueError(f"{stored.folder}: {name}: expected {len(weight)} rows as the target's, got {len(own)}")
-    return copy.deepcopy(end, {id(weight): nn.Parameter(own.to(weight), requires_grad=False)})
+    if tensor.shape != weight.shape:
+        raise ValueError(f"{stored.folder}: {name}: expected {len(weight)} rows as the target's, got {len(tensor)}")
+    return copy.deepcopy(end, {id(weight): nn.Parameter(tensor.to(weight), requires_grad=False)})
 
 
 @torch.no_grad()

@@ -44,8 +44,8 @@ class PackedMask:
 
     def window_of(self, mask: Tensor | None) -> int:
         """Returns the window (0 = none) of a layer's mask; raises ValueError for any but ours."""
-        for window, own in self._masks.items():
-            if mask is not None and mask.data_ptr() == own.data_ptr() and mask.dtype == own.dtype:
+        for window, tensor in self._masks.items():
+            if mask is not None and mask.data_ptr() == tensor.data_ptr() and mask.dtype == tensor.dtype:
                 return window
         raise ValueError(
             "model: expected layers that hand the attention_mask of transformers to the attention as it is, got"

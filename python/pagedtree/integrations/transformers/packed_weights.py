@@ -166,11 +166,11 @@ def _dtypes() -> set[torch.dtype]:
         return set()
     if not (hasattr(ops, "_reorder_linear_weight") and hasattr(ops, "_linear_pointwise") and can_count()):
         return set()
-    found = {torch.float32}
+    dtypes = {torch.float32}
     for dtype, name in ((torch.bfloat16, "_is_mkldnn_bf16_supported"), (torch.float16, "_is_mkldnn_fp16_supported")):
         if hasattr(ops, name) and getattr(ops, name)():
-            found.add(dtype)
-    return found
+            dtypes.add(dtype)
+    return dtypes
 
 
 def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_Weight]]:
@@ -200,10 +200,10 @@ def _candidates(models: tuple[nn.Module, ...], copy_held: bool) -> list[list[_We
 
 
 def _siblings(weights: list[_Weight | None]) -> list[_Weight]:
-    found = [weight for weight in weights if weight is not None]
-    kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in found}
-    is_alone = all(len(weight.layers) == 1 for weight in found)
-    return found if len(found) > 1 and len(kinds) == 1 and is_alone else []
+    group = [weight for weight in weights if weight is not None]
+    kinds = {(weight.dense.shape[1], weight.dense.dtype, weight.layers[0].bias is None) for weight in group}
+    is_alone = all(len(weight.layers) == 1 for weight in group)
+    return group if len(group) > 1 and len(kinds) == 1 and is_alone else []
 
 
 def _is_plain(module: nn.Module, dtypes: set[torch.dtype]) -> bool:

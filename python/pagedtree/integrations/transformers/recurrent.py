@@ -63,8 +63,8 @@ def recurrent_layers(model: Any) -> list[nn.Module]:
     stateful = (module for module in stateful if "cache_params" in inspect.signature(module.forward).parameters)
     others = {type(module).__name__ for module in stateful} - KNOWN.keys()
     if others or len(layers) != sum(kind in RECURRENT_KINDS for kind in kinds):
-        found = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
-        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {found}")
+        names = ", ".join(sorted(others)) or f"others in {type(model).__name__}"
+        raise ValueError(f"model: expected recurrent layers among {', '.join(KNOWN)}, got {names}")
     return layers
 
 
@@ -95,8 +95,8 @@ def _forward_of(layer: Any) -> Callable[..., Tensor]:
     from transformers.integrations.accelerate import force_accelerate_hooks  # not in 4.57
 
     forward = inspect.unwrap(type(layer).forward)
-    own = {name: forward.__globals__[name] for name in (CONVOLUTION, KNOWN[type(layer).__name__])}
-    ours = {name: partial(_in_packed_pass, _OURS[name], own[name], layer.layer_idx) for name in own}
+    functions = {name: forward.__globals__[name] for name in (CONVOLUTION, KNOWN[type(layer).__name__])}
+    ours = {name: partial(_in_packed_pass, _OURS[name], functions[name], layer.layer_idx) for name in functions}
     hooks = force_accelerate_hooks("conv1d" if hasattr(layer, "conv1d") else "conv")
     return MethodType(hooks(with_functions(forward, **ours)), layer)
 
@@ -137,8 +137,8 @@ def _delta_rule(
 ) -> tuple[Tensor, None]:
     """Replaces the gated delta rules: query, key [1, T, Hk, Dk], value [1, T, H, Dv] -> [1, T, H, Dv]. g: [1, T, H], or
     [1, T, H, Dk] of Kimi's rule. beta: [1, T, H]."""
-    how = {"l2norm": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
-    out = step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0].float(), **how)
+    options = {"l2norm": use_qk_l2norm_in_kernel, "scale": query.shape[-1] ** -0.5}
+    out = step.delta_rule(layer, query[0], key[0], value[0], g[0].float(), beta[0].float(), **options)
     return out[None], None
 
 

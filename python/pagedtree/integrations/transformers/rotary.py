@@ -38,9 +38,9 @@ class RotaryLimit(NamedTuple):
 def rotary_limit(config: Any) -> RotaryLimit | None:
     """Returns the limit of a model's config; None if the frequencies never change."""
     config = config.get_text_config()
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     limits = []
-    for rope in (found, *found.values()):  # one for all layers, or one per layer type
+    for rope in (parameters, *parameters.values()):  # one for all layers, or one per layer type
         kind = (rope.get("rope_type") or rope.get("type") or "") if isinstance(rope, dict) else ""
         if kind == LONG:
             field = "original_max_position_embeddings"

@@ -54,13 +54,13 @@ class TextStream:
         self._returned, self._settled, self._held = "", 0, ""
 
     def _advance(self, is_last: bool) -> str:
-        whole = self._decode(self._window)
-        count, text = (len(self._window), whole) if is_last else self._without_incomplete(whole)
+        decoded = self._decode(self._window)
+        count, text = (len(self._window), decoded) if is_last else self._without_incomplete(decoded)
         certain = text[: max(len(text) - CLEANED, 0)] if self._cleans and not is_last else text
         if certain.startswith(self._returned):
             new = certain[len(self._returned) :]
             self._returned, self._settled, self._held = certain, count, text[len(certain) :]
-            self._cut(whole)
+            self._cut(decoded)
             return new
         is_waiting = self._returned.startswith(certain) and len(self._window) <= MAX_UNCUT
         if is_waiting and not is_last:

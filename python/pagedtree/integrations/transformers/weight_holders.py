@@ -35,9 +35,9 @@ class WeightHolders:
 
     def has_others(self, module: Any) -> bool:
         """Returns whether anything else holds the module's weight (dense, on the CPU) or its memory."""
-        found, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
+        references, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
         is_whole = module.weight.untyped_storage().nbytes() == module.weight.nbytes and self._starts[start] == 1
-        counts = found[0] - users + 1, *found[1:]
+        counts = references[0] - users + 1, *references[1:]
         is_referred_to = any(count > own for count, own in zip(counts, self._fresh, strict=True))
         return not is_whole or is_referred_to or any(start in addresses for addresses in self._shared)
 
@@ -64,5 +64,5 @@ def _start(tensor: Tensor) -> int:
 def _shared_memory() -> list[range]:
     """Returns the addresses where other processes may write."""
     with open("/proc/self/maps", encoding="utf-8") as maps:
-        found = [line.split(maxsplit=2)[:2] for line in maps]
-    return [range(*(int(end, 16) for end in ends.split("-"))) for ends, flags in found if flags.endswith("s")]
+        ranges = [line.split(maxsplit=2)[:2] for line in maps]
+    return [range(*(int(end, 16) for end in ends.split("-"))) for ends, flags in ranges if flags.endswith("s")]

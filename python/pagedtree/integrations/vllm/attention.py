@@ -183,8 +183,8 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
         if common.causal is not True:  # vLLM's block drafters: all queries of a request see each other
             if getattr(self.kv_cache_spec, "sliding_window", None):
                 raise NotImplementedError("pagedtree's backend: bidirectional attention with a window is not supported")
-            everything = starts.new_full((rows, -(-common.max_query_len // 32)), -1)
-            tree = TreeMask(everything, starts[1:] - starts[:-1])
+            full_mask = starts.new_full((rows, -(-common.max_query_len // 32)), -1)
+            tree = TreeMask(full_mask, starts[1:] - starts[:-1])
         elif tree is not None:
             tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[: common.seq_lens.shape[0]])
         return self.metadata_class(
@@ -257,8 +257,8 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         it in place of rotary embedding and `do_kv_cache_update`."""
         count = layer_slot_mapping.shape[0]
         query, key, value, positions = (rows[:count] for rows in (query, key, value, positions))
-        caches, more = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}
-        rope_append(query, key, value, positions, cos_sin_cache, *caches, layer_slot_mapping, q_out=query, **more)
+        caches, options = self._caches(kv_cache)[:2], {"interleaved": not is_neox, **self._scales(layer)}
+        rope_append(query, key, value, positions, cos_sin_cache, *caches, layer_slot_mapping, q_out=query, **options)
 
     def forward(
         self,

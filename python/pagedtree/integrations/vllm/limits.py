@@ -142,15 +142,15 @@ def check_drafter(name: str) -> Any:
 
     module_name, _, class_name = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module_name), class_name, None) if module_name else None
+        drafter_class = getattr(importlib.import_module(module_name), class_name, None) if module_name else None
     except ImportError as error:
         raise ValueError(f"draft trees: speculative_config.model = {name} cannot be imported: {error}") from error
-    if not isinstance(found, type) or not issubclass(found, TreeDrafter):
+    if not isinstance(drafter_class, type) or not issubclass(drafter_class, TreeDrafter):
         raise ValueError(
             "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
             f" {TreeDrafter.__module__}.NgramTreeDrafter or ModelTreeDrafter, got {name}"
         )
-    return found
+    return drafter_class
 
 
 def lift_refusals() -> None:

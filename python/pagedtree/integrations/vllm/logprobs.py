@@ -48,8 +48,8 @@ def sampled_logprobs(
             scores.masked_fill_(~unpacked(mask, scores.shape[1]), -math.inf)
         if mode != "raw_logits":
             scores = Sampler.compute_logprobs(scores)
-        found = Sampler.gather_logprobs(scores, top_n, chosen)
-        parts = found.logprob_token_ids, found.logprobs, found.selected_token_ranks
+        tensors = Sampler.gather_logprobs(scores, top_n, chosen)
+        parts = tensors.logprob_token_ids, tensors.logprobs, tensors.selected_token_ranks
     else:
         params, options = None, RequestOptions(allowed_mask=mask)
         if mode == "processed_logprobs":
@@ -61,10 +61,10 @@ def sampled_logprobs(
         ids = torch.cat([chosen[:, None], top], dim=1).int()
         parts = ids, torch.cat([own[:, None], top_values], dim=1), ranks
     if present.shape[0] < tokens.numel():
-        every = tuple(part.new_zeros((tokens.numel(), *part.shape[1:])) for part in parts)
-        for all_rows, part in zip(every, parts, strict=True):
+        filled = tuple(part.new_zeros((tokens.numel(), *part.shape[1:])) for part in parts)
+        for all_rows, part in zip(filled, parts, strict=True):
             all_rows[present] = part
-        parts = every
+        parts = filled
     return LogprobsTensors(*parts)
 
 
@@ -101,6 +101,6 @@ def _processed(
         lists |= {"prompts": prompts, "outputs": outputs, "match_prompts": False}
     options = RequestOptions.from_lists(vocab, **lists, device=device) if lists else RequestOptions()
     if grammar_mask is not None:
-        both = grammar_mask if options.allowed_mask is None else options.allowed_mask & grammar_mask
-        options = replace(options, allowed_mask=both)
+        mask = grammar_mask if options.allowed_mask is None else options.allowed_mask & grammar_mask
+        options = replace(options, allowed_mask=mask)
     return params_of(row_params, device, greedy_temperature=1.0), options

@@ -67,14 +67,14 @@ def present_nodes(
     if tokens[1:].min(initial=0) >= 0 and depths[1:].min(initial=1) > 0:
         return Proposal(tokens[1:].tolist(), parents, log_probs)
     new_index = np.full(len(tokens), -1, dtype=np.int32)
-    kept = [0]
+    nodes = [0]
     new_index[0] = 0
     for node in range(1, len(tokens)):
         if tokens[node] >= 0 and depths[node] > 0 and new_index[parents[node]] >= 0:
-            new_index[node] = len(kept)
-            kept.append(node)
+            new_index[node] = len(nodes)
+            nodes.append(node)
     return Proposal(
-        tokens[kept[1:]].tolist(),
-        np.array([-1, *(new_index[parents[node]] for node in kept[1:])], dtype=np.int32),
-        None if log_probs is None else log_probs[kept],
+        tokens[nodes[1:]].tolist(),
+        np.array([-1, *(new_index[parents[node]] for node in nodes[1:])], dtype=np.int32),
+        None if log_probs is None else log_probs[nodes],
     )

@@ -243,10 +243,10 @@ class _DraftTreesHandler(DraftTokensHandler):
         self.num_draft_tokens = count
 
     def get_draft_tokens(self) -> DraftTrees:
-        found = super().get_draft_tokens()
-        parents: list[Any] = [None] * len(found.req_ids)
-        tokens = found.draft_token_ids
+        message = super().get_draft_tokens()
+        parents: list[Any] = [None] * len(message.req_ids)
+        tokens = message.draft_token_ids
         if self.draft_tokens_np is not None:
             parents = [*self.draft_tokens_np[:, self.num_draft_tokens :]]
             tokens = [row[: self.num_draft_tokens] for row in tokens]
-        return DraftTrees(found.req_ids, tokens, parents)
+        return DraftTrees(message.req_ids, tokens, parents)

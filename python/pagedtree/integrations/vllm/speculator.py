@@ -157,8 +157,8 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         table[1, :, 1:] = 0
         for row, (drafted, parents) in enumerate(zip(drafts, trees, strict=True)):
             table[0, row, 1 : len(drafted) + 1], table[1, row, : len(parents)] = drafted, parents
-        both = torch_utils.async_tensor_h2d(table, device=self.device)
-        return both[0, :, 1:], both[1].int()
+        device_table = torch_utils.async_tensor_h2d(table, device=self.device)
+        return device_table[0, :, 1:], device_table[1].int()
 
 
 def _longest(batch: Any) -> int:

@@ -99,8 +99,8 @@ class BatchTuner:
         num_drafted, paths = 0, [list[tuple[int, int]]() for _ in step.request_ids]
         if step.kept is not None:
             num_drafted = step.kept.num_drafted
-            got = [new.get(request_id, ()) for request_id in step.request_ids]
-            paths = [accepted_path(*pair) for pair in zip(step.proposals, got, strict=True)]
+            token_lists = [new.get(request_id, ()) for request_id in step.request_ids]
+            paths = [accepted_path(*pair) for pair in zip(step.proposals, token_lists, strict=True)]
         # Requests that are read, end or begin anew, and drafts that found no room, make it a pass of another size.
         is_whole = decoding == new.keys() and passed.num_rows == len(decoding) + num_drafted
         nodes, tokens = (_padded([[node[i] for node in path] for path in paths]) for i in range(2))
