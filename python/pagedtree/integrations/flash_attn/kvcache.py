@@ -143,8 +143,8 @@ def flash_attn_with_kvcache(
                 rope_append(k, k, v, positions, v_cache=v_cache, slots=slots, **rotate, **converted)
                 positions = _positions(starts, offsets, rows.shape[0], is_per_row)
                 keys = rows[:, : k_cache.shape[2]]  # of no meaning: no slot takes them
-                none = torch.full_like(positions, -1)
-                rows = rope_append(rows, keys, None, positions, v_cache=None, slots=none, **rotate)
+                no_slots = torch.full_like(positions, -1)
+                rows = rope_append(rows, keys, None, positions, v_cache=None, slots=no_slots, **rotate)
     capacity = block_table.shape[1] * page_size
     out, lse = tree_attention(
         rows,

@@ -31,8 +31,8 @@ def import_custom_mask(
     most the keys. Raises ValueError for a wrong mask size, and for rows that do not see every earlier key.
     """
     sizes = _sizes(qo_indptr, seq_lens, tree_lens)
-    expected = sum(n * s for n, s, _ in sizes)
-    expect_shape([expected], custom_mask=custom_mask)
+    num_bits = sum(n * s for n, s, _ in sizes)
+    expect_shape([num_bits], custom_mask=custom_mask)
     parts = custom_mask.split([n * s for n, s, _ in sizes])
     return _words([part.view(n, s) for part, (n, s, _) in zip(parts, sizes, strict=True)], sizes, custom_mask.device)
 

@@ -97,8 +97,8 @@ class BatchMLAPagedAttentionWrapper:
             pages = self._pages.clamp(0, ckv_cache.shape[0] - 1)
             cache = torch.cat([ckv_cache[pages], kpe_cache[pages]], -1)
         else:
-            listed = torch.nn.functional.pad(self._pages, (0, 1), value=-1)
-            table = listed[table.long()].int()
+            page_ids = torch.nn.functional.pad(self._pages, (0, 1), value=-1)
+            table = page_ids[table.long()].int()
         q = _adjacent(q_nope, q_pe)
         rows = cache[:, :, None]
         result, lse_on_e = tree_attention(

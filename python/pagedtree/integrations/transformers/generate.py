@@ -194,7 +194,7 @@ def generate(
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
     adapted = as_drafter(drafter)
     draft_config, networks = getattr(adapted.model, "config", None), adapted.networks
-    owned, drafter = (model, model.config, drafter, adapted.model, draft_config, *networks), adapted
+    things, drafter = (model, model.config, drafter, adapted.model, draft_config, *networks), adapted
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = prompts.sequences(max_new_tokens, page_size)
     _limit_lengths(packed, sequences)
@@ -231,7 +231,7 @@ def generate(
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
     sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
-    with in_turn(*(thing for thing in owned if thing is not None)), ExitStack() as stack:
+    with in_turn(*(thing for thing in things if thing is not None)), ExitStack() as stack:
         drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         if is_packed:

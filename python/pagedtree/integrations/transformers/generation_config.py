@@ -115,19 +115,19 @@ class ConfigFields:
         with _named():
             read_processors([*before, *warpers], [], None, eos_ids, vocab).on_params(SamplingParams())
         given = list(given)
-        every = [next((other for other in given if type(other) is type(own)), own) for own in before]
-        every += [other for other in given if not any(other is one for one in every)]
-        found = read_processors([*every, *warpers], prompts, width, eos_ids, vocab)
+        processors = [next((other for other in given if type(other) is type(own)), own) for own in before]
+        processors += [other for other in given if not any(other is one for one in processors)]
+        settings = read_processors([*processors, *warpers], prompts, width, eos_ids, vocab)
         kinds = {type(other) for other in given}
         if "begin_suppress_tokens" in self.values and generation.SuppressTokensAtBeginLogitsProcessor not in kinds:
             with _named("begin_suppress_tokens"):
                 first = generation.SuppressTokensAtBeginLogitsProcessor(self.values["begin_suppress_tokens"], 0)
-                found.begin_suppress_tokens += known_tokens(first.begin_suppress_tokens, vocab)
+                settings.begin_suppress_tokens += known_tokens(first.begin_suppress_tokens, vocab)
         for b, prompt in enumerate(prompts):
             length = len(prompt) if width is None else width
             least = self.values.get("min_new_tokens", self.values.get("min_length", 0) - length)
-            found.min_new_tokens[b] = max(found.min_new_tokens[b], least)
-        return found
+            settings.min_new_tokens[b] = max(settings.min_new_tokens[b], least)
+        return settings
 
     def _processors(self, names: Iterable[str], eos_ids: Sequence[int]) -> list[Any]:
         processors = []

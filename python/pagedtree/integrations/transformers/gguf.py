@@ -43,11 +43,11 @@ def dequantized(path: str | os.PathLike[str], folder: str | os.PathLike[str] | N
     path = Path(path)
     _check_file(path)
     parent = _cache() if folder is None else Path(folder)
-    kept = parent / f"{path.stem[:40]}-{_digest(path)}"
+    checkpoint = parent / f"{path.stem[:40]}-{_digest(path)}"
     with in_turn(dequantized):  # while one thread writes, sys.stderr is redirected for all of them
-        if not kept.is_dir():
-            _write(path, kept)
-    return kept
+        if not checkpoint.is_dir():
+            _write(path, checkpoint)
+    return checkpoint
 
 
 def _write(path: Path, kept: Path) -> None:
@@ -120,12 +120,12 @@ def _read(path: Path) -> tuple[Any, Any]:
         raise ValueError(
             f"path: expected a GGUF file that transformers {transformers.__version__} can read, got {path}: {reason}"
         ) from error
-    model, found = loaded
+    model, info = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found[kind]:
+        if info[kind]:
             raise ValueError(
                 f"path: expected all weights of a {model.config.model_type} model, got {path} with {kind}:"
-                f" {sorted(map(str, found[kind]))[:3]} ..."
+                f" {sorted(map(str, info[kind]))[:3]} ..."
             )
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None:  # since transformers 5; it refuses to save, although the weights are plain by now

@@ -19,16 +19,16 @@ _owners: dict[int, int] = {}  # thread by id of the object that it uses
 def in_turn(*things: object) -> Iterator[None]:
     """Excludes other threads from such blocks with any of these things or their modules, all locked at once."""
     modules = [module for thing in things if isinstance(thing, nn.Module) for module in thing.modules()]
-    wanted, thread = {id(thing) for thing in (*things, *modules)}, threading.get_ident()
+    ids, thread = {id(thing) for thing in (*things, *modules)}, threading.get_ident()
     with _changed:
-        _changed.wait_for(lambda: all(_owners.get(thing, thread) == thread for thing in wanted))
-        taken = [thing for thing in wanted if thing not in _owners]  # a block around this one may hold some already
-        _owners.update(dict.fromkeys(taken, thread))
+        _changed.wait_for(lambda: all(_owners.get(thing, thread) == thread for thing in ids))
+        new_ids = [thing for thing in ids if thing not in _owners]  # a block around this one may hold some already
+        _owners.update(dict.fromkeys(new_ids, thread))
     try:
         yield
     finally:
         with _changed:
-            for thing in taken:
+            for thing in new_ids:
                 del _owners[thing]
             _changed.notify_all()
 

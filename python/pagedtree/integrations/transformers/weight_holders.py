@@ -38,7 +38,7 @@ class WeightHolders:
         references, users, start = _references(module), self.users[id(module.weight)], _start(module.weight)
         is_whole = module.weight.untyped_storage().nbytes() == module.weight.nbytes and self._starts[start] == 1
         counts = references[0] - users + 1, *references[1:]
-        is_referred_to = any(count > own for count, own in zip(counts, self._fresh, strict=True))
+        is_referred_to = any(count > fresh_count for count, fresh_count in zip(counts, self._fresh, strict=True))
         return not is_whole or is_referred_to or any(start in addresses for addresses in self._shared)
 
 

@@ -46,7 +46,7 @@ def check_config(vllm_config: Any) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     device = vllm_config.device_config.device_type
     runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-    wrong: list[tuple[str, Any, Any]] = [
+    settings: list[tuple[str, Any, Any]] = [
         ("pipeline_parallel_size", parallel.pipeline_parallel_size, 1),
         ("data_parallel_size", parallel.data_parallel_size, 1),
         ("decode_context_parallel_size", parallel.decode_context_parallel_size, 1),
@@ -63,9 +63,9 @@ def check_config(vllm_config: Any) -> None:
         ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]
     if runner == "V1":
-        wrong.append(("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False))
+        settings.append(("async_scheduling", bool(vllm_config.scheduler_config.async_scheduling), False))
     else:
-        wrong += [
+        settings += [
             ("enable_batch_sharded_sampling", bool(parallel.enable_batch_sharded_sampling), False),
             ("return_sampling_mask", bool(model.return_sampling_mask), False),
             ("enable_trace_replay", bool(model.enable_trace_replay), False),
@@ -74,16 +74,16 @@ def check_config(vllm_config: Any) -> None:
     has_own_drafter = speculation is not None and runner == "V2" and speculation.method == "dflash"
     if speculation is not None:
         method = "dflash" if has_own_drafter else METHODS[runner]
-        wrong += [
+        settings += [
             (f"speculative_config.method on model runner {runner}", speculation.method, method),
             ("speculative_config.rejection_sample_method", speculation.rejection_sample_method, "standard"),
         ]
         if runner == "V1":
             adaptive = speculation.enable_adaptive_verification
-            wrong.append(("speculative_config.enable_adaptive_verification", adaptive, False))
+            settings.append(("speculative_config.enable_adaptive_verification", adaptive, False))
             by_size = speculation.num_speculative_tokens_per_batch_size
-            wrong.append(("speculative_config.num_speculative_tokens_per_batch_size", by_size, None))
-    for name, value, expected in wrong:
+            settings.append(("speculative_config.num_speculative_tokens_per_batch_size", by_size, None))
+    for name, value, expected in settings:
         if value != expected:
             raise ValueError(f"draft trees: expected {name} = {expected}, got {value}")
     if runner == "V1" and model.logprobs_mode == "processed_logits":
@@ -181,12 +181,12 @@ def _drafts_trees(speculation: Any) -> bool:
 
 def check_request(params: Any) -> None:
     """Raises ValueError, naming the parameter, if a request needs an unsupported option."""
-    wrong: list[tuple[str, Any, Any]] = [
+    settings: list[tuple[str, Any, Any]] = [
         ("logprob_token_ids", params.logprob_token_ids or None, None),
         ("thinking_token_budget", getattr(params, "thinking_token_budget", None), None),
         ("trace_decode_token_ids", getattr(params, "trace_decode_token_ids", None) or None, None),
     ]
-    for name, value, expected in wrong:
+    for name, value, expected in settings:
         if value != expected:
             raise ValueError(f"draft trees: {name} is not supported (expected {expected}, got {value})")
     min_p_of(params)

@@ -54,12 +54,12 @@ def sampled_logprobs(
         params, options = None, RequestOptions(allowed_mask=mask)
         if mode == "processed_logprobs":
             params, options = _processed(tokens, present, requests, logits, mask)
-        own, ranks, top, top_values = token_logprobs(
+        chosen_logprobs, ranks, top, top_values = token_logprobs(
             logits, chosen, rows=chosen_rows, params=params, options=options, top_n=top_n
         )
         _name_forbidden(top)
         ids = torch.cat([chosen[:, None], top], dim=1).int()
-        parts = ids, torch.cat([own[:, None], top_values], dim=1), ranks
+        parts = ids, torch.cat([chosen_logprobs[:, None], top_values], dim=1), ranks
     if present.shape[0] < tokens.numel():
         filled = tuple(part.new_zeros((tokens.numel(), *part.shape[1:])) for part in parts)
         for all_rows, part in zip(filled, parts, strict=True):

@@ -141,9 +141,9 @@ class TreeRunner:
         return drafts
 
     def _most_tokens(self, request: Any) -> int:
-        most = self.vllm_config.model_config.max_model_len
+        limit = self.vllm_config.model_config.max_model_len
         new = request.sampling_params.max_tokens
-        return most if new is None else min(most, request.num_prompt_tokens + new)
+        return limit if new is None else min(limit, request.num_prompt_tokens + new)
 
     def take_draft_token_ids(self) -> DraftTrees | None:
         drafts = super().take_draft_token_ids()  # type: ignore[misc]
@@ -221,8 +221,8 @@ class TreeRunner:
         grammar_mask, self._grammar_mask = self._grammar_mask, None
         requests = [self.requests[request_id] for request_id in self.input_batch.req_ids]
         params, options = self._options.step(requests)
-        drawn = [self._seed(r.req_id, r.sampling_params.seed) for r in requests]
-        seeds = torch.tensor(drawn, dtype=torch.int64).to(self.device)
+        numbers = [self._seed(r.req_id, r.sampling_params.seed) for r in requests]
+        seeds = torch.tensor(numbers, dtype=torch.int64).to(self.device)
         last = self.seq_lens[: len(requests)].long() - 1
         trees, draft_tokens, positions = None, None, last
         if step is not None:
@@ -242,8 +242,8 @@ class TreeRunner:
             self._accepted = Accepted(last_rows.long(), step.num_drafts.tolist(), verdict.accept_index)
         logprobs, top_n = None, self.input_batch.max_num_logprobs
         if top_n is not None:
-            how = {"mode": self.vllm_config.model_config.logprobs_mode, "grammar_mask": grammar_mask}
-            logprobs = sampled_logprobs(logits, tokens, rows, top_n, **how, requests=requests)
+            arguments = {"mode": self.vllm_config.model_config.logprobs_mode, "grammar_mask": grammar_mask}
+            logprobs = sampled_logprobs(logits, tokens, rows, top_n, **arguments, requests=requests)
         return SamplerOutput(sampled_token_ids=tokens.int(), logprobs_tensors=logprobs)
 
     def _seed(self, request_id: str, given: int | None) -> int:

@@ -75,8 +75,8 @@ class BatchTuner:
                 max_nodes=max(sizes),
                 max_depth=max(sizes) - 1,
             )
-            drafted = [token for tokens, _, _ in proposals for token in (-1, *tokens)]
-            draft = Draft(torch.tensor(drafted, dtype=torch.int64), trees)
+            drafted_tokens = [token for tokens, _, _ in proposals for token in (-1, *tokens)]
+            draft = Draft(torch.tensor(drafted_tokens, dtype=torch.int64), trees)
             confidences = [log_probs for _, _, log_probs in proposals if log_probs is not None]
             confidence = torch.from_numpy(np.concatenate(confidences)) if len(confidences) == len(sizes) else None
             step.kept = step.plan.keep(draft, confidence)

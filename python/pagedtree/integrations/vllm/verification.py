@@ -43,8 +43,8 @@ def choose_tokens(
     how: dict[str, Any] = {"seeds": seeds, "positions": positions, "grammar_mask": grammar_mask, "options": options}
     if trees is None:
         tokens = sample(logits, params or SamplingParams(temperature=0.0), **how)[:, None]
-        none = torch.zeros_like(tokens, dtype=torch.int32)
-        return Verdict(none, none[:, 0], tokens, none[:, 0])
+        zeros = torch.zeros_like(tokens, dtype=torch.int32)
+        return Verdict(zeros, zeros[:, 0], tokens, zeros[:, 0])
     assert draft_tokens is not None
     if params is None:
         return verify_greedy(logits, draft_tokens, trees, grammar_mask=grammar_mask)
@@ -70,8 +70,8 @@ class Compactions:
     KVCacheGroupSpec."""
 
     def __init__(self, layers: dict[str, Any], groups: Sequence[Any]) -> None:
-        found = ([layers[name] for name in group.layer_names if not _drafts(layers[name])] for group in groups)
-        self._groups = {index: members for index, members in enumerate(found) if members}
+        layer_lists = ([layers[name] for name in group.layer_names if not _drafts(layers[name])] for group in groups)
+        self._groups = {index: members for index, members in enumerate(layer_lists) if members}
         # By a group of layers: their caches, and the moves in these.
         self._prepared: dict[int, tuple[list[Tensor], PreparedCompaction]] = {}
 
