@@ -85,16 +85,16 @@ def checked(
                 return function(*args, **kwargs)
             if not hints:  # at the first call, when every name of the annotations exists
                 hints.update({name: hint for name, hint in get_type_hints(function).items() if name not in own})
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            for name, value in given.items():
+            arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+            for name, value in arguments.items():
                 if name in hints:
                     _expect(name, value, hints[name])
             if one_device:
                 try:
-                    expect_one_device(function.__name__, **given)
+                    expect_one_device(function.__name__, **arguments)
                 except RuntimeError as error:
                     raise ValueError(str(error)) from None
-            for name, value in given.items():
+            for name, value in arguments.items():
                 if name in hints:
                     for tensor in value if isinstance(value, (list, tuple)) else (value,):
                         if isinstance(tensor, Tensor):

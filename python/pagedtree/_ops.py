@@ -60,11 +60,11 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fake)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+            values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
             for required_name in required:
-                if given.get(required_name) is None:
+                if values.get(required_name) is None:
                     raise RuntimeError(f"{op}: `{required_name}` must be a Tensor, got None")
-            expect_one_device(op, **given)
+            expect_one_device(op, **values)
             return fake(*args, **kwargs)
 
         torch.library.register_fake(f"pagedtree::{name}")(checked)
@@ -116,9 +116,9 @@ def _wrong_type(name: str, argument: str, expected: str, found: str, value: str)
 def _first_that_is_no_tensor(name: str, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError:
     """Returns the error for a call without any tensor: PyTorch looks for the device before it looks at types."""
     arguments = getattr(op, "default", op)._schema.arguments
-    given = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
+    values = {**{argument.name: value for argument, value in zip(arguments, args, strict=False)}, **kwargs}
     first = next(argument.name for argument in arguments if str(argument.type) == "Tensor")
-    value = given.get(first)
+    value = values.get(first)
     if value is None:
         return TypeError(f"{name}: `{first}` must be a Tensor, got None")
     return _wrong_type(name, first, "Tensor", type(value).__name__, str(value))

@@ -63,7 +63,7 @@ def check_values(draft: Draft) -> None:
 def rows_of(draft: Draft, trees: TreeBatch, rows: Tensor) -> Draft:
     """Returns the part of a draft that `select_nodes` kept: its trees, and their rows in `draft`, -1 for padding."""
     at = rows.clamp(min=0).long()
-    draft_rows, node_map = (None if each is None else each[at] for each in (draft.draft_rows, draft.node_map))
+    draft_rows, node_map = (None if tensor is None else tensor[at] for tensor in (draft.draft_rows, draft.node_map))
     tokens = torch.where(rows < 0, -1, draft.draft_tokens[at])
     return Draft(tokens, trees, draft.draft_probs, draft_rows, node_map)
 

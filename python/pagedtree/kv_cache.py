@@ -154,12 +154,12 @@ def rope_append(
 
     Raises ValueError for wrong shapes, dtypes, devices, strides or columns, before anything is written.
     """
-    given = (q, k, v, positions, cos_sin, k_cache, v_cache, slots)
+    arguments = (q, k, v, positions, cos_sin, k_cache, v_cache, slots)
     options = {"interleaved": interleaved, "rotary_start": rotary_start, "k_scale": k_scale, "v_scale": v_scale}
     if q_out is None:
-        rotated: Tensor = call(ops.rope_append, *given, **options)
+        rotated: Tensor = call(ops.rope_append, *arguments, **options)
         return rotated
-    call(ops.rope_append.out, *given, **options, q_out=q_out)
+    call(ops.rope_append.out, *arguments, **options, q_out=q_out)
     return q_out
 
 

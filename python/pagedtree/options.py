@@ -115,8 +115,8 @@ class RequestOptions:
         Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
         types.
         """
-        given = {"prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words}
-        batch = _batch_of({**given, "stop_ids": stop_ids, "min_positions": min_positions})
+        lists = {"prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words}
+        batch = _batch_of({**lists, "stop_ids": stop_ids, "min_positions": min_positions})
         _expect_integer("vocab", vocab)
         if not 1 <= vocab <= 2**20:
             raise ValueError(f"vocab: expected 1..2^20, got {vocab}")
@@ -209,8 +209,8 @@ class OptionRows:
         self.is_used = bool(lists) or has_counts
         self.idle_row = len(prompt_lens)
         idle = {"prompts": [], "min_positions": 0}
-        given: dict[str, Any] = {name: [*entries, idle.get(name)] for name, entries in lists.items()}
-        every = RequestOptions.from_lists(vocab, **given) if given else RequestOptions()
+        arguments: dict[str, Any] = {name: [*entries, idle.get(name)] for name, entries in lists.items()}
+        every = RequestOptions.from_lists(vocab, **arguments) if arguments else RequestOptions()
         self._prompt_lens = self._put(_integers([*prompt_lens, 0]))
         self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(every, name)) is not None}
         self._bias, self._bad_words = _host_tensors(every, _BIAS), _host_tensors(every, _BAD_WORDS)
@@ -277,8 +277,8 @@ class OptionRows:
         of the buffers, `idle_row` for idle ones. history: int64 [sequences + 1, capacity]."""
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
-        known = self._put(_integers(lengths))
-        made = self._counted(rows, history[self._put(_integers(rows))], known).tensors()
+        text_lengths = self._put(_integers(lengths))
+        made = self._counted(rows, history[self._put(_integers(rows))], text_lengths).tensors()
         for name, into in buffers.tensors().items():
             value = made[name]
             if into is not None and value is not None:
@@ -299,12 +299,12 @@ class OptionRows:
 
 def option_arguments(params: SamplingParams, options: RequestOptions | None, device: torch.device) -> dict[str, Tensor]:
     """Returns the used penalties and options as raw-op arguments."""
-    given = params.penalties_on(device)
+    arguments = params.penalties_on(device)
     if options is not None:
         expect_type("options", options, RequestOptions)
-        given |= options.tensors()
+        arguments |= options.tensors()
     # Each argument costs time per call, even None.
-    return {name: tensor for name, tensor in given.items() if tensor is not None}
+    return {name: tensor for name, tensor in arguments.items() if tensor is not None}
 
 
 def _batch_of(given: Mapping[str, Sequence[Any] | None]) -> int:

@@ -91,9 +91,9 @@ def decoy_propose(
     if not 2 * max_depth < max_nodes <= MAX_NODES:
         raise ValueError(f"max_nodes: expected {2 * max_depth + 1} to {MAX_NODES}, got {max_nodes}")
     width = (max_nodes - 1) // max_depth
-    known = F.pad(texts.long(), (1, max_depth), value=-1)  # column p + 1 has the token of position p
+    padded_texts = F.pad(texts.long(), (1, max_depth), value=-1)  # column p + 1 has the token of position p
     columns = lengths.long()[:, None] + torch.arange(max_depth + 1, dtype=torch.int64, device=texts.device)
-    root, right = known.gather(1, columns.clamp(0, length + max_depth)).split([1, max_depth], dim=1)
+    root, right = padded_texts.gather(1, columns.clamp(0, length + max_depth)).split([1, max_depth], dim=1)
     distance = torch.arange(width - 1, -1, -1, dtype=torch.int64, device=texts.device)
     wrong = torch.where(right[:, :, None] >= distance, right[:, :, None] - distance, right[:, :, None] + distance)
     drafts = torch.where(right[:, :, None] >= 0, wrong, -1).flatten(1)

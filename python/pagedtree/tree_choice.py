@@ -80,8 +80,8 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
     nodes = zip(tree.parents.tolist(), tree.depths.tolist(), tree.child_ranks.tolist(), strict=True)
     next(nodes)
     for parent, depth, rank in nodes:
-        known = depth <= len(levels) and rank < len(levels[0])
-        reached.append(reached[parent] * levels[depth - 1][rank] if known else 0.0)
+        has_entry = depth <= len(levels) and rank < len(levels[0])
+        reached.append(reached[parent] * levels[depth - 1][rank] if has_entry else 0.0)
     return float(sum(reached))
 
 

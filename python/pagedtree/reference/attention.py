@@ -64,19 +64,19 @@ def tree_attention(
         v_scale = k_scale
     v_factor = torch.ones(num_kv_heads, dtype=torch.float32) if v_scale is None else v_scale.expand(num_kv_heads)
     offsets = cu_seqlens_q.tolist()
-    for b, given in enumerate(seq_lens.tolist()):
+    for b, length in enumerate(seq_lens.tolist()):
         begin, n = offsets[b], offsets[b + 1] - offsets[b]
-        seq_len = min(max(given, 0), page_table.shape[1] * page_size)
+        seq_len = min(max(length, 0), page_table.shape[1] * page_size)
         tree_len = n if tree_lens is None else min(max(int(tree_lens[b]), -1), seq_len)
         words = None if tree_mask is None else tree_mask[begin : begin + n]
         seen = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
         used = seen.any(0)
         positions = torch.arange(seq_len, dtype=torch.int64)[used]
         pages = page_table[b].long()[positions // page_size]
-        known = (pages >= 0) & (pages < num_pages)
+        has_page = (pages >= 0) & (pages < num_pages)
         k, v = (
             torch.zeros(seq_len, num_kv_heads, cache.shape[3], dtype=torch.float64).index_put(
-                (positions[known],), cache[pages[known], positions[known] % page_size].float().double()
+                (positions[has_page],), cache[pages[has_page], positions[has_page] % page_size].float().double()
             )
             for cache in (k_cache, v_cache)
         )

@@ -33,7 +33,7 @@ def apply_options(
     so that its row is still reported; +inf is the largest finite number of the dtype, or after bias of float32.
     """
     num_rows, vocab = logits.shape
-    given = {name: t.cpu() for name, t in (options or RequestOptions()).tensors().items() if t is not None}
+    tensors = {name: t.cpu() for name, t in (options or RequestOptions()).tensors().items() if t is not None}
     drafts = [-1] * num_rows if draft_tokens is None else draft_tokens.tolist()
     if draft_to_target is not None:
         drafts = [int(draft_to_target[t]) if 0 <= t < len(draft_to_target) else -1 for t in drafts]
@@ -42,15 +42,15 @@ def apply_options(
     out = clean.copy()
     for row, b, path in paths_of(num_rows, drafts, trees):
         forbidden = np.zeros(vocab, bool)
-        for mask, at in ((given.get("allowed_mask"), b), (grammar, row)):
+        for mask, at in ((tensors.get("allowed_mask"), b), (grammar, row)):
             if mask is not None:
                 forbidden |= ~(mask[at] if mask.dtype == torch.bool else unpacked(mask[at], vocab)).numpy()
-        forbidden[[x for x in ends_of_bad_words(given, b, path) if 0 <= x < vocab]] = True
-        args = (given, params, b, [x for x in path if 0 <= x < vocab])
-        if positions is not None and "stop_ids" in given and "min_position" in given:
+        forbidden[[x for x in ends_of_bad_words(tensors, b, path) if 0 <= x < vocab]] = True
+        args = (tensors, params, b, [x for x in path if 0 <= x < vocab])
+        if positions is not None and "stop_ids" in tensors and "min_position" in tensors:
             predicted = int(positions[b]) + len(path) + 1
-            stops = [x for x in given["stop_ids"][b].tolist() if 0 <= x < vocab]
-            if predicted < int(given["min_position"][b]):
+            stops = [x for x in tensors["stop_ids"][b].tolist() if 0 <= x < vocab]
+            if predicted < int(tensors["min_position"][b]):
                 stopped = forbidden.copy()
                 stopped[stops] = True
                 if np.nanmax(with_bias_and_penalties(clean[row], stopped, *args), initial=-np.inf) > -np.inf:

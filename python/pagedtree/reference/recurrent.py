@@ -107,8 +107,8 @@ def tree_conv1d(
     """Returns float64 [T, C]."""
     out, width = torch.zeros(x.shape, dtype=torch.float64), weight.shape[1]
     for slot, rows in zip(state_index.tolist(), _sequences(trees, cu_seqlens), strict=True):
-        known = 0 <= slot < len(conv_state)
-        past = conv_state[slot].double() if known else torch.zeros(conv_state.shape[1:], dtype=torch.float64)
+        has_state = 0 <= slot < len(conv_state)
+        past = conv_state[slot].double() if has_state else torch.zeros(conv_state.shape[1:], dtype=torch.float64)
         inputs = {-1: past}
         for row, parent in rows:
             inputs[row] = torch.cat([inputs[parent], x[row].double()[:, None]], 1)

@@ -317,13 +317,13 @@ def _attention(
     """
 
     def arguments(place: Place, wide: bool) -> dict[str, Any]:
-        given = {**batch.build(CPU, wide=wide), **options}
+        inputs = {**batch.build(CPU, wide=wide), **options}
         if change is not None:
-            change(given)
-        given = place.put(given)
+            change(inputs)
+        inputs = place.put(inputs)
         if batch.latent:  # a view, which copies of both would not be
-            given["v_cache"] = given["k_cache"][..., : batch.head_dim_v]
-        return given
+            inputs["v_cache"] = inputs["k_cache"][..., : batch.head_dim_v]
+        return inputs
 
     def call(place: Place, wide: bool = False) -> Results:
         if not engine or place.backend == "cpu":
@@ -334,21 +334,21 @@ def _attention(
             return call_on_engine(place, wide)
 
     def call_on_engine(place: Place, wide: bool) -> Results:
-        given = arguments(place, wide)
-        q = given["q"]
+        inputs = arguments(place, wide)
+        q = inputs["q"]
         if plan is not None:
-            given["plan"] = plan(given)
+            inputs["plan"] = plan(inputs)
         if into:
-            space = q.new_full((q.shape[0], q.shape[1] + 1, given["v_cache"].shape[3] + 8), 7.0)
-            out, of_rows = tree_attention(**given, out=space[:, 1:, :-8], return_lse=True)
+            space = q.new_full((q.shape[0], q.shape[1] + 1, inputs["v_cache"].shape[3] + 8), 7.0)
+            out, of_rows = tree_attention(**inputs, out=space[:, 1:, :-8], return_lse=True)
             return {"out": out, "lse": of_rows, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
-        found = tree_attention(**given, return_lse=lse)
+        found = tree_attention(**inputs, return_lse=lse)
         return {"out": found} if isinstance(found, Tensor) else dict(zip(("out", "lse"), found, strict=True))
 
     def by_loops() -> Results:
-        given = arguments(CPU, False)
-        given.pop("max_seqlen_q", None)
-        out, of_rows = reference.tree_attention(**given)
+        inputs = arguments(CPU, False)
+        inputs.pop("max_seqlen_q", None)
+        out, of_rows = reference.tree_attention(**inputs)
         around = torch.full((out.shape[0] * (out.shape[2] + 16 + 8 * out.shape[1]),), 7.0, dtype=torch.float32)
         return {"out": out, **({"lse": of_rows} if lse else {}), **({"around": around} if into else {})}
 
@@ -393,8 +393,8 @@ def _plans() -> Iterator[Case]:
     latent = replace(batch, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
     yield _attention("a latent cache's plan", latent, plan=plan_of)
     batches = {"mixed": batch, "latent": latent, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}
-    for name, given in batches.items():
-        yield _plan(name, given)
+    for name, plan_batch in batches.items():
+        yield _plan(name, plan_batch)
     yield _plan("window", Batch([5, 300], [4000, 2500]), window=700)
 
 
@@ -411,12 +411,12 @@ def _plan(name: str, batch: Batch, window: int = 0) -> Case:
     """The number of ranges depends on the device; on every device they must partition all of the work, in order."""
 
     def run(place: Place) -> Results:
-        given = batch.build(place)
-        plan = plan_of(given, window=window).cpu().view(3, -1, 4)
+        inputs = batch.build(place)
+        plan = plan_of(inputs, window=window).cpu().view(3, -1, 4)
         lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
-        queries = given["cu_seqlens_q"].diff().tolist()
+        queries = inputs["cu_seqlens_q"].diff().tolist()
         first = next((b for b, n in enumerate(queries) if n), 0)
-        ends = [(64 * kv, int(given["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
+        ends = [(64 * kv, int(inputs["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
         truths = [
             all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
             plan.numel() == 3 * 4 * 1025,

@@ -232,17 +232,17 @@ def compaction(
         return {"seq_lens": seq_lens, **{f"storage {i}": storage for i, storage in enumerate(given)}}
 
     def run(place: Place) -> Results:
-        given = place.put(storages)
+        copies = place.put(storages)
         page_table = int32([[*row, 0] for row in table]).view(len(table), -1 if table else 2)[:, :-1]  # of longer rows
         paths_ = int32([[*row, 2**31 - 1] for row in accept_index]).view(len(table), width + 1)[:, :-1]
         arguments = place.put((page_table, int32(start), paths_, int32(num_accepted)))
         if prepared:
             with torch.inference_mode():
-                return results(PreparedCompaction(caches_of(given))(*arguments), given)
-        return results(compact_kv(caches_of(given), *arguments), given)
+                return results(PreparedCompaction(caches_of(copies))(*arguments), copies)
+        return results(compact_kv(caches_of(copies), *arguments), copies)
 
     def by_loops() -> Results:
-        given = [storage.clone() for storage in storages]
-        return results(int32(loops.compact(caches_of(given), table, start, accept_index, num_accepted)), given)
+        copies = [storage.clone() for storage in storages]
+        return results(int32(loops.compact(caches_of(copies), table, start, accept_index, num_accepted)), copies)
 
     return Case(f"compact_kv/{name}", () if prepared else ("compact_kv",), run, by_loops)

@@ -219,8 +219,8 @@ def _reranking(
             state, tokens=index + 100, parents=int32(parents).view(batch, count), scores=scores,
             kv_index=(index + 1000).int(), level_sizes=(1,) * count, law=law,
         )  # fmt: skip
-        given = torch.tensor(present, dtype=torch.bool) if active else None
-        return draft_results(rerank_tree(place.put(state), num_nodes, active=place.put(given)))
+        mask = torch.tensor(present, dtype=torch.bool) if active else None
+        return draft_results(rerank_tree(place.put(state), num_nodes, active=place.put(mask)))
 
     def by_loops() -> Results:
         trees: list[tuple[list[int], ...]] = []
@@ -265,19 +265,19 @@ def _ngram(
     name: str, histories: list[list[int]], extra: list[list[int]] | None = None, active: list[bool] | None = None,
     rows: list[int] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
-    known = dict(enumerate(histories))
-    used = list(known.values()) if rows is None else [known.get(row, []) for row in rows]
+    row_texts = dict(enumerate(histories))
+    used = list(row_texts.values()) if rows is None else [row_texts.get(row, []) for row in rows]
     width = max(map(len, histories), default=4) + 3
     padded = int64([[*row, *[7] * (width - len(row))] for row in histories]).view(len(histories), width)
 
     def run(place: Place) -> Results:
-        given = {
+        arguments = {
             "extra": None if extra is None else int64(extra),
             "active": None if active is None else torch.tensor(active, dtype=torch.bool),
             "history_rows": None if rows is None else int32(rows),
         }
         text, lengths = place.put((padded, int32([len(row) for row in histories])))
-        return draft_results(ngram_propose(text, lengths, **place.put(given), **options))
+        return draft_results(ngram_propose(text, lengths, **place.put(arguments), **options))
 
     def by_loops() -> Results:
         texts = [row if active is None or active[b] else [] for b, row in enumerate(used)]
@@ -312,8 +312,8 @@ def _medusa(name: str, tree: DraftTree, vocab: int, dtype: str, *, hostile: bool
     roots, active = list(range(batch)), [b != 1 for b in range(batch)]
 
     def run(place: Place) -> Results:
-        given = place.put((logits, int64(roots), torch.tensor(active, dtype=torch.bool)))
-        return draft_results(medusa_propose(given[0], tree, root_tokens=given[1], active=given[2]))
+        inputs = place.put((logits, int64(roots), torch.tensor(active, dtype=torch.bool)))
+        return draft_results(medusa_propose(inputs[0], tree, root_tokens=inputs[1], active=inputs[2]))
 
     def by_loops() -> Results:
         found = []

@@ -58,8 +58,8 @@ def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
     roots = torch.arange(batch, dtype=torch.int64) - 1
 
     def run(place: Place) -> Results:
-        given, ids, of_roots = place.put((log_probs, tokens, roots))
-        draft_tokens, trees, joints = best_first_tree(given, ids, of_roots, num_nodes, return_log_probs=True)
+        values, ids, of_roots = place.put((log_probs, tokens, roots))
+        draft_tokens, trees, joints = best_first_tree(values, ids, of_roots, num_nodes, return_log_probs=True)
         return {"draft_tokens": draft_tokens, "joints": joints, **tree_results(trees)}
 
     def by_loops() -> Results:
@@ -96,8 +96,8 @@ def _selection(
         return build_trees(int32(rows), cu_nodes, max_nodes=max_nodes, max_depth=max_depth)
 
     def run(place: Place) -> Results:
-        given = None if limit is None else place.put(int32([limit]))
-        kept, node_map = select_nodes(place.put(trees()), place.put(survival), budget, limit=given)
+        bound = None if limit is None else place.put(int32([limit]))
+        kept, node_map = select_nodes(place.put(trees()), place.put(survival), budget, limit=bound)
         return {**tree_results(kept), "node_map": node_map}
 
     def by_loops() -> Results:

@@ -57,12 +57,12 @@ def run_instruction(name: str, words: Words, place: Place, table: str = TABLE) -
     items = _items(place.backend, table)
     (item,) = (item for item in items.items[: items.count] if item.name == name.encode())
     assert words.shape == (items.threads, items.in_words) and words.dtype == np.uint32
-    given = place.put(torch.from_numpy(words.view(np.int32).copy()))
+    inputs = place.put(torch.from_numpy(words.view(np.int32).copy()))
     out = torch.zeros((items.ctas, items.threads, items.out_words), dtype=torch.int32, device=place.device)
     cluster = ctypes.c_int32()
     stream = torch.cuda.current_stream(place.device).cuda_stream if place.device.type == "cuda" else None
     with torch.cuda.device(place.device if place.device.type == "cuda" else -1):
-        error = item.run(given.data_ptr(), out.data_ptr(), stream, ctypes.byref(cluster))
+        error = item.run(inputs.data_ptr(), out.data_ptr(), stream, ctypes.byref(cluster))
     if error is not None:
         raise RuntimeError(error.decode())
     return out.cpu().numpy().view(np.uint32), cluster.value
@@ -289,8 +289,8 @@ def cases() -> Iterator[Case]:
 
 
 def _golden(name: str, inputs: Callable[[int], Words], meaning: Callable[[Words], Words], compare: Difference) -> Case:
-    given = np.concatenate([inputs(seed) for seed in range(4)])
-    parts = np.split(given, 4)
+    seed_words = np.concatenate([inputs(seed) for seed in range(4)])
+    parts = np.split(seed_words, 4)
 
     def run(place: Place) -> Tensor:
         return torch.cat([as_tensor(run_instruction(name, words, place)[0]) for words in parts])

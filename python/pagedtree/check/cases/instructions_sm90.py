@@ -162,8 +162,8 @@ def multiplication(kind: str, dtype: torch.dtype, n: int, layout: Layout, seed: 
         own = np.stack([left_registers(bits(a, dtype)[:, k_slice(step)]) for step in layout.steps], 1)
     product = sum(a[:, k_slice(step)] @ b[:, k_slice(step)].T for step in layout.steps)
     assert isinstance(product, np.ndarray)
-    given = given_words(layout_numbers(layout, b_n_major), own, image)
-    return given, given_back(sums_of_threads(product, 0, layout.accumulates))
+    words = given_words(layout_numbers(layout, b_n_major), own, image)
+    return words, given_back(sums_of_threads(product, 0, layout.accumulates))
 
 
 def multiplications(kind: str, dtype: torch.dtype, n: int) -> list[Vector]:
@@ -193,8 +193,8 @@ def written_again() -> list[Vector]:
             a[:, k_slice(steps[0])] @ b[:, k_slice(steps[0])].T + a[:, k_slice(steps[1])] @ b[:, k_slice(steps[1])].T
         )
         sums.append(sums_of_threads(product, i * 32, True))
-    given = given_words(layout_numbers(layout, False), no_words(), np.concatenate(images))
-    return [(given, given_back(np.concatenate(sums, 1)))]
+    words = given_words(layout_numbers(layout, False), no_words(), np.concatenate(images))
+    return [(words, given_back(np.concatenate(sums, 1)))]
 
 
 def descriptors() -> list[Vector]:
@@ -248,8 +248,8 @@ def loads() -> list[Vector]:
             elements[: inside.size] = inside
             box[row, np.arange(8) ^ row % 8] = elements.reshape(8, 8)
         columns.append(box.reshape(THREADS, 8).view(np.uint32))
-    given = given_words([number for box in BOXES for number in box], no_words(), tensor)
-    return [(given, given_back(np.concatenate(columns, 1)))]
+    words = given_words([number for box in BOXES for number in box], no_words(), tensor)
+    return [(words, given_back(np.concatenate(columns, 1)))]
 
 
 # Cases ----------------------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def _case(name: str, make: Callable[[], list[Vector]]) -> Case:
 
     def run(place: Place) -> Tensor:
         check_applies(place)
-        found = (instructions.run_instruction(name, given, place, TABLE)[0] for given, _ in vectors())
+        found = (instructions.run_instruction(name, inputs, place, TABLE)[0] for inputs, _ in vectors())
         return torch.cat([as_tensor(words) for words in found])
 
     return instruction_case(name, run, lambda: np.stack([expected for _, expected in vectors()]))

@@ -143,8 +143,8 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     mask = uniform(*logits.shape, seed=3) < 0.9
 
     def run(place: Place) -> Results:
-        given = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
-        return {"tokens": sample(place.put(logits), **given, grammar_mask=place.put(mask))}
+        arguments = place.put({"params": SamplingParams(**SAMPLING, **penalties), "options": options, **streams})
+        return {"tokens": sample(place.put(logits), **arguments, grammar_mask=place.put(mask))}
 
     def expected() -> Results:
         processed = reference.apply_options(
@@ -165,21 +165,21 @@ def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     top_n = min(5, vocab)
 
     def run(place: Place) -> Results:
-        given = place.put({"options": options, "tokens": tokens, "rows": rows})
+        arguments = place.put({"options": options, "tokens": tokens, "rows": rows})
         found: Results = {}
         for kind, filtered in kinds.items():
             params = place.put(SamplingParams(**filtered, **penalties))
-            results = token_logprobs(place.put(logits), params=params, top_n=top_n, **given)
+            results = token_logprobs(place.put(logits), params=params, top_n=top_n, **arguments)
             found |= {f"{kind} {name}": result for name, result in zip(LOGPROBS, results, strict=True)}
-        bare = token_logprobs(place.put(logits), given["tokens"], top_n=0)
+        bare = token_logprobs(place.put(logits), arguments["tokens"], top_n=0)
         return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
     def by_loops() -> Results:
         processed = reference.apply_options(logits[rows % BATCH], SamplingParams(**penalties), options)
-        given = [row if at < BATCH else None for row, at in zip(processed, rows.tolist(), strict=True)]
+        selected_rows = [row if at < BATCH else None for row, at in zip(processed, rows.tolist(), strict=True)]
         found: Results = {}
         for kind, filtered in kinds.items():
-            results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(given, tokens, strict=True)]
+            results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(selected_rows, tokens, strict=True)]
             columns = zip(LOGPROBS, zip(*results, strict=True), strict=True)
             found |= {f"{kind} {name}": (float32 if "logprobs" in name else int64)(column) for name, column in columns}
         results = [_logprobs_of(row, int(x), 0, {}) for row, x in zip(logits, tokens, strict=True)]
@@ -230,10 +230,10 @@ def _draft_probs(problem: Problem) -> Tensor:
 
 
 def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOptions) -> Tensor:
-    (logits, drafts, trees), given = problem.place(CPU)
+    (logits, drafts, trees), keywords = problem.place(CPU)
     positions = _streams(problem.batch)["positions"]
     return reference.apply_options(
-        logits, SamplingParams(**penalties), options, trees=trees, draft_tokens=drafts, positions=positions, **given
+        logits, SamplingParams(**penalties), options, trees=trees, draft_tokens=drafts, positions=positions, **keywords
     )
 
 
@@ -253,10 +253,10 @@ def _verify(
         if not sharded:
             return _call(op, place, problem, problem.logits, params, options=options, **others)._asdict()
         verify, law = getattr(distributed, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
-        logits, given = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
+        logits, inputs = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
 
         def on_rank(shards: VocabShards) -> Results:
-            return verify(shards.own(logits), drafts, trees, shards=shards, **law, **given, **others)._asdict()
+            return verify(shards.own(logits), drafts, trees, shards=shards, **law, **inputs, **others)._asdict()
 
         return on_ranks(sizes, place.device, on_rank)
 

@@ -213,12 +213,12 @@ def _verification(rule: str) -> Callable[[Place, Scale], Work]:
             return Work(lambda: verify_greedy(logits, drafts, trees), size)
         if rule == "sampled":
             return Work(lambda: verify_sampled(logits, drafts, trees, params, **streams), size)
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "draft_law": "iid",
             "draft_probs": logits.float().softmax(-1).to(scale.dtype),
             **streams,
         }
-        return Work(lambda: verify_rejection(logits, drafts, trees, params, **given), 2 * size)
+        return Work(lambda: verify_rejection(logits, drafts, trees, params, **arguments), 2 * size)
 
     return make
 

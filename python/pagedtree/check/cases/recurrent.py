@@ -93,13 +93,13 @@ def _delta_rule(
     path: Any = _path(trees)
 
     def run(place: Place) -> Results:
-        given = place.put((q, k, v, g, beta, state, index, trees))
-        return {"out": tree_delta_rule(*given, cu_seqlens=place.put(cut), **options, scale=factor)}
+        inputs = place.put((q, k, v, g, beta, state, index, trees))
+        return {"out": tree_delta_rule(*inputs, cu_seqlens=place.put(cut), **options, scale=factor)}
 
     def advance(place: Place) -> Results:
-        given = place.put((state, index, k, v, g, beta, trees, *path))
-        advance_state(*given, cu_seqlens=place.put(cut), **options)
-        return {"state": given[0]}
+        inputs = place.put((state, index, k, v, g, beta, trees, *path))
+        advance_state(*inputs, cu_seqlens=place.put(cut), **options)
+        return {"state": inputs[0]}
 
     def outputs() -> Results:
         return {
@@ -127,13 +127,13 @@ def _conv(name: str, dtype: str, width: int, activation: Any, sizes: Sequence[in
     path: Any = _path(trees)
 
     def run(place: Place) -> Results:
-        given = place.put((x, weight, bias, state, index, trees))
-        return {"out": tree_conv1d(*given, cu_seqlens=place.put(cut), activation=activation)}
+        inputs = place.put((x, weight, bias, state, index, trees))
+        return {"out": tree_conv1d(*inputs, cu_seqlens=place.put(cut), activation=activation)}
 
     def advance(place: Place) -> Results:
-        given = place.put((state, index, x, trees, *path))
-        advance_conv(*given, cu_seqlens=place.put(cut))
-        return {"conv_state": given[0]}
+        inputs = place.put((state, index, x, trees, *path))
+        advance_conv(*inputs, cu_seqlens=place.put(cut))
+        return {"conv_state": inputs[0]}
 
     def outputs() -> Results:
         return {"out": loops.tree_conv1d(x, weight, bias, state, index, trees, cu_seqlens=cut, activation=activation)}

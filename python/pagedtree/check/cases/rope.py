@@ -109,26 +109,26 @@ def rope_case(rope: Rope) -> Case:
         return [given] if latent else [*views_of(given, rope.layout)]
 
     def run(place: Place) -> Results:
-        target, given, table, at, where, factor = place.put((storage, rows, wide, positions, slots, scale))
-        q, k, v = parts(given)
+        target, projections, table, at, where, factor = place.put((storage, rows, wide, positions, slots, scale))
+        q, k, v = parts(projections)
         k_cache, *v_cache = caches_of(target)
         out = rope_append(
             q, k, None if latent else v, at, table[:, : rope.rotary_dim], k_cache, v_cache[0] if v_cache else None,
             where, interleaved=rope.interleaved, rotary_start=rope.start, q_out=q if rope.in_place else None,
             k_scale=factor, v_scale=None if factor is None or latent else factor * 2,
         )  # fmt: skip
-        return {"q_out": out, "rows": given, "storage": target}
+        return {"q_out": out, "rows": projections, "storage": target}
 
     def by_loops() -> Results:
-        target, given = storage.clone(), rows.clone()
-        q, k, v = parts(given)
+        target, projections = storage.clone(), rows.clone()
+        q, k, v = parts(projections)
         form = (wide[:, : rope.rotary_dim], rope.interleaved, rope.start)
         rotated = [loops.rotated(x, positions.tolist(), *form) for x in (q, k)]
         for i, (cache, new) in enumerate(zip(caches_of(target), (rotated[1], v), strict=False)):
             loops.append_rows(new, cache, slots.tolist(), None if scale is None else scale * (1 + i))
         if rope.in_place:
             q.copy_(rotated[0])
-        return {"q_out": rotated[0], "rows": given, "storage": target}
+        return {"q_out": rotated[0], "rows": projections, "storage": target}
 
     op = "rope_append.out" if rope.in_place else "rope_append"
     return Case(rope.name, (op,), run, by_loops)

@@ -168,11 +168,11 @@ def _rule(
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
-        given = place.put({**streams, **drafts, **({} if own_coins else coins)})
+        keywords = place.put({**streams, **drafts, **({} if own_coins else coins)})
         if draft_params is not None:
-            given["draft_params"] = SamplingParams(**draft_params)
+            keywords["draft_params"] = SamplingParams(**draft_params)
         params = SamplingParams(**place.put(sampling))
-        return function(*arguments, params, draft_law=draft_law, **given, **options)._asdict()
+        return function(*arguments, params, draft_law=draft_law, **keywords, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
         own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))

@@ -105,7 +105,7 @@ def on_ranks(sizes: list[int], device: torch.device, call: Callable[[VocabShards
     errors = [result for result in found if isinstance(result, BaseException)]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error
-    return {f"{name} on rank {rank}": x for rank, given in enumerate(found) for name, x in given.items()}  # type: ignore[union-attr]
+    return {f"{name} on rank {rank}": x for rank, parts in enumerate(found) for name, x in parts.items()}  # type: ignore[union-attr]
 
 
 def sizes_of(split: list[float], vocab: int) -> list[int]:

@@ -115,9 +115,9 @@ def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling]) -> Case:
     seeds, positions = words64(rows), words64(rows, 1)
 
     def run(place: Place) -> Results:
-        given, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
+        inputs, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
         return {
-            key: sample(given, SamplingParams(**place.put(sampling)), **streams) for key, sampling in samplings.items()
+            key: sample(inputs, SamplingParams(**place.put(sampling)), **streams) for key, sampling in samplings.items()
         }
 
     def by_loops() -> Results:
@@ -175,8 +175,8 @@ class Problem:
             "draft_to_target": self.draft_to_target,
             "tokens_left": self.tokens_left,
         }
-        given: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
-        return (place.put(self.logits), place.put(self.drafts), trees), given
+        arguments: dict[str, Any] = place.put({key: x for key, x in options.items() if x is not None})
+        return (place.put(self.logits), place.put(self.drafts), trees), arguments
 
     def tree(self, b: int) -> Tree:
         """Returns one tree in the plain loops' form: unreachable nodes have no parent, drafts are ids of the target."""
@@ -303,10 +303,10 @@ def limited(problem: Problem) -> Problem:
 def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) -> Problem:
     """Returns the same drafts as ids of a smaller vocabulary; missing drafts get an outside or unmapped id."""
     vocab = problem.logits.shape[1]
-    known = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
-    to_target = torch.cat([known, int64([vocab, -3])])
-    ids = {int(x): i for i, x in enumerate(known)}
-    lost = [vocab + 2, -1, len(known), len(known) + 1]
+    target_ids = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
+    to_target = torch.cat([target_ids, int64([vocab, -3])])
+    ids = {int(x): i for i, x in enumerate(target_ids)}
+    lost = [vocab + 2, -1, len(target_ids), len(target_ids) + 1]
     drafts = int64([ids.get(int(x), lost[i % 4]) for i, x in enumerate(problem.drafts)])
     return replace(problem, drafts=drafts.to(dtype), draft_to_target=to_target.to(dtype))
 
