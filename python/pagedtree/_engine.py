@@ -64,11 +64,11 @@ def facts(backend: str, device: torch.device) -> Facts:
     function = library(backend).pagedtree_engine_facts
     function.restype = ctypes.POINTER(_Facts)
     with torch.cuda.device(device if device.type == "cuda" else -1):
-        found = function().contents
-    if found.error is not None:
-        raise RuntimeError(found.error.decode())
-    path = Path(os.fsdecode(found.path)) if found.path else None
-    return Facts(found.needs.decode(), path, found.beginning.decode(errors="replace"), bool(found.has_passed))
+        contents = function().contents
+    if contents.error is not None:
+        raise RuntimeError(contents.error.decode())
+    path = Path(os.fsdecode(contents.path)) if contents.path else None
+    return Facts(contents.needs.decode(), path, contents.beginning.decode(errors="replace"), bool(contents.has_passed))
 
 
 def verdict(of: Facts) -> str | None:
@@ -109,15 +109,15 @@ def chosen_engine() -> tuple[str, str]:
     """
     from pagedtree import _C  # the ops do without it
 
-    asked = _C.attention_engine()
-    if asked != "auto":
-        return asked, f"PAGEDTREE_ENGINE={asked}"
+    engine = _C.attention_engine()
+    if engine != "auto":
+        return engine, f"PAGEDTREE_ENGINE={engine}"
     if "cuda" not in backends():
         return "mma.sync", "auto, without a GPU"
-    found = facts("cuda", torch.device("cuda", torch.cuda.current_device()))
-    if found.needs:
-        return "mma.sync", f"auto: wgmma needs {found.needs}"
-    said = verdict(found)
+    gpu_facts = facts("cuda", torch.device("cuda", torch.cuda.current_device()))
+    if gpu_facts.needs:
+        return "mma.sync", f"auto: wgmma needs {gpu_facts.needs}"
+    said = verdict(gpu_facts)
     if said == PASSED:
         return "wgmma", "auto: its self-test has passed with this GPU, driver and build"
     if said is not None:

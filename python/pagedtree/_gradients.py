@@ -89,8 +89,8 @@ def register_gradients(library: torch.library.Library, op: Any) -> None:
         if not (is_grad_enabled() and any_requires_grad(*args, **kwargs)):
             return run(keyset, *args, **kwargs)
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
-        written = [t for t in written_by(args, kwargs) if t.is_floating_point()]
-        if any(t.is_leaf and t.requires_grad for t in written):
+        outputs = [t for t in written_by(args, kwargs) if t.is_floating_point()]
+        if any(t.is_leaf and t.requires_grad for t in outputs):
             raise RuntimeError(f"{name}: cannot write to a leaf tensor that requires grad")
 
         def run_below() -> Any:
@@ -100,7 +100,7 @@ def register_gradients(library: torch.library.Library, op: Any) -> None:
         if not places:
             return _InferenceOnly.apply(name, run_below, *inputs)
         result = run_below()
-        for tensor in written:
+        for tensor in outputs:
             _Written.apply(name, tensor, *inputs)
         return None if result is None else _InferenceOnly.apply(name, lambda: result, *inputs)
 

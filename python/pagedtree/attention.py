@@ -175,8 +175,8 @@ class PreparedAttention:
     ) -> Tensor:
         """Returns the attention of one layer, out [T, Hq, Dv]. Arguments and errors are `tree_attention`'s."""
         if self._step is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            rest = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
-            return tree_attention(q, k_cache, v_cache, *self._tensors, **rest)  # type: ignore[return-value]
+            options = {**self._options, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale, "out": out}
+            return tree_attention(q, k_cache, v_cache, *self._tensors, **options)  # type: ignore[return-value]
         layer = (q, k_cache, v_cache, self._step.number, sinks, k_scale, v_scale)
         try:
             if out is None:

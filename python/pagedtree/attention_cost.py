@@ -167,7 +167,7 @@ def explain(
         max_seqlen_q, window, num_sms, max_shared_bytes, l2_bytes, engine,
     )  # fmt: skip
     launches = []
-    seen = sum(n * min(s, window or s) for n, s in zip(query_lens, seq_lens, strict=True))  # by all queries
+    keys_seen = sum(n * min(s, window or s) for n, s in zip(query_lens, seq_lens, strict=True))  # by all queries
     most, mean, left_memory, different = 0, 0.0, 0.0, 0
     for schedule in schedules:
         replayed = schedule.pop("replayed")
@@ -190,7 +190,7 @@ def explain(
         idle=sum(launch.idle for launch in launches),
         kv_reads=left_memory / different if different else 1.0,
         bytes=sum(launch.bytes for launch in launches),
-        flops=2 * seen * num_q_heads * (head_dim + head_dim_v),
+        flops=2 * keys_seen * num_q_heads * (head_dim + head_dim_v),
         executed_flops=sum(launch.executed_flops for launch in launches),
         floor_seconds=sum(max(x.bytes / bandwidth, x.executed_flops / flops_per_second) for x in launches),
     )

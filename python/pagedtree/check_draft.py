@@ -48,8 +48,8 @@ def as_draft(proposal: Any, batch_size: int, device: torch.device) -> Draft:
     if rows is None:
         return draft
     if not isinstance(rows, Tensor) or rows.shape != (num_rows,) or not _is_integral(rows):
-        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ValueError(f"drafter: expected draft_rows as integers [{num_rows}], got {got}")
+        description = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise ValueError(f"drafter: expected draft_rows as integers [{num_rows}], got {description}")
     return draft
 
 

@@ -59,8 +59,8 @@ def _last_offset(cu_seqlens_q: Tensor, page_table: Tensor, page_size: int) -> in
     total_q = int(cu_seqlens_q[-1])
     room = page_table.numel() * page_size
     if not 0 <= total_q <= room:
-        expected = f"end with 0..{room}, as many rows as `page_table` has positions"
-        raise ValueError(f"slot_mapping: `cu_seqlens_q` must {expected}, got {total_q}")
+        bounds = f"end with 0..{room}, as many rows as `page_table` has positions"
+        raise ValueError(f"slot_mapping: `cu_seqlens_q` must {bounds}, got {total_q}")
     return total_q
 
 

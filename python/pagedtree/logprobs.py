@@ -60,9 +60,9 @@ def token_logprobs(
         expect_type("params", params, SamplingParams)
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
         sampling = dict(zip(names, params.on(logits.device), strict=True))
-    asked = option_arguments(params or SamplingParams(), options, logits.device)
+    arguments = option_arguments(params or SamplingParams(), options, logits.device)
     logprobs, ranks, top_tokens, top_logprobs = call(
-        ops.token_logprobs, logits, tokens, rows=rows, **sampling, top_n=top_n, **asked
+        ops.token_logprobs, logits, tokens, rows=rows, **sampling, top_n=top_n, **arguments
     )
     return logprobs, ranks, top_tokens, top_logprobs
 

@@ -136,9 +136,9 @@ class RequestOptions:
                 or [np.zeros((0, vocab), np.int32)]
             ).reshape(batch, vocab)
         if allowed is not None:
-            every = np.arange(vocab)
+            all_ids = np.arange(vocab)
             tensors["allowed_mask"] = _packed(
-                [every if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
+                [all_ids if ids is None else _ids(f"allowed[{b}]", ids, vocab) for b, ids in enumerate(allowed)], vocab
             )
         if bias is not None:
             entries = [_biases(f"bias[{b}]", entry) for b, entry in enumerate(bias)]
@@ -171,8 +171,8 @@ class RequestOptions:
             for b, position in enumerate(min_positions):
                 _expect_integer(f"min_positions[{b}]", position)
             tensors["min_position"] = np.array(min_positions, np.int64).reshape(batch)
-        made = {name: x if isinstance(x, Tensor) else torch.from_numpy(x) for name, x in tensors.items()}
-        return cls(**{name: tensor.to(device) for name, tensor in made.items()})
+        host_tensors = {name: x if isinstance(x, Tensor) else torch.from_numpy(x) for name, x in tensors.items()}
+        return cls(**{name: tensor.to(device) for name, tensor in host_tensors.items()})
 
 
 _NAMES = tuple(field.name for field in fields(RequestOptions))
@@ -210,10 +210,10 @@ class OptionRows:
         self.idle_row = len(prompt_lens)
         idle = {"prompts": [], "min_positions": 0}
         arguments: dict[str, Any] = {name: [*entries, idle.get(name)] for name, entries in lists.items()}
-        every = RequestOptions.from_lists(vocab, **arguments) if arguments else RequestOptions()
+        options = RequestOptions.from_lists(vocab, **arguments) if arguments else RequestOptions()
         self._prompt_lens = self._put(_integers([*prompt_lens, 0]))
-        self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(every, name)) is not None}
-        self._bias, self._bad_words = _host_tensors(every, _BIAS), _host_tensors(every, _BAD_WORDS)
+        self._rows = {name: self._put(value) for name in _ROWS if (value := getattr(options, name)) is not None}
+        self._bias, self._bad_words = _host_tensors(options, _BIAS), _host_tensors(options, _BAD_WORDS)
         words = (word for entry in lists.get("bad_words", ()) for word in entry or ())
         self.tail = max(map(len, words), default=1) - 1
         self._current: tuple[RequestOptions | None, list[int]] | None = None
@@ -234,20 +234,20 @@ class OptionRows:
     def select(self, rows: Sequence[int]) -> RequestOptions:
         """Returns the options of the sequences with these numbers, without texts and counts."""
         index = _integers(rows)
-        chosen = self._put(index)
-        made = {name: value[chosen] for name, value in self._rows.items()}
+        row_index = self._put(index)
+        fields = {name: value[row_index] for name, value in self._rows.items()}
         if self.has_counts:
-            made["output_counts"] = torch.zeros((len(rows), self.vocab), dtype=torch.int32, device=self.device)
+            fields["output_counts"] = torch.zeros((len(rows), self.vocab), dtype=torch.int32, device=self.device)
         if self._bias is not None:
             tokens, values, offsets = self._bias
             parts, cu = _parts(offsets, index)
-            made |= self._named(_BIAS, tokens[parts], values[parts], cu)
+            fields |= self._named(_BIAS, tokens[parts], values[parts], cu)
         if self._bad_words is not None:
             tokens, word_offsets, offsets = self._bad_words
             words, cu = _parts(offsets, index)
             parts, cu_words = _parts(word_offsets, words)
-            made |= self._named(_BAD_WORDS, tokens[parts], cu_words, cu)
-        return RequestOptions(**made)
+            fields |= self._named(_BAD_WORDS, tokens[parts], cu_words, cu)
+        return RequestOptions(**fields)
 
     def count(self, options: RequestOptions, history: Tensor, begins: Tensor, lengths: Tensor) -> None:
         """Adds the tokens of each text from begins[b] to lengths[b] - 1 to the counts, if any."""
@@ -278,17 +278,17 @@ class OptionRows:
         if self._current is not None and self._current[0] is buffers and self._current[1] == rows:
             return
         text_lengths = self._put(_integers(lengths))
-        made = self._counted(rows, history[self._put(_integers(rows))], text_lengths).tensors()
+        tensors = self._counted(rows, history[self._put(_integers(rows))], text_lengths).tensors()
         for name, into in buffers.tensors().items():
-            value = made[name]
+            value = tensors[name]
             if into is not None and value is not None:
                 into[: value.shape[0]].copy_(value)
         self._current = buffers, rows
 
     def _counted(self, rows: list[int], history: Tensor, lengths: Tensor) -> RequestOptions:
-        made = self.select(rows)
-        self.count(made, history, self._prompt_lens[self._put(_integers(rows))], lengths)
-        return made
+        options = self.select(rows)
+        self.count(options, history, self._prompt_lens[self._put(_integers(rows))], lengths)
+        return options
 
     def _named(self, names: tuple[str, ...], *values: Tensor) -> dict[str, Tensor]:
         return {name: self._put(value) for name, value in zip(names, values, strict=True)}
@@ -335,8 +335,8 @@ def _ids(name: str, ids: Sequence[int], vocab: int) -> np.ndarray[Any, Any]:
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise TypeError(f"{name}: expected token ids, got {ids!r:.60}")
     if array.size and not (array.min() >= 0 and array.max() < vocab):
-        wrong = array[(array < 0) | (array >= vocab)][0]
-        raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {wrong}")
+        bad_id = array[(array < 0) | (array >= vocab)][0]
+        raise ValueError(f"{name}: expected ids in 0..{vocab - 1}, got {bad_id}")
     return array.astype(np.int64)
 
 

@@ -96,24 +96,24 @@ class SamplingParams:
 
     def penalties_on(self, device: torch.device) -> dict[str, Tensor | None]:
         """Returns the penalties as the raw ops take them, by name: tensors of shape [1] or [B]; None is off."""
-        found: dict[str, Tensor | None] = {}
+        tensors: dict[str, Tensor | None] = {}
         keep: bool | None = None
         for name, neutral in _NO_PENALTY.items():
             value = getattr(self, name)
             if not isinstance(value, Tensor) and value == neutral:
-                found[name] = None
+                tensors[name] = None
             else:
                 keep = _may_keep(device) if keep is None else keep
-                found[name] = _on_device(value, name, device, keep)
-        return found
+                tensors[name] = _on_device(value, name, device, keep)
+        return tensors
 
     def expect_no_penalty(self, op: str, argument: str = "params") -> None:
         """Raises ValueError if a penalty is on, for ops without penalties."""
         for name, neutral in _NO_PENALTY.items():
             value = getattr(self, name)
             if isinstance(value, Tensor) or value != neutral:
-                got = "a tensor" if isinstance(value, Tensor) else value
-                raise ValueError(f"{op}: `{argument}` must have {name} {neutral}, got {got}")
+                text = "a tensor" if isinstance(value, Tensor) else value
+                raise ValueError(f"{op}: `{argument}` must have {name} {neutral}, got {text}")
 
 
 _DEFAULTS = {field.name: field.default for field in fields(SamplingParams)}

@@ -93,18 +93,18 @@ def decoy_propose(
     width = (max_nodes - 1) // max_depth
     padded_texts = F.pad(texts.long(), (1, max_depth), value=-1)  # column p + 1 has the token of position p
     columns = lengths.long()[:, None] + torch.arange(max_depth + 1, dtype=torch.int64, device=texts.device)
-    root, right = padded_texts.gather(1, columns.clamp(0, length + max_depth)).split([1, max_depth], dim=1)
+    root, truth = padded_texts.gather(1, columns.clamp(0, length + max_depth)).split([1, max_depth], dim=1)
     distance = torch.arange(width - 1, -1, -1, dtype=torch.int64, device=texts.device)
-    wrong = torch.where(right[:, :, None] >= distance, right[:, :, None] - distance, right[:, :, None] + distance)
-    drafts = torch.where(right[:, :, None] >= 0, wrong, -1).flatten(1)
+    decoys = torch.where(truth[:, :, None] >= distance, truth[:, :, None] - distance, truth[:, :, None] + distance)
+    drafts = torch.where(truth[:, :, None] >= 0, decoys, -1).flatten(1)
     tokens = torch.cat([root if root_tokens is None else root_tokens.long()[:, None], drafts], dim=1)
     nodes = torch.arange(1 + width * max_depth, dtype=torch.int32, device=texts.device)
     parents = torch.where(nodes > 0, (nodes - 1) // width * width, -1).expand(batch, -1)
     active = torch.ones_like(lengths, dtype=torch.bool) if active is None else active
-    packed = active.logical_not().int().argsort(stable=True)  # rows of idle sequences become padding, which is last
-    is_kept = active[packed, None]
+    row_order = active.logical_not().int().argsort(stable=True)  # rows of idle sequences become padding, which is last
+    is_kept = active[row_order, None]
     cu_nodes = F.pad((active * nodes.numel()).cumsum(0), (1, 0)).int()
     trees = build_trees(
         torch.where(is_kept, parents, -1).int().flatten(), cu_nodes, max_nodes=max_nodes, max_depth=max_depth
     )
-    return Draft(torch.where(is_kept, tokens[packed], -1).flatten(), trees)
+    return Draft(torch.where(is_kept, tokens[row_order], -1).flatten(), trees)

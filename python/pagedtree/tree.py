@@ -46,9 +46,9 @@ class DraftTree:
             raise ValueError(f"parents: expected 1 to {MAX_NODES} nodes in one dimension, got shape {array.shape}")
         if array[0] != -1:
             raise ValueError(f"parents: expected parents[0] == -1 (the root), got {array[0]}")
-        wrong = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))
-        if wrong.size:
-            node = int(wrong[0]) + 1
+        nodes = np.flatnonzero((array[1:] < 0) | (array[1:] >= np.arange(1, array.size)))
+        if nodes.size:
+            node = int(nodes[0]) + 1
             raise ValueError(f"parents: expected 0 <= parents[i] < i, got parents[{node}] == {array[node]}")
         n = array.size
         self.num_nodes = n

@@ -57,8 +57,8 @@ def choose_tree(
     if not (np.isfinite(costs) & (costs > 0)).all():
         size = int(np.argmin(np.isfinite(costs) & (costs > 0))) + 1
         raise ValueError(f"step_cost: expected a positive, finite number, got {costs[size - 1]} for {size} nodes")
-    most = max(max_nodes - 1, 1)  # levels, and children of a node
-    levels = np.ascontiguousarray(levels[:most, :most])
+    bound = max(max_nodes - 1, 1)  # levels, and children of a node
+    levels = np.ascontiguousarray(levels[:bound, :bound])
     return DraftTree(_C.best_tree(levels, np.maximum.accumulate(costs), level_cost))
 
 
@@ -76,13 +76,13 @@ def expected_tokens(tree: DraftTree, acceptance: Sequence[float] | Sequence[Sequ
     Raises ValueError for probabilities outside 0..1 or rows that sum to more than 1.
     """
     levels = _levels(acceptance, max(tree.max_depth, 1)).tolist()
-    reached = [1.0]
+    probabilities = [1.0]
     nodes = zip(tree.parents.tolist(), tree.depths.tolist(), tree.child_ranks.tolist(), strict=True)
     next(nodes)
     for parent, depth, rank in nodes:
         has_entry = depth <= len(levels) and rank < len(levels[0])
-        reached.append(reached[parent] * levels[depth - 1][rank] if has_entry else 0.0)
-    return float(sum(reached))
+        probabilities.append(probabilities[parent] * levels[depth - 1][rank] if has_entry else 0.0)
+    return float(sum(probabilities))
 
 
 def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray, max_depth: int) -> np.ndarray:
@@ -94,8 +94,8 @@ def _levels(acceptance: Sequence[float] | Sequence[Sequence[float]] | np.ndarray
             raise TypeError
         levels = np.asarray(acceptance, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        expected = f"acceptance: expected probabilities [R] or [D, R], got {acceptance!r:.80}"
-        raise type(error)(expected) from None
+        message = f"acceptance: expected probabilities [R] or [D, R], got {acceptance!r:.80}"
+        raise type(error)(message) from None
     if levels.ndim == 1:
         levels = np.tile(levels, (max_depth, 1))
     if levels.ndim != 2 or 0 in levels.shape:

@@ -398,13 +398,13 @@ def _by_ratio(
     if draft_params is not None:
         names = ("temperature", "top_k", "top_p", "min_p", "filter_order")
         draft = {f"draft_{name}": value for name, value in zip(names, draft_params.on(logits.device), strict=True)}
-    asked = option_arguments(params, options, logits.device)
+    option_tensors = option_arguments(params, options, logits.device)
     return Verdict(
         *call(
             op, *arguments, *params.on(logits.device),
             draft_law=draft_law, draft_probs=draft_probs, draft_rows=draft_rows, seeds=seeds, positions=positions,
             coins=coins, final_coins=final_coins, grammar_mask=grammar_mask, draft_to_target=draft_to_target,
-            tokens_left=tokens_left, **draft, parents=trees.parents, **asked,
+            tokens_left=tokens_left, **draft, parents=trees.parents, **option_tensors,
         )
     )  # fmt: skip
 

@@ -43,9 +43,9 @@ def main(argv: Sequence[str]) -> int:
     print(report.heading(facts), flush=True)
     rows: list[Row] = []
     for _, group in groupby(_rows(cases[arguments.start :], place, arguments), key=lambda row: row.group):
-        found = list(group)
-        rows += found
-        print(report.group_line(found), flush=True)
+        results = list(group)
+        rows += results
+        print(report.group_line(results), flush=True)
     seconds = time.perf_counter() - begin
     text = report.rows_text(place, rows)
     print(*([text] if text else []), report.summary(rows, seconds), sep="\n", flush=True)
@@ -126,12 +126,12 @@ def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse
 
     if place.device.type == "cuda":
         torch.cuda.set_device(place.device)
-    done, last = 0, ""
+    count, last = 0, ""
     for row in run(cases, place, started):
-        done, last = done + 1, row.name
+        count, last = count + 1, row.name
         yield row
-    if done < len(cases):
-        yield from _in_fresh_process(cases[done:], last, arguments, arguments.start + done)
+    if count < len(cases):
+        yield from _in_fresh_process(cases[count:], last, arguments, arguments.start + count)
 
 
 def _in_fresh_process(
@@ -139,15 +139,15 @@ def _in_fresh_process(
 ) -> Iterable[Row]:
     print(f"  {lost_in} left the device unusable; the {len(cases)} rows after it run in a fresh process", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "rows.json"
+        path = Path(folder) / "rows.json"
         options = [x for name in ("device", "backend") if (y := getattr(arguments, name)) for x in (f"--{name}", y)]
         options += [x for text in arguments.only for x in ("--only", text)]
         options += [f"--{name}" for name in ("quick", "verbose") if getattr(arguments, name)]
-        command = [sys.executable, "-m", "pagedtree", "check", *options, "--start", str(start), "--json", str(written)]
+        command = [sys.executable, "-m", "pagedtree", "check", *options, "--start", str(start), "--json", str(path)]
         ended = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-        if written.exists():
+        if path.exists():
             fields = Row.__dataclass_fields__
-            rows = json.loads(written.read_text())["rows"]
+            rows = json.loads(path.read_text())["rows"]
             return [Row(**{name: value for name, value in row.items() if name in fields}) for row in rows]
     why = f"not run: {lost_in} left the device unusable, and the fresh process ended with status {ended}"
     return [Row(case.name, case.group, NOT_RUN, detail=why) for case in cases]

@@ -60,10 +60,10 @@ def driver_version() -> str | None:
     """Returns nvidia-smi's driver version, if available."""
     if shutil.which("nvidia-smi") is None:
         return None
-    done = subprocess.run(
+    process = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], text=True, capture_output=True
     )
-    return done.stdout.split("\n")[0].strip() or None
+    return process.stdout.split("\n")[0].strip() or None
 
 
 def options_of(place: Place) -> str:
@@ -75,8 +75,8 @@ def rerun_command(place: Place, name: str) -> str:
 
 
 def heading(facts: dict[str, Any]) -> str:
-    where = facts["gpu"]["name"] if "gpu" in facts else f"{facts['backend']}, {facts['cpu_isa']}"
-    lines = [f"pagedtree {facts['pagedtree']}, torch {facts['torch']}, {facts['device']} ({where}), {facts['machine']}"]
+    chip = facts["gpu"]["name"] if "gpu" in facts else f"{facts['backend']}, {facts['cpu_isa']}"
+    lines = [f"pagedtree {facts['pagedtree']}, torch {facts['torch']}, {facts['device']} ({chip}), {facts['machine']}"]
     lines.append(f"{'group':18}" + "".join(f"{name:>16}" for name in COLUMNS) + f"{'seconds':>10}  compared with")
     return "\n".join(lines)
 

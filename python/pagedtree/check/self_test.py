@@ -60,8 +60,8 @@ def run_child(place: Place, seconds: float, code: str = CHILD, expected: int | N
     """
     expected = sum(1 for _ in rows()) if expected is None else expected
     with tempfile.TemporaryDirectory() as folder:
-        written = Path(folder) / "rows.txt"
-        command = [sys.executable, "-c", code, str(place.device), place.backend, str(written)]
+        path = Path(folder) / "rows.txt"
+        command = [sys.executable, "-c", code, str(place.device), place.backend, str(path)]
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         try:
             status = child.wait(seconds)
@@ -70,7 +70,7 @@ def run_child(place: Place, seconds: float, code: str = CHILD, expected: int | N
             with suppress(subprocess.TimeoutExpired):
                 child.wait(PATIENCE)
             status = None
-        lines = written.read_text().splitlines() if written.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
     if status == 0 and len(lines) == expected + 1 and lines[-1] == PASSED:
         return PASSED
     row = lines[-1] if lines else "no row"

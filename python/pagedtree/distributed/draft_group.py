@@ -259,16 +259,16 @@ class DraftGroup:
 
     def _exchange(self, draft: Draft | None, facts: dict[str, int]) -> Draft:
         rows, batch_size, num_probs = facts["rows"], facts["batch_size"], facts["num_probs"]
-        packed = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
+        buffer = torch.zeros(3 * rows + batch_size + 1, dtype=torch.int64, device=self.device)
         if self.rank == 0:
             assert draft is not None
             draft_rows = draft.draft_rows
             if draft_rows is None:
                 draft_rows = torch.arange(rows, device=self.device, dtype=torch.int64)
             parts = (draft.draft_tokens, draft.trees.parents, draft_rows, draft.trees.cu_nodes)
-            packed = torch.cat([part.long() for part in parts])
-        self._send(packed, "a proposal's nodes")
-        tokens, parents, draft_rows, cu_nodes = packed.split([rows, rows, rows, batch_size + 1])
+            buffer = torch.cat([part.long() for part in parts])
+        self._send(buffer, "a proposal's nodes")
+        tokens, parents, draft_rows, cu_nodes = buffer.split([rows, rows, rows, batch_size + 1])
         trees: TreeBatch = build_trees(
             parents.int(), cu_nodes.int(), max_nodes=facts["max_nodes"], max_depth=facts["max_depth"]
         )
@@ -280,18 +280,18 @@ class DraftGroup:
     def _columns(self, probs: Tensor | None, num_probs: int, dtype: torch.dtype) -> Tensor:
         """Returns this rank's columns of the distributions, sent by the first rank."""
         group, sizes = self._group, self.shards.sizes
-        own = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
+        columns = torch.empty((num_probs, self.shards.num_tokens), dtype=dtype, device=self.device)
         with group._answered("DraftGroup: the drafts' probabilities"):
             if probs is None:
-                if own.numel():
-                    dist.recv(own, src=self._first, group=group.group)
-                return own
+                if columns.numel():
+                    dist.recv(columns, src=self._first, group=group.group)
+                return columns
             for rank, part in enumerate(probs.split(list(sizes), dim=1)):
                 if rank == 0:
-                    own.copy_(part)
+                    columns.copy_(part)
                 elif part.numel():
                     dist.send(part.contiguous(), dst=self._members[rank], group=group.group)
-        return own
+        return columns
 
     def _send(self, words: Tensor, what: str) -> None:
         if words.numel():

@@ -88,14 +88,14 @@ class Group:
         names = [call, *arguments]
         digests = [_digest(value) for value in (call, *arguments.values())]
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        own = torch.tensor(digests + [0] * (_MAX_ARGUMENTS - len(digests)), device=device, dtype=torch.int64)
-        for rank, other in enumerate(self.every(own, f"{call}: comparing arguments").tolist()):
-            different = [name for name, a, b in zip(names, other, digests, strict=False) if a != b]
+        digest_row = torch.tensor(digests + [0] * (_MAX_ARGUMENTS - len(digests)), device=device, dtype=torch.int64)
+        for rank, row in enumerate(self.every(digest_row, f"{call}: comparing arguments").tolist()):
+            different = [name for name, a, b in zip(names, row, digests, strict=False) if a != b]
             if not different:
                 continue
-            what = f"`{different[0]}`" if different[0] != call else "the call"
+            text = f"`{different[0]}`" if different[0] != call else "the call"
             raise ValueError(
-                f"{call}: {what} must be the same on all ranks of the group, got something else on rank {rank} than on"
+                f"{call}: {text} must be the same on all ranks of the group, got something else on rank {rank} than on"
                 f" rank {self.rank}"
             )
 

@@ -38,8 +38,8 @@ class VocabShards:
         if num_tokens < 0:
             raise ValueError(f"num_tokens: expected >= 0, got {num_tokens}")
         self._group = Group(group)
-        own = torch.tensor([num_tokens], device=device, dtype=torch.int64)
-        sizes = [int(size) for size in self._group.every(own, "VocabShards").flatten().tolist()]
+        size_tensor = torch.tensor([num_tokens], device=device, dtype=torch.int64)
+        sizes = [int(size) for size in self._group.every(size_tensor, "VocabShards").flatten().tolist()]
         self.rank, self.num_ranks = self._group.rank, self._group.size
         self.sizes = tuple(sizes)
         self.num_tokens = num_tokens

@@ -338,16 +338,16 @@ class _Rows:
             round=round_, digit=digit, last=self.last, **self.part, **trees, **self.paths, seeds=seeds,
             positions=self.positions, grammar_mask=self.mask, **self.asked,
         )  # fmt: skip
-        group, what = self.shards._group, f"the rows' {round_.name.lower()}"
+        group, label = self.shards._group, f"the rows' {round_.name.lower()}"
         if round_ == Round.LEARN:
             self.last, self.received = Round.LEARN, None
             return
         if round_ == Round.TIES:
-            words = group.every(words, what).flatten(0, 1)
+            words = group.every(words, label).flatten(0, 1)
         elif round_ in (Round.LEFT, Round.PEAK, Round.RACE):
-            words = group.maximum(words, what)
+            words = group.maximum(words, label)
         else:
-            words = group.total(words, what)
+            words = group.total(words, label)
         self.last, self.received = round_, words
 
 
@@ -366,19 +366,19 @@ class _Weighed:
         received = masses = group.total(self._weigh(Weigh.MASSES), "the drafts' masses")
         index = 0
         if self.drafts["draft_law"] != "onehot":
-            most = _max_children(trees) if max_children is None else max_children
-            for index in range(1, most):
+            bound = _max_children(trees) if max_children is None else max_children
+            for index in range(1, bound):
                 received = group.total(self._weigh(Weigh.RESIDUAL, received, index=index), "what rejections leave")
         *verdict, ends = call(
             ops.walk_shards, self.rows.rows, self.left, masses, received, *self.trees,
             index=index, vocab=self.rows.shards.vocab, **self.drafts, **streams,
         )  # fmt: skip
         sums = group.every(self._weigh(Weigh.SUMS, ends=ends), "what is left at the ends").flatten(0, 1)
-        drawn = group.total(self._weigh(Weigh.DRAW, sums, ends=ends), "the bonus")
+        bonus = group.total(self._weigh(Weigh.DRAW, sums, ends=ends), "the bonus")
         accept_index, num_accepted, tokens, status = verdict
         at = num_accepted.long()[:, None]
         draws = ends[:, :1] >= 0
-        tokens = tokens.scatter(1, at, torch.where(draws, drawn, tokens.gather(1, at)))
+        tokens = tokens.scatter(1, at, torch.where(draws, bonus, tokens.gather(1, at)))
         return Verdict(accept_index, num_accepted, tokens, status)
 
     def _weigh(
@@ -402,8 +402,8 @@ def _max_children(trees: TreeBatch) -> int:
         return 0
     tree = torch.searchsorted(trees.cu_nodes, node.int(), right=True) - 1
     parent = trees.cu_nodes.long()[tree] + trees.parents[node]
-    most = int(torch.bincount(parent.clamp(min=0, max=trees.depths.shape[0] - 1)).max())
-    return min(most, trees.max_nodes - 1)  # malformed trees may name more
+    count = int(torch.bincount(parent.clamp(min=0, max=trees.depths.shape[0] - 1)).max())
+    return min(count, trees.max_nodes - 1)  # malformed trees may name more
 
 
 @register_fake("step_shards")

@@ -202,10 +202,10 @@ def expand_tree(
         raise ValueError(f"expand_tree: `law` must be {state.law!r} as in the levels before, got {law!r}")
     if law in ("iid", "swor", "coupled") and params is None:
         raise ValueError(f"expand_tree: `params` must be SamplingParams under law {law!r}, got None")
-    left = state.max_kv_nodes - state.num_kv
+    room = state.max_kv_nodes - state.num_kv
     are_ints = isinstance(num_frontier, int) and isinstance(num_children, int)  # else the op refuses them
-    if are_ints and left < num_frontier <= state.num_frontier * num_children:
-        expected = f"at most {left} (max_kv_nodes less those fed)"
+    if are_ints and room < num_frontier <= state.num_frontier * num_children:
+        expected = f"at most {room} (max_kv_nodes less those fed)"
         raise ValueError(f"expand_tree: `num_frontier` must be {expected}, got {num_frontier}")
     if params is None:
         sampling: tuple[Tensor | str | None, ...] = (None, None, None, None, "top_k_first")
@@ -232,7 +232,7 @@ def expand_tree(
         positions=positions,
     )
     keeps_probs = law in ("iid", "swor")
-    kept = (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),) if keeps_probs else ()
+    probs = (draft_probs.view(state.batch_size, state.num_frontier, logits.shape[1]),) if keeps_probs else ()
     return DraftState(
         tokens,
         parents,
@@ -244,7 +244,7 @@ def expand_tree(
         num_kv=state.num_kv + num_frontier,
         max_kv_nodes=state.max_kv_nodes,
         law=law,
-        draft_probs=(*state.draft_probs, *kept),
+        draft_probs=(*state.draft_probs, *probs),
     )
 
 

@@ -125,8 +125,8 @@ def rejected_predictions(
     begin, end = trees.cu_nodes[:-1, None].long(), trees.cu_nodes[1:, None].long()
 
     def at(values: Tensor, index: Tensor) -> Tensor:
-        found = values.long()[(begin + index).clamp(0, num_rows - 1)]
-        return torch.where((index >= 0) & (begin + index < end), found, -1)
+        ids = values.long()[(begin + index).clamp(0, num_rows - 1)]
+        return torch.where((index >= 0) & (begin + index < end), ids, -1)
 
     accepted = (accept_index[:, :, None] == nodes[:, None, :]).any(dim=1)
     rejected = torch.where((at(trees.depths, nodes) > 0) & ~accepted, nodes, -1)

@@ -185,8 +185,8 @@ class GrammarMasks:
         device: torch.device | str | None,
     ) -> GrammarFill:
         began = time.perf_counter()
-        wanted = torch.device(device) if device is not None else self._device or tokens.device
-        target = torch.empty(0, device=wanted, dtype=torch.int32).device  # with its index
+        choice = torch.device(device) if device is not None else self._device or tokens.device
+        target = torch.empty(0, device=choice, dtype=torch.int32).device  # with its index
         self._settle()
         _check_matchers(self._matchers)
         matchers, vocab, rows = list(self._matchers), self.vocab_size, tokens.shape[0]
@@ -293,14 +293,14 @@ def _fill_one(
     """Fills the rows of one sequence. Returns when that was done."""
     words = mask.shape[1] if matcher is None else -(-matcher.vocab_size // 32)
     # An engine writes rows of its vocabulary's width, which may differ from the logits'.
-    own = mask if words == mask.shape[1] else np.empty((mask.shape[0], words), np.int32)
-    own.fill(-1)
+    rows = mask if words == mask.shape[1] else np.empty((mask.shape[0], words), np.int32)
+    rows.fill(-1)
     if matcher is not None and len(tokens):
-        matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), own)
-        _clear_from(own, matcher.vocab_size)
-    if own is not mask:
+        matcher.fill_tree(linked_tree(tokens, parents, bounds, min(vocab, matcher.vocab_size)), rows)
+        _clear_from(rows, matcher.vocab_size)
+    if rows is not mask:
         shared = min(words, mask.shape[1])
-        mask[:, :shared] = own[:, :shared]
+        mask[:, :shared] = rows[:, :shared]
         mask[:, shared:] = 0
     _clear_from(mask, vocab)
     if matcher is not None:
@@ -313,15 +313,15 @@ def _fill_one(
 def _check_matchers(matchers: Sequence[GrammarMatcher | None]) -> None:
     if isinstance(matchers, (str, bytes)) or not isinstance(matchers, Sequence):
         raise TypeError(f"matchers: expected a sequence of matchers or None, got {type(matchers).__name__}")
-    seen: set[int] = set()
+    ids: set[int] = set()
     for b, matcher in enumerate(matchers):
         if matcher is None:
             continue
         if not isinstance(matcher, GrammarMatcher):
             raise TypeError(f"matchers[{b}]: expected a GrammarMatcher or None, got {type(matcher).__name__}")
-        if id(matcher) in seen:
+        if id(matcher) in ids:
             raise ValueError(f"matchers[{b}]: expected a matcher of its own for each sequence, got one twice")
-        seen.add(id(matcher))
+        ids.add(id(matcher))
 
 
 def _expect_ids(name: str, tensor: Tensor, shape: list[int]) -> None:

@@ -31,8 +31,8 @@ def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, wind
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
     """Returns whether V is the first columns of K: then it is scaled as K is."""
-    same = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
-    return same and k_cache.shape[2] == 1
+    is_view = k_cache.data_ptr() == v_cache.data_ptr() and k_cache.stride()[:2] == v_cache.stride()[:2]
+    return is_view and k_cache.shape[2] == 1
 
 
 def tree_attention(

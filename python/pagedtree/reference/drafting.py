@@ -32,9 +32,9 @@ def ngram_tree(
             if token < 0:
                 return
             children = [i for i, parent in enumerate(parents) if parent == node]
-            same = [i for i in children if tokens[i] == token]
-            if same:
-                node = same[0]
+            matches = [i for i in children if tokens[i] == token]
+            if matches:
+                node = matches[0]
                 continue
             branches = node == 0 or bool(children)
             if len(tokens) == max_nodes or (branches and leaves == max_branches):
@@ -70,15 +70,15 @@ def best_first_tree(log_probs: np.ndarray, tokens: np.ndarray, root: int, num_no
 
     Every child enters the heap.
     """
-    chosen: dict[tuple[int, ...], int] = {}
+    nodes: dict[tuple[int, ...], int] = {}
     drafts, parents, joints = [], [], []
     heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
-    while heap and len(chosen) < num_nodes:
+    while heap and len(nodes) < num_nodes:
         cost, depth, path = heapq.heappop(heap)
-        parents.append(chosen[path[:-1]] if path else -1)
+        parents.append(nodes[path[:-1]] if path else -1)
         drafts.append(int(tokens[depth - 1, path[-1]]) if path else root)
         joints.append(-cost)
-        chosen[path] = len(chosen)
+        nodes[path] = len(nodes)
         with np.errstate(over="ignore", invalid="ignore"):
             costs = np.float32(cost) - np.minimum(log_probs[depth], 0) if depth < len(log_probs) else np.zeros(0)
         for rank in np.flatnonzero(costs < np.inf).tolist():  # NaN is not below
@@ -102,16 +102,16 @@ def select_nodes(
     roots = []
     for begin, end in pairwise(cu_nodes):
         for row in range(begin, min(end, begin + max_nodes)):
-            own, parent = survival[row] if survival[row] > 0 else 0.0, begin + parents[row]
+            chance, parent = survival[row] if survival[row] > 0 else 0.0, begin + parents[row]
             if row == begin:
                 roots.append(row)
-                survives[row] = own
+                survives[row] = chance
                 continue
             depth = (depths[parent] if begin < parent < row else 0) + 1
             if begin <= parent < row and parent in survives and depths[row] == depth <= max_depth:
-                survives[row] = min(own, survives[parent])
-    others = sorted(survives.keys() - set(roots), key=lambda row: (-survives[row], row))
-    kept = sorted(roots + others[: max(limit - len(roots), 0)])
+                survives[row] = min(chance, survives[parent])
+    candidates = sorted(survives.keys() - set(roots), key=lambda row: (-survives[row], row))
+    kept = sorted(roots + candidates[: max(limit - len(roots), 0)])
     links = []
     for begin, end in pairwise(cu_nodes):
         nodes = [row - begin for row in kept if begin <= row < end]

@@ -81,8 +81,8 @@ def _paths(
         nodes = [-1] if accepted < 0 else accept_index[b, : accepted + 1].tolist()
         path = [begin + node for node in nodes]
         links = list(zip(path, [-1, *path], strict=False))
-        whole = len(path) == accepted + 1 and all(row in above and above[row] == parent for row, parent in links)
-        yield links if whole else []
+        is_path = len(path) == accepted + 1 and all(row in above and above[row] == parent for row, parent in links)
+        yield links if is_path else []
 
 
 def advance_state(
@@ -126,6 +126,6 @@ def advance_conv(
     paths = _paths(trees, cu_seqlens, accept_index, num_accepted)
     for slot, rows in zip(state_index.tolist(), paths, strict=True):
         if rows and 0 <= slot < len(conv_state):
-            taken = x[[row for row, _ in rows]].T
-            out[slot] = torch.cat([conv_state[slot], taken], 1)[:, taken.shape[1] :]
+            columns = x[[row for row, _ in rows]].T
+            out[slot] = torch.cat([conv_state[slot], columns], 1)[:, columns.shape[1] :]
     return out

@@ -62,7 +62,7 @@ def kept_tokens(
         weights = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-logits, kind="stable")
     kept_by_min_p = weights >= min_p
-    left = kept_by_min_p if filter_order == "top_k_first" else np.ones_like(kept_by_min_p)
+    mask = kept_by_min_p if filter_order == "top_k_first" else np.ones_like(kept_by_min_p)
 
     def largest(among: np.ndarray) -> np.ndarray:
         if top_k <= 0 or top_k >= among.sum():
@@ -77,8 +77,8 @@ def kept_tokens(
         return keep if top_p < 1 else among
 
     if filter_order == "top_k_first":
-        return nucleus(largest(left))
-    return kept_by_min_p & largest(left) & nucleus(left)
+        return nucleus(largest(mask))
+    return kept_by_min_p & largest(mask) & nucleus(mask)
 
 
 def distribution(
@@ -101,5 +101,5 @@ def sample_row(p: np.ndarray, seed: int, position: int) -> tuple[int, float]:
     with np.errstate(divide="ignore"):
         scores = np.log(p) + gumbel_noise(seed, position, p.size)
     token = int(np.argmax(scores))
-    others = np.delete(scores, token)
-    return token, float(scores[token] - others.max()) if others.size else np.inf
+    rivals = np.delete(scores, token)
+    return token, float(scores[token] - rivals.max()) if rivals.size else np.inf

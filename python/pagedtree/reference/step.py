@@ -60,15 +60,15 @@ def commit(
 
         path: list[int] = []
         emitted: list[int] = []
-        left = INT32_MAX if tokens_left is None else tokens_left[b]
-        ended = left <= 0
+        limit = INT32_MAX if tokens_left is None else tokens_left[b]
+        ended = limit <= 0
         if size > 0 and start[b] >= 0 and nodes[0] == 0:
             for j in range(min(max(num_accepted[b], 0), width - 1) + 1):
                 if ended or tokens[b][j] < 0 or (j > 0 and not nodes[j - 1] < nodes[j] < size):
                     break
                 path.append(nodes[j])
                 emitted.append(tokens[b][j])
-                ended = tokens[b][j] in eos[b] or len(path) == left
+                ended = tokens[b][j] in eos[b] or len(path) == limit
         present = path[:1]
         for node in path[1:]:
             if node_map[offsets[b] + node] < 0:

@@ -81,9 +81,9 @@ def rejection(
     while True:
         node = path[-1]
         children = children_of(parents, drafts, node)
-        child, left = judge(node, children, drafts, p[node], q[node], draft_law, below)
+        child, residual = judge(node, children, drafts, p[node], q[node], draft_law, below)
         if child is None:
-            return path, [*left] if any(left) else [*p[node]]
+            return path, [*residual] if any(residual) else [*p[node]]
         path.append(child)
 
 
@@ -95,21 +95,21 @@ def block(
     parents: Sequence[int], drafts: Sequence[int], p: Sequence[Row], q: Sequence[Row], draft_law: str, below: Below
 ) -> tuple[list[int], list]:
     path, weight, accepted = [0], 1, 0
-    left: list = []
+    masses: list = []
     while True:
         node = path[-1]
         child = next((i for i, parent in enumerate(parents) if parent == node), None)
         x = -1 if child is None else drafts[child]
         distribution = [int(y == x) for y in range(len(p[node]))] if draft_law == "onehot" else q[node]
-        rest = [weight * mass for mass in p[node]]
+        residual = [weight * mass for mass in p[node]]
         h = weight
         if x >= 0:
-            rest = excess(rest, distribution)
-            h = acceptance(sum(rest), weight)
+            residual = excess(residual, distribution)
+            h = acceptance(sum(residual), weight)
         if node == 0 or below(node, h):
-            accepted, left = len(path), rest if any(rest) else [*p[node]]
+            accepted, masses = len(path), residual if any(residual) else [*p[node]]
         if child is None or x < 0:
-            return path[:accepted], normalised(left)
+            return path[:accepted], normalised(masses)
         weight = min(1, weight * p[node][x] / distribution[x]) if distribution[x] > 0 else 0
         path.append(child)
 
@@ -118,24 +118,24 @@ def traversal(
     parents: Sequence[int], drafts: Sequence[int], p: Sequence[Row], q: Sequence[Row], draft_law: str, below: Below
 ) -> tuple[list[int], list]:
     def verify(node: int, weight: Any) -> tuple[list[int], list] | None:
-        left, draft = p[node], q[node]
+        residual, draft = p[node], q[node]
         for child in children_of(parents, drafts, node):
             x = drafts[child]
-            found = verify(child, min(1, weight * left[x] / draft[x]) if draft[x] > 0 else 0)
-            if found is not None:
-                return [node, *found[0]], found[1]
-            left = excess([weight * mass for mass in left], draft)
-            weight = acceptance(sum(left), weight) if node else 1
-            left = normalised(left)
+            result = verify(child, min(1, weight * residual[x] / draft[x]) if draft[x] > 0 else 0)
+            if result is not None:
+                return [node, *result[0]], result[1]
+            residual = excess([weight * mass for mass in residual], draft)
+            weight = acceptance(sum(residual), weight) if node else 1
+            residual = normalised(residual)
             if draft_law == "swor":
                 draft = normalised(without(draft, x))
         if node == 0 or below(node, weight):
-            return [node], [*left] if any(left) else [*p[node]]
+            return [node], [*residual] if any(residual) else [*p[node]]
         return None
 
-    found = verify(0, 1)
-    assert found is not None
-    return found
+    result = verify(0, 1)
+    assert result is not None
+    return result
 
 
 def branches(walk: Callable[[Below], Any]) -> Iterator[tuple[Any, dict[int, tuple], Any]]:

@@ -19,8 +19,8 @@ def scripts() -> dict[str, Path]:
     """Returns name -> script, from the wheel's copy (pagedtree/benchmarks) or from the checkout."""
     for folder in map(Path, pagedtree.__path__):
         for place in (folder, folder.parents[1]):
-            if found := sorted((place / "benchmarks").glob("bench_*.py")):
-                return {path.stem.removeprefix("bench_"): path for path in found}
+            if paths := sorted((place / "benchmarks").glob("bench_*.py")):
+                return {path.stem.removeprefix("bench_"): path for path in paths}
     return {}
 
 
@@ -33,7 +33,7 @@ def missing(script: Path) -> Path | None:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the script's exit status, or 2 if this installation lacks something that the script needs."""
-    found = scripts()
+    paths = scripts()
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree bench",
         usage="%(prog)s [-h] [NAME] [ARGUMENTS ...]",
@@ -41,15 +41,15 @@ def main(argv: Sequence[str]) -> int:
         epilog="python -m pagedtree bench NAME --help tells a benchmark's own arguments. "
         f"In a checkout of the repository only: {', '.join(OF_CHECKOUT)}.",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*found], help=", ".join(found))
+    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*paths], help=", ".join(paths))
     has_name = bool(argv) and (not argv[0].startswith("-") or argv[0] in ("-h", "--help"))
     name = parser.parse_args(argv[:1]).name if has_name else DEFAULT
-    if (folder := missing(found[name])) is not None:
+    if (folder := missing(paths[name])) is not None:
         print(
             f"{parser.prog} {name} needs the models of examples/, and {folder} is not there: neither the wheel nor "
             f"the source archive holds them. Get a checkout of pagedtree's repository and run in it: "
-            f"python benchmarks/{found[name].name}",
+            f"python benchmarks/{paths[name].name}",
             file=sys.stderr,
         )
         return 2
-    return subprocess.run([sys.executable, str(found[name]), *argv[has_name:]]).returncode
+    return subprocess.run([sys.executable, str(paths[name]), *argv[has_name:]]).returncode

@@ -50,12 +50,12 @@ def cuda_library() -> Path | None:
 
 def find_cuobjdump() -> str | None:
     """Finds cuobjdump on the PATH, in /usr/local/cuda, or in the package nvidia-cuda-cuobjdump."""
-    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
+    executable = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or []) if spec and not found else []:
+    for folder in (spec.submodule_search_locations or []) if spec and not executable else []:
         for path in sorted(Path(folder).glob("cu*/bin/cuobjdump")):
             return str(path)
-    return found
+    return executable
 
 
 def _cuobjdump(*arguments: object) -> str:
@@ -81,10 +81,10 @@ def extract_cubins(library: Path, architecture: str, folder: Path) -> list[Path]
 def _demangle(names: list[str]) -> list[str]:
     if shutil.which("c++filt") is None:
         return names
-    done = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True, check=True)
+    process = subprocess.run(["c++filt"], input="\n".join(names), text=True, capture_output=True, check=True)
     return [
         re.sub(r"pagedtree::cuda::|pagedtree::|\(anonymous namespace\)::|^void ", "", line)
-        for line in done.stdout.splitlines()
+        for line in process.stdout.splitlines()
     ]
 
 

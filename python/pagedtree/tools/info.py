@@ -23,11 +23,11 @@ __all__ = ["collect", "main"]
 
 
 def _libraries() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    libraries: dict[str, dict[str, Any]] = {}
     for folder in map(Path, pagedtree.__path__):
         for path in sorted([*folder.glob("lib/*.so"), *folder.glob("_C*.so")]):
-            found[str(path)] = {"bytes": path.stat().st_size, "needs": symbol_versions(path)}
-    return found
+            libraries[str(path)] = {"bytes": path.stat().st_size, "needs": symbol_versions(path)}
+    return libraries
 
 
 def _cmake_dir() -> Path:
@@ -63,11 +63,11 @@ def _cuda_kernels() -> dict[str, Any]:
         kernels = cubin.read_kernels(library)
     except FileNotFoundError as error:
         return {"unknown": str(error)}
-    found: dict[str, dict[str, str]] = {}
+    texts: dict[str, dict[str, str]] = {}
     for kernel in kernels:
         text = f"{kernel.registers} registers, {kernel.stack_bytes} bytes of stack"
-        found.setdefault(kernel.architecture, {})[kernel.name] = text
-    return found
+        texts.setdefault(kernel.architecture, {})[kernel.name] = text
+    return texts
 
 
 def collect() -> dict[str, Any]:
@@ -111,6 +111,6 @@ def main(argv: Sequence[str]) -> int:
     if arguments.cmake_dir:
         print(_cmake_dir())
         return 0
-    found = collect()
-    print(json.dumps(found, indent=2) if arguments.json else "\n".join(_lines(found)))
+    facts = collect()
+    print(json.dumps(facts, indent=2) if arguments.json else "\n".join(_lines(facts)))
     return 0

@@ -109,11 +109,11 @@ class Batch:
 
     def _cache(self, seq_lens: list[int]) -> tuple[Tensor, Tensor]:
         """Returns the page table, with entries past each sequence that must not be read, and the cache's storage."""
-        used = [-(-s // self.page_size) for s in seq_lens]
-        order = torch.randperm(sum(used) + 3, generator=seeded(self.seed + 2)).int()
-        page_table = torch.full((len(seq_lens), max(used, default=0) + 2), -7, dtype=torch.int32)
-        for b, count in enumerate(used):
-            page_table[b, :count] = order[sum(used[:b]) : sum(used[:b]) + count]
+        page_counts = [-(-s // self.page_size) for s in seq_lens]
+        order = torch.randperm(sum(page_counts) + 3, generator=seeded(self.seed + 2)).int()
+        page_table = torch.full((len(seq_lens), max(page_counts, default=0) + 2), -7, dtype=torch.int32)
+        for b, count in enumerate(page_counts):
+            page_table[b, :count] = order[sum(page_counts[:b]) : sum(page_counts[:b]) + count]
         storage, k_cache, v_cache = paged_views(
             len(order), self.page_size, self.heads[1], self.head_dim, DTYPES[self.cache or self.dtype], self.layout
         )
@@ -217,8 +217,8 @@ def _shapes() -> Iterator[Case]:
     yield _attention("empty prefixes", Batch([random_tree(5, 33), 5, DraftTree.chain(0)], [0, 0, 0]))
     yield _attention("no sequence", Batch([], []))
     yield _attention("no sequence, padding rows", Batch([], [], padding=4))
-    more = Batch([150], [0])
-    yield _attention("more queries than keys", more, change=lambda given: given.update(seq_lens=int32([100])))
+    prompt = Batch([150], [0])
+    yield _attention("more queries than keys", prompt, change=lambda given: given.update(seq_lens=int32([100])))
     yield _attention("no query", Batch([0, 0], [20, 0]))
     yield _attention("padding rows", Batch([3], [5], padding=130))
     yield _attention("300 sequences", Batch([1] * 300, [i % 40 for i in range(300)], heads=(2, 1)))
@@ -342,8 +342,8 @@ def _attention(
             space = q.new_full((q.shape[0], q.shape[1] + 1, inputs["v_cache"].shape[3] + 8), 7.0)
             out, of_rows = tree_attention(**inputs, out=space[:, 1:, :-8], return_lse=True)
             return {"out": out, "lse": of_rows, "around": torch.cat([space[:, 0].flatten(), space[..., -8:].flatten()])}
-        found = tree_attention(**inputs, return_lse=lse)
-        return {"out": found} if isinstance(found, Tensor) else dict(zip(("out", "lse"), found, strict=True))
+        result = tree_attention(**inputs, return_lse=lse)
+        return {"out": result} if isinstance(result, Tensor) else dict(zip(("out", "lse"), result, strict=True))
 
     def by_loops() -> Results:
         inputs = arguments(CPU, False)

@@ -220,9 +220,9 @@ class Engine:
 
     def results(self) -> Results:
         names = ("history", "history_lens", "start", "accepted")
-        kept = [*self.caches, *self.memory]
+        tensors = [*self.caches, *self.memory]
         return {name: getattr(self, name).clone() for name in names} | {
-            f"memory {i}": tensor.clone() for i, tensor in enumerate(kept)
+            f"memory {i}": tensor.clone() for i, tensor in enumerate(tensors)
         }
 
 

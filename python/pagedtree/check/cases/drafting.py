@@ -266,7 +266,7 @@ def _ngram(
     rows: list[int] | None = None, **options: Any,
 ) -> Case:  # fmt: skip
     row_texts = dict(enumerate(histories))
-    used = list(row_texts.values()) if rows is None else [row_texts.get(row, []) for row in rows]
+    used_texts = list(row_texts.values()) if rows is None else [row_texts.get(row, []) for row in rows]
     width = max(map(len, histories), default=4) + 3
     padded = int64([[*row, *[7] * (width - len(row))] for row in histories]).view(len(histories), width)
 
@@ -280,10 +280,10 @@ def _ngram(
         return draft_results(ngram_propose(text, lengths, **place.put(arguments), **options))
 
     def by_loops() -> Results:
-        texts = [row if active is None or active[b] else [] for b, row in enumerate(used)]
-        others = [[]] * len(used) if extra is None else extra
-        trees = [loops.ngram_tree(row, extra=text, **options) for row, text in zip(texts, others, strict=True)]
-        return drafts_by_loops(list(trees), len(used) * options["max_nodes"])
+        texts = [row if active is None or active[b] else [] for b, row in enumerate(used_texts)]
+        extra_texts = [[]] * len(used_texts) if extra is None else extra
+        trees = [loops.ngram_tree(row, extra=text, **options) for row, text in zip(texts, extra_texts, strict=True)]
+        return drafts_by_loops(list(trees), len(used_texts) * options["max_nodes"])
 
     return Case(f"ngram_propose/{name}", ("ngram_propose", "build_trees"), run, by_loops)
 
@@ -316,14 +316,14 @@ def _medusa(name: str, tree: DraftTree, vocab: int, dtype: str, *, hostile: bool
         return draft_results(medusa_propose(inputs[0], tree, root_tokens=inputs[1], active=inputs[2]))
 
     def by_loops() -> Results:
-        found = []
+        drafts = []
         for b in range(batch):
             ranked = [loops.best_tokens(logits[b, h].float().tolist(), 16) for h in range(heads)]
             tokens = [roots[b]]
             for depth, rank in zip(tree.depths[1:].tolist(), tree.child_ranks[1:].tolist(), strict=True):
                 best = ranked[depth - 1]
                 tokens.append(best[rank] if rank < len(best) else -1)
-            found.append((tokens, tree.parents.tolist()) if active[b] else ([], []))
-        return drafts_by_loops(list(found), batch * tree.num_nodes)
+            drafts.append((tokens, tree.parents.tolist()) if active[b] else ([], []))
+        return drafts_by_loops(list(drafts), batch * tree.num_nodes)
 
     return Case(f"medusa_propose/{name}", ("medusa_propose", "build_trees"), run, by_loops)

@@ -65,10 +65,10 @@ def _best_first(name: str, log_probs: Tensor, num_nodes: int) -> Case:
     def by_loops() -> Results:
         drafts, parents, joints = [], [], []
         for b in range(batch):
-            *found, sums = loops.best_first_tree(log_probs[b].numpy(), tokens[b].numpy(), int(roots[b]), num_nodes)
+            *tree, sums = loops.best_first_tree(log_probs[b].numpy(), tokens[b].numpy(), int(roots[b]), num_nodes)
             missing = num_nodes - len(sums)
-            drafts += found[0] + [-1] * missing
-            parents.append(found[1] + [-1] * missing)
+            drafts += tree[0] + [-1] * missing
+            parents.append(tree[1] + [-1] * missing)
             joints += sums + [-math.inf] * missing
         batch_of = linked(parents, batch * num_nodes, num_nodes, levels)
         batch_of["valid"] = torch.ones(batch, dtype=torch.bool)
@@ -97,18 +97,18 @@ def _selection(
 
     def run(place: Place) -> Results:
         bound = None if limit is None else place.put(int32([limit]))
-        kept, node_map = select_nodes(place.put(trees()), place.put(survival), budget, limit=bound)
-        return {**tree_results(kept), "node_map": node_map}
+        selection, node_map = select_nodes(place.put(trees()), place.put(survival), budget, limit=bound)
+        return {**tree_results(selection), "node_map": node_map}
 
     def by_loops() -> Results:
         batch = trees()
-        most = budget if limit is None else min(limit, budget)
-        kept = loops.select_nodes(
-            cu_nodes.tolist(), batch.parents.tolist(), batch.depths.tolist(), survival.tolist(), most, max_nodes,
+        capacity = budget if limit is None else min(limit, budget)
+        selection = loops.select_nodes(
+            cu_nodes.tolist(), batch.parents.tolist(), batch.depths.tolist(), survival.tolist(), capacity, max_nodes,
             max_depth,
         )  # fmt: skip
         rows = max(budget, len(sizes))
-        fields = linked(kept.parents, rows, max_nodes, max_depth)
-        return {**fields, "valid": batch.valid, "node_map": int32(kept.rows + [-1] * (rows - len(kept.rows)))}
+        fields = linked(selection.parents, rows, max_nodes, max_depth)
+        return {**fields, "valid": batch.valid, "node_map": int32(selection.rows + [-1] * (rows - len(selection.rows)))}
 
     return Case(f"select_nodes/{name}", ("select_nodes",), run, by_loops)

@@ -66,8 +66,8 @@ def words64(count: int, seed: int = 0) -> Tensor:
 
 def as_words(bits: np.ndarray | Tensor, words: int | None = None) -> Tensor:
     """Returns bool [n, m] as packed int32 [n, words]; default as many words as the bits need."""
-    made = packed(torch.from_numpy(np.ascontiguousarray(bits, dtype=bool)))
-    return made if words is None else torch.nn.functional.pad(made, (0, words - made.shape[1]))
+    mask = packed(torch.from_numpy(np.ascontiguousarray(bits, dtype=bool)))
+    return mask if words is None else torch.nn.functional.pad(mask, (0, words - mask.shape[1]))
 
 
 def storage_shape(layout: str, pages: int, page_size: int, heads: int, head_dim: int) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ def has_table(backend: str, table: str) -> bool:
 def _items(backend: str, table: str) -> _Instructions:
     function = getattr(library(backend), table)
     function.restype = ctypes.POINTER(_Instructions)
-    found: _Instructions = function().contents
-    return found
+    contents: _Instructions = function().contents
+    return contents
 
 
 def run_instruction(name: str, words: Words, place: Place, table: str = TABLE) -> tuple[Words, int]:
@@ -118,12 +118,12 @@ def float8_numbers(seed: int) -> Words:
     """Returns numbers around e4m3 values: ties and their neighbours, subnormal ones, too large ones, NaN."""
     rng = np.random.default_rng(seed)
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
-    others = codes.new_tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])
-    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, others])
+    extremes = codes.new_tensor([464.0, 480.0, np.inf, 1e-30, 2.0**-149])
+    middles = torch.cat([codes, (codes[1:] + codes[:-1]) / 2, extremes])
     bits = np.concatenate([middles.float().view(torch.int32).numpy(), np.array([0x7F800001, 0x7FC00000])])
-    near = rng.choice(bits, (64, 12)) + rng.integers(-1, 2, (64, 12))
+    neighbours = rng.choice(bits, (64, 12)) + rng.integers(-1, 2, (64, 12))
     signs = rng.integers(0, 2, (64, 12), dtype=np.uint32) << np.uint32(31)
-    return np.where(rng.random((64, 12)) < 0.8, near.clip(0).astype(np.uint32) | signs, any_words(seed))
+    return np.where(rng.random((64, 12)) < 0.8, neighbours.clip(0).astype(np.uint32) | signs, any_words(seed))
 
 
 def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
@@ -131,10 +131,10 @@ def pairs(dtype: torch.dtype) -> Callable[[int], Words]:
 
     def words(seed: int) -> Words:
         rng = np.random.default_rng(seed)
-        named = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1.5, torch.finfo(dtype).max, 1e-7, -1e-7]
-        bits = torch.tensor(named, dtype=dtype).view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
-        few = rng.choice(bits, (64, 48 // bits.itemsize)).view(np.uint32)
-        return np.where(rng.random((64, 12)) < 0.5, few, any_words(seed))
+        specials = [0.0, -0.0, np.inf, -np.inf, np.nan, 1.0, -1.0, 1.5, torch.finfo(dtype).max, 1e-7, -1e-7]
+        bits = torch.tensor(specials, dtype=dtype).view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+        choices = rng.choice(bits, (64, 48 // bits.itemsize)).view(np.uint32)
+        return np.where(rng.random((64, 12)) < 0.5, choices, any_words(seed))
 
     return words
 
@@ -324,14 +324,14 @@ def _neighbours(words: Words) -> Words:
     rows = []
     for cta in range(8):
         rank = cta % CLUSTER
-        others = words[:, :3] + np.uint32((rank + 1) % CLUSTER)
-        who = np.full((64, 1), cta // CLUSTER << 16 | CLUSTER << 8 | rank, dtype=np.uint32)
-        rows.append(np.concatenate([others, who], axis=1))
+        sums = words[:, :3] + np.uint32((rank + 1) % CLUSTER)
+        ids = np.full((64, 1), cta // CLUSTER << 16 | CLUSTER << 8 | rank, dtype=np.uint32)
+        rows.append(np.concatenate([sums, ids], axis=1))
     return np.array(rows)
 
 
 def _in_clusters(place: Place) -> Tensor:
-    found, cluster = run_instruction("of_cta", any_words(0), place)
+    results, cluster = run_instruction("of_cta", any_words(0), place)
     if cluster == 1:
         raise NotApplicable("this GPU has no clusters")
-    return as_tensor(found)
+    return as_tensor(results)

@@ -153,16 +153,16 @@ def multiplication(kind: str, dtype: torch.dtype, n: int, layout: Layout, seed: 
     """kind: "wgmma_ss", "wgmma_rs/K-major" or "wgmma_rs/N-major"."""
     rng = np.random.default_rng(seed)
     a, b = small_integers(rng, 64), small_integers(rng, n)
-    own, b_n_major = no_words(), kind.endswith("N-major")
+    registers, b_n_major = no_words(), kind.endswith("N-major")
     right = (B_BEGINS, layout.n_major(n) if b_n_major else layout.k_major(n), bits(b, dtype))
     image = image_of(right)
     if kind == "wgmma_ss":
         image = image_of((0, layout.k_major(64), bits(a, dtype)), right)
     else:
-        own = np.stack([left_registers(bits(a, dtype)[:, k_slice(step)]) for step in layout.steps], 1)
+        registers = np.stack([left_registers(bits(a, dtype)[:, k_slice(step)]) for step in layout.steps], 1)
     product = sum(a[:, k_slice(step)] @ b[:, k_slice(step)].T for step in layout.steps)
     assert isinstance(product, np.ndarray)
-    words = given_words(layout_numbers(layout, b_n_major), own, image)
+    words = given_words(layout_numbers(layout, b_n_major), registers, image)
     return words, given_back(sums_of_threads(product, 0, layout.accumulates))
 
 
@@ -200,12 +200,12 @@ def written_again() -> list[Vector]:
 def descriptors() -> list[Vector]:
     """Bits 0 to 13: the address, 16 to 29: the leading offset, 32 to 45: the stride offset, each in units of 16 bytes;
     62 and 63: 1 for the 128-byte swizzle."""
-    rng, own = np.random.default_rng(4), no_words()
-    own[:, 0, 0] = rng.integers(0, IMAGE_BYTES // 16, THREADS) * 16
-    own[:, 0, 1:3] = rng.integers(0, 2**14, (THREADS, 2)) * 16
-    offset, leading, stride = own[:, 0, :3].astype(np.uint64).T >> np.uint64(4)
-    found = offset | leading << np.uint64(16) | stride << np.uint64(32) | np.uint64(1 << 62)
-    return [(given_words([], own, np.zeros(0, np.uint32)), given_back(found[:, None].view(np.uint32)))]
+    rng, fields = np.random.default_rng(4), no_words()
+    fields[:, 0, 0] = rng.integers(0, IMAGE_BYTES // 16, THREADS) * 16
+    fields[:, 0, 1:3] = rng.integers(0, 2**14, (THREADS, 2)) * 16
+    offset, leading, stride = fields[:, 0, :3].astype(np.uint64).T >> np.uint64(4)
+    values = offset | leading << np.uint64(16) | stride << np.uint64(32) | np.uint64(1 << 62)
+    return [(given_words([], fields, np.zeros(0, np.uint32)), given_back(values[:, None].view(np.uint32)))]
 
 
 # mbarriers and copies -------------------------------------------------------------------------------------------------
@@ -213,9 +213,9 @@ def descriptors() -> list[Vector]:
 
 def phases() -> list[Vector]:
     """Checks in four phases that threads 64 to 127 get the other half's values of the same phase."""
-    own = any_words(np.random.default_rng(5), (THREADS, 4, 4))
-    read = np.where((THREAD >= 64)[:, None], own[(THREAD ^ 32) % 64].reshape(THREADS, 16), 0)
-    return [(given_words([], own, np.zeros(0, np.uint32)), given_back(read))]
+    words = any_words(np.random.default_rng(5), (THREADS, 4, 4))
+    results = np.where((THREAD >= 64)[:, None], words[(THREAD ^ 32) % 64].reshape(THREADS, 16), 0)
+    return [(given_words([], words, np.zeros(0, np.uint32)), given_back(results))]
 
 
 def arriving_copies() -> list[Vector]:
@@ -223,8 +223,8 @@ def arriving_copies() -> list[Vector]:
     chunks = any_words(np.random.default_rng(6), (2, 2, THREADS, 4))
     chunks_there = chunks.copy()
     chunks_there[:, 1, 1::2] = 0
-    read = [chunks_there[phase, which][THREAD ^ (32, 64)[which]] for phase in range(2) for which in range(2)]
-    return [(given_words([], no_words(), chunks), given_back(np.concatenate(read, 1)))]
+    results = [chunks_there[phase, half][THREAD ^ (32, 64)[half]] for phase in range(2) for half in range(2)]
+    return [(given_words([], no_words(), chunks), given_back(np.concatenate(results, 1)))]
 
 
 # Columns, slots, heads and pages from which a box is loaded: inside the tensor; with a slot before it; past its end on
@@ -283,8 +283,8 @@ def _case(name: str, make: Callable[[], list[Vector]]) -> Case:
 
     def run(place: Place) -> Tensor:
         check_applies(place)
-        found = (instructions.run_instruction(name, inputs, place, TABLE)[0] for inputs, _ in vectors())
-        return torch.cat([as_tensor(words) for words in found])
+        results = (instructions.run_instruction(name, inputs, place, TABLE)[0] for inputs, _ in vectors())
+        return torch.cat([as_tensor(words) for words in results])
 
     return instruction_case(name, run, lambda: np.stack([expected for _, expected in vectors()]))
 

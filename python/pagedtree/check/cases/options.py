@@ -54,8 +54,8 @@ RULES: dict[str, tuple[Any, str]] = {
 
 
 def cases() -> Iterator[Case]:
-    every = tuple(name for names in PARTS.values() for name in names)
-    for part, names in {**PARTS, "everything": every}.items():
+    all_names = tuple(name for names in PARTS.values() for name in names)
+    for part, names in {**PARTS, "everything": all_names}.items():
         trees, chains = forest("", BATCH, VOCAB), problem_of("", [[-1, 0, 1, 2], [-1, 0, 1]] * (BATCH // 2), VOCAB)
         masked = forest("", BATCH, VOCAB, "fp32", masked=True)
         yield _sample(part, trees, names)
@@ -66,20 +66,20 @@ def cases() -> Iterator[Case]:
         for op in ("verify_sampled", "verify_rejection"):
             yield _verify(op, part, trees, names, sharded=True)
             if part in ("presence", "bad words"):  # few tokens, so that the paths' tokens matter
-                few = with_draft_vocabulary(forest("", 30, 6))
-                yield _verify(op, f"{part}, draft vocabulary", few, names)
-                yield _verify(op, f"{part}, draft vocabulary", few, names, sharded=True)
+                drafts = with_draft_vocabulary(forest("", 30, 6))
+                yield _verify(op, f"{part}, draft vocabulary", drafts, names)
+                yield _verify(op, f"{part}, draft vocabulary", drafts, names, sharded=True)
     for dtype, vocab in (("fp32", 1), ("bf16", 31), ("fp16", 4099), ("fp32", 70_001)):
         yield _logprobs(f"none, {dtype}, V {vocab}", forest("", BATCH, vocab, dtype, hostile=True), ())
-    yield _logprobs("everything, V 4099", forest("", BATCH, 4099, hostile=True), every)
-    yield _verify("verify_sampled", "everything, hostile rows", forest("", BATCH, VOCAB, hostile=True), every)
+    yield _logprobs("everything, V 4099", forest("", BATCH, 4099, hostile=True), all_names)
+    yield _verify("verify_sampled", "everything, hostile rows", forest("", BATCH, VOCAB, hostile=True), all_names)
     malformed = problem_of("", [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]], max_nodes=4, max_depth=2)
-    yield _verify("verify_sampled", "everything, malformed", malformed, every)
-    yield _verify("verify_sampled", "everything, no sequence", problem_of("", [], VOCAB), every)
+    yield _verify("verify_sampled", "everything, malformed", malformed, all_names)
+    yield _verify("verify_sampled", "everything, no sequence", problem_of("", [], VOCAB), all_names)
     # Stop ids are all that is left, and some of them are bad words.
-    yield _verify("verify_sampled", "everything, V 2", forest("", BATCH, 2), every)
+    yield _verify("verify_sampled", "everything, V 2", forest("", BATCH, 2), all_names)
     for op in ("verify_sampled", "verify_rejection"):
-        yield _verify(op, "everything, V 2", forest("", BATCH, 2), every, sharded=True)
+        yield _verify(op, "everything, V 2", forest("", BATCH, 2), all_names, sharded=True)
     for problem in (forest("", 12, 5003, nodes=4), problem_of("", [random_tree(7, 300, 30).parents.tolist()], 17)):
         name, names = f"V {problem.logits.shape[1]}", PARTS["penalties"] + PARTS["bias"]
         yield _verify("verify_sampled", name, problem, names)
@@ -97,19 +97,19 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     batch, vocab = problem.batch, logits.shape[1]
     begins = int64([0, *(len(tree) for tree in problem.parents)]).cumsum(0)[:-1].tolist()
     best = [logits[begin].topk(min(4, vocab)).indices.tolist() for begin in begins]
-    others = torch.randint(vocab, (batch, 6), generator=seeded(9)).tolist()
+    random_ids = torch.randint(vocab, (batch, 6), generator=seeded(9)).tolist()
     every = RequestOptions.from_lists(
         vocab,
-        prompts=[[*ids[:1], *more] for ids, more in zip(best, others, strict=True)],
+        prompts=[[*ids[:1], *more] for ids, more in zip(best, random_ids, strict=True)],
         # One token that is unlikely but for a penalty that raises its logit.
-        outputs=[[ids[1], ids[1], ids[-1], *[more[-1]] * 9] for ids, more in zip(best, others, strict=True)],
+        outputs=[[ids[1], ids[1], ids[-1], *[more[-1]] * 9] for ids, more in zip(best, random_ids, strict=True)],
         allowed=[[x for x in range(vocab) if x != ids[b % 2]] for b, ids in enumerate(best)],
         bias=[
-            {ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25, others[b][2]: 30.0 * (b % 4 == 2)}
+            {ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25, random_ids[b][2]: 30.0 * (b % 4 == 2)}
             for b, ids in enumerate(best)
         ],
         # The first of the words of two ends where the text begins, and so matches only with an earlier beginning.
-        bad_words=[[[ids[-1], ids[0]], [ids[0], ids[1]], [others[b][0]]] for b, ids in enumerate(best)],
+        bad_words=[[[ids[-1], ids[0]], [ids[0], ids[1]], [random_ids[b][0]]] for b, ids in enumerate(best)],
         stop_ids=[ids[:2] for ids in best],
         min_positions=[0] * batch,
     )
@@ -123,8 +123,8 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
         "presence_penalty": 1.5,
         "frequency_penalty": torch.linspace(-1.0, 1.75, batch, dtype=torch.float32),
     }
-    chosen = {name: value if name in names else None for name, value in every.tensors().items()}
-    return {name: value for name, value in penalties.items() if name in names}, RequestOptions(**chosen)
+    tensors = {name: value if name in names else None for name, value in every.tensors().items()}
+    return {name: value for name, value in penalties.items() if name in names}, RequestOptions(**tensors)
 
 
 def _streams(batch: int) -> dict[str, Tensor]:
@@ -137,7 +137,7 @@ def _case(name: str, ops: tuple[str, ...], run: Callable[[Place], Results], expe
 
 def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
     logits, streams = problem.logits[:BATCH], _streams(BATCH)
-    drawn: dict[str, Any] = {**streams}
+    keywords: dict[str, Any] = {**streams}
     roots = replace(problem, parents=[[-1]] * BATCH, logits=logits)
     penalties, options = asked(roots, names)
     mask = uniform(*logits.shape, seed=3) < 0.9
@@ -150,7 +150,7 @@ def _sample(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
         processed = reference.apply_options(
             logits, SamplingParams(**penalties), options, positions=streams["positions"], grammar_mask=mask
         )
-        return {"tokens": sample(processed, SamplingParams(**SAMPLING), **drawn)}
+        return {"tokens": sample(processed, SamplingParams(**SAMPLING), **keywords)}
 
     return _case(f"sample/options/{part}", ("sample",), run, expected)
 
@@ -225,8 +225,8 @@ def _call(op: str, place: Place, problem: Problem, logits: Tensor, params: Sampl
 
 
 def _draft_probs(problem: Problem) -> Tensor:
-    near = problem.logits.float() + normal(*problem.logits.shape, seed=5)
-    return near.nan_to_num(-math.inf).softmax(-1)
+    logits = problem.logits.float() + normal(*problem.logits.shape, seed=5)
+    return logits.nan_to_num(-math.inf).softmax(-1)
 
 
 def _processed(problem: Problem, penalties: dict[str, Any], options: RequestOptions) -> Tensor:
@@ -249,22 +249,22 @@ def _verify(
     sizes = [vocab // 2, vocab - vocab // 2]
 
     def run(place: Place) -> Results:
-        (_, drafts, trees), others = problem.place(place)
+        (_, drafts, trees), keywords = problem.place(place)
         if not sharded:
-            return _call(op, place, problem, problem.logits, params, options=options, **others)._asdict()
+            return _call(op, place, problem, problem.logits, params, options=options, **keywords)._asdict()
         verify, law = getattr(distributed, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
         logits, inputs = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
 
         def on_rank(shards: VocabShards) -> Results:
-            return verify(shards.own(logits), drafts, trees, shards=shards, **law, **inputs, **others)._asdict()
+            return verify(shards.own(logits), drafts, trees, shards=shards, **law, **inputs, **keywords)._asdict()
 
         return on_ranks(sizes, place.device, on_rank)
 
     def expected() -> Results:
-        processed, others = _processed(problem, penalties, options), problem.place(CPU)[1]
-        others.pop("grammar_mask", None)
-        found = _call(op, CPU, problem, processed, SamplingParams(**sampling), **others)._asdict()
-        return {f"{name} on rank {rank}": x for rank in range(2) for name, x in found.items()} if sharded else found
+        processed, keywords = _processed(problem, penalties, options), problem.place(CPU)[1]
+        keywords.pop("grammar_mask", None)
+        results = _call(op, CPU, problem, processed, SamplingParams(**sampling), **keywords)._asdict()
+        return {f"{name} on rank {rank}": x for rank in range(2) for name, x in results.items()} if sharded else results
 
     if not sharded:
         return _case(f"{op}/options/{part}", (op,), run, expected)

@@ -163,9 +163,9 @@ def _attention(queries: str, *, fp8: bool = False) -> Callable[[Place, Scale], W
         def call() -> None:
             tree_attention(q, k_cache, v_cache, table, seq_lens, cu_seqlens_q, mask, max_seqlen_q=n, plan=plan, out=out)
 
-        seen = n * (n + 1) / 2 if queries == "prompt" else n * keys
+        keys_seen = n * (n + 1) / 2 if queries == "prompt" else n * keys
         moved = 2 * batch * keys * KV_HEADS * DIM * cache_dtype.itemsize + 2 * q.numel() * q.element_size()
-        return Work(call, moved, 4.0 * batch * seen * HEADS * DIM)
+        return Work(call, moved, 4.0 * batch * keys_seen * HEADS * DIM)
 
     return make
 

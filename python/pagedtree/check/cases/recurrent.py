@@ -50,8 +50,8 @@ def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Te
     if sizes is None:
         return None, offsets(LENGTHS), sum(LENGTHS), len(LENGTHS)
     parents = [parent for b, n in enumerate(sizes) if n for parent in random_tree(b, n, reach).parents.tolist()]
-    most = max([*sizes, 1])
-    trees = build_trees(int32(parents + [-1] * 3), offsets(sizes), max_nodes=most, max_depth=most - 1)
+    bound = max([*sizes, 1])
+    trees = build_trees(int32(parents + [-1] * 3), offsets(sizes), max_nodes=bound, max_depth=bound - 1)
     return trees, None, len(parents) + 3, len(sizes)
 
 

@@ -90,7 +90,7 @@ def _trees(chains: bool, vocab: int, **options: Any) -> Problem:
 @lru_cache
 def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
     masked = {"masked": True, "forbidden_row": forbidden_row}
-    found = {f"{dtype}/V 40": _trees(chains, 40, dtype=dtype) for dtype in ("fp32", "fp16", "bf16")} | {
+    problems = {f"{dtype}/V 40": _trees(chains, 40, dtype=dtype) for dtype in ("fp32", "fp16", "bf16")} | {
         "one token": _trees(chains, 1),
         "grammar mask": _trees(chains, 33, **masked),
         "packed grammar mask": _trees(chains, 33, packed=True, **masked),
@@ -102,9 +102,9 @@ def _problems(chains: bool, forbidden_row: int) -> dict[str, Problem]:
     }
     if not chains:
         bad = [[-1, 0, 5, 1], [-1, 0, -1], [3, 0, 1], [-1, 0, 1, 2, 3]]
-        found["malformed"] = problem_of("", bad, max_nodes=4, max_depth=2)
-        found["200 children"] = problem_of("", [[-1] + [0] * 200], 17)
-    return found
+        problems["malformed"] = problem_of("", bad, max_nodes=4, max_depth=2)
+        problems["200 children"] = problem_of("", [[-1] + [0] * 200], 17)
+    return problems
 
 
 def _even_problem(chains: bool) -> Problem:
@@ -123,10 +123,10 @@ def _even(rows: int, seed: int) -> Tensor:
 def _draft_probs(problem: Problem, seed: int) -> Tensor:
     """Returns [N, V]: near the target's distribution, with entries that do not count as probabilities."""
     logits = problem.logits.float().nan_to_num(0, 60, -60)
-    near = (logits + normal(*logits.shape, seed=seed)).softmax(-1)
+    probs = (logits + normal(*logits.shape, seed=seed)).softmax(-1)
     if problem.logits.shape[1] > 5 and problem.logits.dtype != torch.float32:
-        near[::4, 1], near[1::4, 2], near[2::4, 3], near[3::4, 4] = 0.0, math.nan, -0.5, math.inf
-    return near
+        probs[::4, 1], probs[1::4, 2], probs[2::4, 3], probs[3::4, 4] = 0.0, math.nan, -0.5, math.inf
+    return probs
 
 
 def _rule(
@@ -147,8 +147,8 @@ def _rule(
     """
     function, rule, _ = RULES[op]
     rows = problem.logits.shape[0]
-    near = _even(rows, 5) if even else _draft_probs(problem, 5)
-    probs = near if draft_params is None else near.nan_to_num(0.1).clamp(min=1e-6).log()
+    base_probs = _even(rows, 5) if even else _draft_probs(problem, 5)
+    probs = base_probs if draft_params is None else base_probs.nan_to_num(0.1).clamp(min=1e-6).log()
     probs = probs.to(problem.logits.dtype)
     order = torch.randperm(rows, generator=seeded(6))  # row draft_rows[n] of draft_probs belongs to node n
     draft_rows = order.clone()
@@ -175,7 +175,7 @@ def _rule(
         return function(*arguments, params, draft_law=draft_law, **keywords, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
-        own = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
+        op_coins = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
         p: list[list[Any]] = [reference.distribution(row, **sampling_of(sampling, b)).tolist() for row in tree.rows]
         q: list[list[Any]] = [_draft_distribution(probs[tree.begin + i], draft_params) for i in range(len(p))]
         if even:
@@ -183,10 +183,10 @@ def _rule(
             p, q = ([[Fraction(mass) for mass in row] for row in rows] for rows in (p, q))
 
         def below(entry: int, bound: float) -> bool:
-            return (own.coin(entry) if own_coins else float(given_coins[tree.begin + entry])) < bound
+            return (op_coins.coin(entry) if own_coins else float(given_coins[tree.begin + entry])) < bound
 
         path, bonus = rule(tree.parents, tree.drafts, p, q, draft_law, below)
-        final = own.final(path[-1]) if own_coins else float(coins["final_coins"][b])
+        final = op_coins.final(path[-1]) if own_coins else float(coins["final_coins"][b])
         return path, [*(tree.drafts[node] for node in path[1:]), first_above(bonus, final)]
 
     return Case(f"{op}/{name}", (op,), run, (lambda: verdict_by_loops(problem, decide)) if loops else None)

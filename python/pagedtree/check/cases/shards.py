@@ -134,9 +134,9 @@ def cases() -> Iterator[Case]:
         yield _rejection(f"grammar mask/{draft_law}", masked, SAMPLINGS["plain"], draft_law, [60, 71])
     yield _verify("greedy", "draft vocabulary", smaller, [60, 71])
     yield _verify("sampled", "draft vocabulary", smaller, [60, 71], SAMPLINGS["cool"])
-    few = limited(forest("", 8, 131))
-    yield _verify("greedy", "tokens left", few, [60, 71])
-    yield _rejection("tokens left", few, SAMPLINGS["plain"], "iid", [60, 71])
+    short_problem = limited(forest("", 8, 131))
+    yield _verify("greedy", "tokens left", short_problem, [60, 71])
+    yield _rejection("tokens left", short_problem, SAMPLINGS["plain"], "iid", [60, 71])
     masked = forest("", 4, 131, masked=True)
     yield _verify("greedy", "grammar mask", masked, [60, 71])
     yield _verify("sampled", "grammar mask", masked, [60, 71], tensors_of(4))
@@ -201,11 +201,11 @@ def _rejection(
 ) -> Case:
     """coins: whether coins are given; else the op draws its own."""
     rows = problem.logits.shape[0]
-    near = (problem.logits.float() + normal(*problem.logits.shape, seed=5)).softmax(-1)
+    probs = (problem.logits.float() + normal(*problem.logits.shape, seed=5)).softmax(-1)
     order = torch.randperm(rows, generator=seeded(6))
     drafts: dict[str, Any] = {"draft_law": draft_law}
     if draft_law != "onehot":
-        drafts |= {"draft_probs": near[order.argsort()], "draft_rows": order}
+        drafts |= {"draft_probs": probs[order.argsort()], "draft_rows": order}
     if coins:
         drafts |= {"coins": uniform(rows, seed=7), "final_coins": uniform(problem.batch, seed=8)}
     return _verify("rejection", name, problem, sizes, sampling, **drafts)

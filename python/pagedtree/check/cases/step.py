@@ -39,15 +39,15 @@ def _prepare(
     cu_nodes = offsets([len(tree) for tree in trees])
 
     def run(place: Place) -> Results:
-        built = build_trees(place.put(parents), place.put(cu_nodes), max_nodes=1000, max_depth=999)
+        tree_batch = build_trees(place.put(parents), place.put(cu_nodes), max_nodes=1000, max_depth=999)
         page_table = int32(table).view(len(table), len(table[0]) if table else 2)
-        found = prepare_step(built, place.put(page_table), place.put(int32(start)), page_size, total_q=total_q)
-        return dict(zip(("positions", "seq_lens", "cu_seqlens_q", "slots"), found, strict=True))
+        fields = prepare_step(tree_batch, place.put(page_table), place.put(int32(start)), page_size, total_q=total_q)
+        return dict(zip(("positions", "seq_lens", "cu_seqlens_q", "slots"), fields, strict=True))
 
     def by_loops() -> Results:
         depths = [row.depth for tree in trees for row in link(tree, 1000, 999).rows]
-        found = loops.prepare(cu_nodes.tolist(), depths, table, start, page_size, total_q)
-        positions, seq_lens, cut, slots = found
+        fields = loops.prepare(cu_nodes.tolist(), depths, table, start, page_size, total_q)
+        positions, seq_lens, cut, slots = fields
         return {
             "positions": int64(positions),
             "seq_lens": int32(seq_lens),
@@ -99,20 +99,20 @@ def _commit(
             int32(paths).view(batch, width), int32(accepted), int64(tokens).view(batch, width), int32([0] * batch)
         )
         wide = place.put(torch.full((histories, capacity + 2), 77, dtype=torch.int64))  # rows are strided
-        written = {"history": wide[:, :capacity], "history_lens": place.put(int32(lengths))}
-        written["history"].copy_(place.put(int64(history).view(histories, capacity)))
-        options = {} if bare else {**written, "node_map": place.put(int32(NODE_MAP[: sum(sizes) + 2]))}
-        named = {"tokens_left": tokens_left, "history_rows": history_rows}
-        options |= {key: place.put(int32(values)) for key, values in named.items() if values is not None}
+        texts = {"history": wide[:, :capacity], "history_lens": place.put(int32(lengths))}
+        texts["history"].copy_(place.put(int64(history).view(histories, capacity)))
+        options = {} if bare else {**texts, "node_map": place.put(int32(NODE_MAP[: sum(sizes) + 2]))}
+        arguments = {"tokens_left": tokens_left, "history_rows": history_rows}
+        options |= {key: place.put(int32(values)) for key, values in arguments.items() if values is not None}
         eos_ids = int64(eos[0]) if eos and same else int64(eos).view(batch, -1) if eos else None
-        found = commit(place.put(verdict), trees, place.put(int32(start)), eos_ids=place.put(eos_ids), **options)
-        results = {field: value for field, value in found._asdict().items() if value is not None}
-        return results if bare else {**results, "history": wide, "history_lens": written["history_lens"]}
+        result = commit(place.put(verdict), trees, place.put(int32(start)), eos_ids=place.put(eos_ids), **options)
+        results = {field: value for field, value in result._asdict().items() if value is not None}
+        return results if bare else {**results, "history": wide, "history_lens": texts["history_lens"]}
 
     def by_loops() -> Results:
-        kept, lens = [row[:] for row in history], lengths[:]
-        found = loops.commit(
-            paths, accepted, tokens, offsets(sizes).tolist(), start, kept, lens, eos, NODE_MAP, tokens_left,
+        text_copies, lens = [row[:] for row in history], lengths[:]
+        fields = loops.commit(
+            paths, accepted, tokens, offsets(sizes).tolist(), start, text_copies, lens, eos, NODE_MAP, tokens_left,
             history_rows,
         )._asdict()  # fmt: skip
         long = {"last_token", "accept_rows", "draft_missing"}
@@ -121,7 +121,7 @@ def _commit(
                 values,
                 dtype=torch.bool if field == "finished" else torch.int64 if field in long else torch.int32,
             )
-            for field, values in found.items()
+            for field, values in fields.items()
             if not (bare and field.startswith("draft_"))
         }
         for field in ("accept_rows", "draft_accept_index", "draft_missing"):
@@ -130,7 +130,7 @@ def _commit(
         if bare:
             return results
         padded = torch.full((histories, capacity + 2), 77, dtype=torch.int64)
-        padded[:, :capacity] = int64(kept).view(histories, capacity)
+        padded[:, :capacity] = int64(text_copies).view(histories, capacity)
         return {**results, "history": padded, "history_lens": int32(lens)}
 
     return Case(f"commit/{name}", ("commit",), run, by_loops)

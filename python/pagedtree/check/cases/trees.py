@@ -57,8 +57,8 @@ def _case(name: str, trees: list[list[int]], padding: int, max_nodes: int, max_d
     cu_nodes = offsets([len(tree) for tree in trees])
 
     def run(place: Place) -> Results:
-        built = build_trees(place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth)
-        return {name: getattr(built, name) for name in NAMES}
+        batch = build_trees(place.put(int32(parents)), place.put(cu_nodes), max_nodes=max_nodes, max_depth=max_depth)
+        return {name: getattr(batch, name) for name in NAMES}
 
     def by_loops() -> Results:
         fields = linked(trees, len(parents), max_nodes, max_depth)

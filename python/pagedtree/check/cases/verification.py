@@ -216,8 +216,8 @@ def verdict_by_loops(problem: Problem, decide: Callable[[int, Tree], tuple[Seque
         tree = problem.tree(b)
         path, tokens = decide(b, tree) if tree.rows else ([], [])
         status = (not tree.valid) * MALFORMED + any(tree.bad[node] for node in path) * BAD_ROW
-        left = width if problem.tokens_left is None else max(int(problem.tokens_left[b]), 0)
-        path, tokens = path[:left], tokens[:left]
+        limit = width if problem.tokens_left is None else max(int(problem.tokens_left[b]), 0)
+        path, tokens = path[:limit], tokens[:limit]
         padded = [[*values, *[-1] * (width - len(values))] for values in (path, tokens)]
         for column, value in zip(columns, (padded[0], max(len(path) - 1, 0), padded[1], status), strict=True):
             column.append(value)
@@ -263,9 +263,9 @@ def problem_of(
     ]
     pick = (torch.rand(rows, generator=generator, dtype=torch.float32) ** 3 * best.shape[1]).long()
     drafts = best[torch.tensor(above + [0] * padding, dtype=torch.int64), pick] if rows else int64([])
-    lost = torch.rand(rows, generator=generator, dtype=torch.float32)
-    outside = torch.where(lost < 0.08, vocab + 5, drafts + 2**32)
-    drafts = torch.where(lost < 0.05, -1, torch.where(lost < 0.1, outside, drafts))
+    draws = torch.rand(rows, generator=generator, dtype=torch.float32)
+    outside = torch.where(draws < 0.08, vocab + 5, drafts + 2**32)
+    drafts = torch.where(draws < 0.05, -1, torch.where(draws < 0.1, outside, drafts))
     depth = max((row.depth for tree in parents for row in link(tree, 1024, 1023).rows), default=0)
     return Problem(
         name, parents, logits, drafts, max(sizes, default=1) if max_nodes is None else max_nodes,
@@ -306,8 +306,8 @@ def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) ->
     target_ids = torch.randperm(vocab, generator=seeded(8))[: vocab * 2 // 3]
     to_target = torch.cat([target_ids, int64([vocab, -3])])
     ids = {int(x): i for i, x in enumerate(target_ids)}
-    lost = [vocab + 2, -1, len(target_ids), len(target_ids) + 1]
-    drafts = int64([ids.get(int(x), lost[i % 4]) for i, x in enumerate(problem.drafts)])
+    outside_ids = [vocab + 2, -1, len(target_ids), len(target_ids) + 1]
+    drafts = int64([ids.get(int(x), outside_ids[i % 4]) for i, x in enumerate(problem.drafts)])
     return replace(problem, drafts=drafts.to(dtype), draft_to_target=to_target.to(dtype))
 
 
