@@ -77,9 +77,9 @@ def verdict(of: Facts) -> str | None:
         text = of.path.read_text() if of.path is not None else ""
     except (OSError, ValueError):
         return None
-    said = text.removeprefix(of.beginning + "verdict: ")
-    is_whole = said != text and said.count("\n") == 1 and said.endswith("\n")
-    return said[:-1] if is_whole and (said[:-1] == PASSED or said.startswith("failed: ")) else None
+    line = text.removeprefix(of.beginning + "verdict: ")
+    is_whole = line != text and line.count("\n") == 1 and line.endswith("\n")
+    return line[:-1] if is_whole and (line[:-1] == PASSED or line.startswith("failed: ")) else None
 
 
 def store_verdict(of: Facts, said: str) -> None:
@@ -117,9 +117,9 @@ def chosen_engine() -> tuple[str, str]:
     gpu_facts = facts("cuda", torch.device("cuda", torch.cuda.current_device()))
     if gpu_facts.needs:
         return "mma.sync", f"auto: wgmma needs {gpu_facts.needs}"
-    said = verdict(gpu_facts)
-    if said == PASSED:
+    outcome = verdict(gpu_facts)
+    if outcome == PASSED:
         return "wgmma", "auto: its self-test has passed with this GPU, driver and build"
-    if said is not None:
-        return "mma.sync", f"auto: the self-test of wgmma {said}; {HOW} makes it again"
+    if outcome is not None:
+        return "mma.sync", f"auto: the self-test of wgmma {outcome}; {HOW} makes it again"
     return "mma.sync", f"auto: wgmma is not tested with this GPU, driver and build; {HOW} tests it"

@@ -111,10 +111,10 @@ def _self_test(parser: argparse.ArgumentParser, place: Place, arguments: argpars
         parser.error(f"--seconds: expected a number above 0, got {arguments.seconds:g}")
     if place.backend == "cpu":
         parser.error("--engine wgmma: for the device cuda or the backend simt")
-    found = facts(place.backend, place.device)
-    if found.needs:
-        parser.error(f"--engine wgmma: needs {found.needs}")
-    return self_test.run(place, found, arguments.seconds)
+    facts_of_place = facts(place.backend, place.device)
+    if facts_of_place.needs:
+        parser.error(f"--engine wgmma: needs {facts_of_place.needs}")
+    return self_test.run(place, facts_of_place, arguments.seconds)
 
 
 def _rows(cases: Sequence[Case | Measurement], place: Place, arguments: argparse.Namespace) -> Iterator[Row]:

@@ -70,9 +70,9 @@ def _judge(row: Row, case: Case | Measurement, place: Place) -> None:
         return
     row.against, expected = _expectation(case, place)
     with place.active():
-        found = case.run(place)
-        found = {name: tensor.cpu() for name, tensor in found.items()}  # waits: an error belongs to this row
-    row.detail = case.difference(found, expected())
+        results = case.run(place)
+        results = {name: tensor.cpu() for name, tensor in results.items()}  # waits: an error belongs to this row
+    row.detail = case.difference(results, expected())
     row.status = FAILED if row.detail else OK
 
 

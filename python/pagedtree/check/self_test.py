@@ -87,16 +87,16 @@ def run(place: Place, found: Facts, seconds: float) -> int:
     """Runs the test, prints and stores the verdict. Returns the exit status of the command."""
     count, begin = sum(1 for _ in rows()), time.perf_counter()
     print(f"self-test of wgmma: {count} rows on {place.device}, at most {seconds:g} s", flush=True)
-    said = run_child(place, seconds)
-    print(f"wgmma {said} ({time.perf_counter() - begin:.0f} s)")
+    outcome = run_child(place, seconds)
+    print(f"wgmma {outcome} ({time.perf_counter() - begin:.0f} s)")
     try:
-        store_verdict(found, said)
+        store_verdict(found, outcome)
     except (OSError, RuntimeError) as error:
         print(f"The verdict cannot be kept, so that attention does not know of it: {error}")
         return 1
     print(f"kept in {found.path}")
-    if said == PASSED:
+    if outcome == PASSED:
         print("From now on attention uses it with this GPU, driver and build, unless PAGEDTREE_ENGINE says otherwise.")
     else:
         print("Attention uses mma.sync here, unless PAGEDTREE_ENGINE says otherwise.")
-    return int(said != PASSED)
+    return int(outcome != PASSED)

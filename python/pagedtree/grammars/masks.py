@@ -244,22 +244,22 @@ class GrammarMasks:
         for b, (matcher, text) in enumerate(zip(matchers, texts, strict=True)):
             if matcher is None:
                 continue
-            taken = 0
+            steps = 0
             for token in text:
                 if matcher.is_terminated():
                     break
                 if token >= matcher.vocab_size or not matcher.accept(token):
                     allowed[b] = False
                     break
-                taken += 1
-            if taken and allowed[b]:
-                moved.append((matcher, taken))
-            elif taken:
-                matcher.rollback(taken)
+                steps += 1
+            if steps and allowed[b]:
+                moved.append((matcher, steps))
+            elif steps:
+                matcher.rollback(steps)
             if strict and not allowed[b]:
                 for other, count in moved:
                     other.rollback(count)
-                raise ValueError(f"tokens: expected what the grammars allow, got {token} as tokens[{b}][{taken}]")
+                raise ValueError(f"tokens: expected what the grammars allow, got {token} as tokens[{b}][{steps}]")
         return allowed
 
     def is_terminated(self) -> list[bool]:

@@ -91,19 +91,19 @@ class DepthFirstMatcher(ABC):
         """Fills as `GrammarMatcher.fill_tree`. Rolls back every accepted token, also after an error."""
         tokens, parents, first_child, next_sibling = (array.tolist() for array in tree)
         # ~node stands for leaving a node, after its descendants.
-        stack, taken = [0], 0
+        stack, steps = [0], 0
         try:
             while stack:
                 node = stack.pop()
                 if node < 0:
                     self.rollback(1)
-                    taken -= 1
+                    steps -= 1
                     continue
                 if node > 0:
                     token = tokens[node]
                     if not _allows(mask[parents[node]], token) or not self.accept(token):
                         continue
-                    taken += 1
+                    steps += 1
                     stack.append(~node)
                 if self.is_terminated():
                     mask[node] = 0
@@ -114,8 +114,8 @@ class DepthFirstMatcher(ABC):
                     stack.append(child)
                     child = next_sibling[child]
         finally:
-            if taken:
-                self.rollback(taken)
+            if steps:
+                self.rollback(steps)
 
 
 def linked_tree(tokens: Array, parents: Array, bounds: tuple[int, int], vocab: int) -> TokenTree:

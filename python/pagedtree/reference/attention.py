@@ -11,22 +11,22 @@ from pagedtree.bits import unpacked
 
 def visible_keys(seq_len: int, n: int, tree_len: int, words: Tensor | None, window: int) -> Tensor:
     """Returns bool [n, seq_len], the keys visible to n queries; words int32 [n, W], causal if tree_len < 0."""
-    seen = np.zeros((n, seq_len), dtype=bool)
+    mask = np.zeros((n, seq_len), dtype=bool)
     tree_start = seq_len - tree_len
     for i in range(n):
         if words is None or tree_len < 0:
             position = seq_len - n + i
             first = max(0, position - window + 1) if window else 0
-            seen[i, first : max(position + 1, 0)] = True
+            mask[i, first : max(position + 1, 0)] = True
             continue
         bits = np.flatnonzero(unpacked(words[i], tree_len))
         position = tree_start + len(bits) - 1
-        seen[i, :tree_start] = True
+        mask[i, :tree_start] = True
         if window:
-            seen[i, : max(position - window + 1, 0)] = False
+            mask[i, : max(position - window + 1, 0)] = False
         for depth, j in enumerate(bits):
-            seen[i, tree_start + j] = not window or position - (tree_start + depth) < window
-    return torch.from_numpy(seen)
+            mask[i, tree_start + j] = not window or position - (tree_start + depth) < window
+    return torch.from_numpy(mask)
 
 
 def is_latent(k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -69,9 +69,9 @@ def tree_attention(
         seq_len = min(max(length, 0), page_table.shape[1] * page_size)
         tree_len = n if tree_lens is None else min(max(int(tree_lens[b]), -1), seq_len)
         words = None if tree_mask is None else tree_mask[begin : begin + n]
-        seen = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
-        used = seen.any(0)
-        positions = torch.arange(seq_len, dtype=torch.int64)[used]
+        visibility = visible_keys(seq_len, n, min(tree_len, seq_len), words, window)
+        has_query = visibility.any(0)
+        positions = torch.arange(seq_len, dtype=torch.int64)[has_query]
         pages = page_table[b].long()[positions // page_size]
         has_page = (pages >= 0) & (pages < num_pages)
         k, v = (
@@ -86,7 +86,7 @@ def tree_attention(
         scores = scores * (head_dim**-0.5 if scale is None else scale)
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~seen, -torch.inf)
+        scores = scores.masked_fill(~visibility, -torch.inf)
         logits = torch.cat([scores, sink.double()[:, None, None].expand(-1, n, 1)], -1)
         total = logits.logsumexp(-1)
         weights = (scores - total.masked_fill(total == -torch.inf, 0)[..., None]).exp()

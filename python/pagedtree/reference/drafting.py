@@ -111,9 +111,9 @@ def select_nodes(
             if begin <= parent < row and parent in survives and depths[row] == depth <= max_depth:
                 survives[row] = min(chance, survives[parent])
     candidates = sorted(survives.keys() - set(roots), key=lambda row: (-survives[row], row))
-    kept = sorted(roots + candidates[: max(limit - len(roots), 0)])
+    kept_rows = sorted(roots + candidates[: max(limit - len(roots), 0)])
     links = []
     for begin, end in pairwise(cu_nodes):
-        nodes = [row - begin for row in kept if begin <= row < end]
+        nodes = [row - begin for row in kept_rows if begin <= row < end]
         links.append([nodes.index(parents[begin + node]) if node else -1 for node in nodes])
-    return Selected(kept, links)
+    return Selected(kept_rows, links)

@@ -102,9 +102,9 @@ def with_bias_and_penalties(
         counts += given["output_counts"][b].numpy().clip(min=0)
     for x in path:
         counts[x] += 1
-    seen = counts > 0
+    is_present = counts > 0
     if "prompt_mask" in given:
-        seen = seen | unpacked(given["prompt_mask"][b], vocab).numpy()
+        is_present = is_present | unpacked(given["prompt_mask"][b], vocab).numpy()
     row, is_nan, forbidden = row.copy(), np.isnan(row), forbidden | (row == -np.inf)
     with np.errstate(all="ignore"):
         if {"bias_tokens", "bias_values", "cu_bias"} <= given.keys():
@@ -114,7 +114,7 @@ def with_bias_and_penalties(
                     row[x] += np.float32(bias)
                     forbidden[x] |= bool(bias == -torch.inf)
         row = np.minimum(row, np.finfo(np.float32).max)
-        row = np.where(seen, np.where(row > 0, row / repetition, row * repetition), row)
+        row = np.where(is_present, np.where(row > 0, row / repetition, row * repetition), row)
         row = row - frequency * counts.astype(np.float32)
         row = row - presence * (counts > 0).astype(np.float32)
     return np.where(forbidden & ~is_nan, np.float32(-np.inf), row)

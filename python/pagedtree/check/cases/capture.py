@@ -175,8 +175,8 @@ class Engine:
         tokens, trees, joints = best_first_tree(
             candidates.values, candidates.indices, last, MAX_NODES, return_log_probs=True
         )
-        kept, node_map = select_nodes(trees, joints.exp(), BUDGET, limit=self.limit)
-        return kept, tokens[node_map.clamp(min=0).long()]
+        selection, node_map = select_nodes(trees, joints.exp(), BUDGET, limit=self.limit)
+        return selection, tokens[node_map.clamp(min=0).long()]
 
     def step(self) -> None:
         trees, tokens = self.draft()

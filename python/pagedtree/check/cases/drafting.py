@@ -151,10 +151,10 @@ def grow(
                 place, at = b * num_frontier + g, old.num_kv + g
                 mask[place] = old.mask[b * old.num_frontier + (c - old.num_candidates) // num_children]
                 mask[place, at // 32] |= 1 << at % 32
-    kept = (*old.draft_probs, probs) if law in ("iid", "swor") else ()
+    draft_probs = (*old.draft_probs, probs) if law in ("iid", "swor") else ()
     return replace(
         old, tokens=tokens, parents=parents, scores=scores, kv_index=kv_index, frontier=frontier, mask=mask,
-        level_sizes=(*old.level_sizes, width), num_kv=old.num_kv + num_frontier, law=law, draft_probs=kept,
+        level_sizes=(*old.level_sizes, width), num_kv=old.num_kv + num_frontier, law=law, draft_probs=draft_probs,
     )  # fmt: skip
 
 
@@ -228,11 +228,11 @@ def _reranking(
             row = scores[b].tolist()
             candidates = [c for c in range(count) if row[c] > -math.inf and present[b]]
             if law == "topk":
-                chosen = sorted(sorted(candidates, key=lambda c, row=row: (-row[c], c))[:num_nodes])  # type: ignore[misc]
+                nodes = sorted(sorted(candidates, key=lambda c, row=row: (-row[c], c))[:num_nodes])  # type: ignore[misc]
             else:
-                chosen = [c for c in candidates if c < num_nodes]
-            above = [chosen.index(parents[b][c]) if c else -1 for c in chosen]
-            trees.append(([c + 100 for c in chosen], above, [c + 1000 for c in chosen]))
+                nodes = [c for c in candidates if c < num_nodes]
+            above = [nodes.index(parents[b][c]) if c else -1 for c in nodes]
+            trees.append(([c + 100 for c in nodes], above, [c + 1000 for c in nodes]))
         results = drafts_by_loops(trees, batch * num_nodes)
         return {"node_map": int32([]), **results}
 

@@ -100,9 +100,9 @@ def asked(problem: Problem, names: tuple[str, ...]) -> tuple[dict[str, Any], Req
     random_ids = torch.randint(vocab, (batch, 6), generator=seeded(9)).tolist()
     every = RequestOptions.from_lists(
         vocab,
-        prompts=[[*ids[:1], *more] for ids, more in zip(best, random_ids, strict=True)],
+        prompts=[[*ids[:1], *row] for ids, row in zip(best, random_ids, strict=True)],
         # One token that is unlikely but for a penalty that raises its logit.
-        outputs=[[ids[1], ids[1], ids[-1], *[more[-1]] * 9] for ids, more in zip(best, random_ids, strict=True)],
+        outputs=[[ids[1], ids[1], ids[-1], *[row[-1]] * 9] for ids, row in zip(best, random_ids, strict=True)],
         allowed=[[x for x in range(vocab) if x != ids[b % 2]] for b, ids in enumerate(best)],
         bias=[
             {ids[0]: -1.5, ids[1]: 2.0, ids[-1]: -math.inf, b % vocab: 3.25, random_ids[b][2]: 30.0 * (b % 4 == 2)}
@@ -166,25 +166,25 @@ def _logprobs(part: str, problem: Problem, names: tuple[str, ...]) -> Case:
 
     def run(place: Place) -> Results:
         arguments = place.put({"options": options, "tokens": tokens, "rows": rows})
-        found: Results = {}
+        fields: Results = {}
         for kind, filtered in kinds.items():
             params = place.put(SamplingParams(**filtered, **penalties))
             results = token_logprobs(place.put(logits), params=params, top_n=top_n, **arguments)
-            found |= {f"{kind} {name}": result for name, result in zip(LOGPROBS, results, strict=True)}
+            fields |= {f"{kind} {name}": result for name, result in zip(LOGPROBS, results, strict=True)}
         bare = token_logprobs(place.put(logits), arguments["tokens"], top_n=0)
-        return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
+        return fields | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
     def by_loops() -> Results:
         processed = reference.apply_options(logits[rows % BATCH], SamplingParams(**penalties), options)
         selected_rows = [row if at < BATCH else None for row, at in zip(processed, rows.tolist(), strict=True)]
-        found: Results = {}
+        fields: Results = {}
         for kind, filtered in kinds.items():
             results = [_logprobs_of(row, int(x), top_n, filtered) for row, x in zip(selected_rows, tokens, strict=True)]
             columns = zip(LOGPROBS, zip(*results, strict=True), strict=True)
-            found |= {f"{kind} {name}": (float32 if "logprobs" in name else int64)(column) for name, column in columns}
+            fields |= {f"{kind} {name}": (float32 if "logprobs" in name else int64)(column) for name, column in columns}
         results = [_logprobs_of(row, int(x), 0, {}) for row, x in zip(logits, tokens, strict=True)]
         bare = float32([result[0] for result in results]), int64([result[1] for result in results])
-        return found | {"of the logits": bare[0], "rank in the logits": bare[1]}
+        return fields | {"of the logits": bare[0], "rank in the logits": bare[1]}
 
     close = {f"{kind} {name}": within(1e-5, 1e-6) for kind in kinds for name in ("logprobs", "top_logprobs")}
     compare = close | {"of the logits": within(1e-5)}
@@ -286,8 +286,8 @@ def _commit(name: str, vocab: int) -> Case:
     def expected() -> Results:
         counts = torch.ones(2, vocab + 3, dtype=torch.int32)
         for b, row in enumerate(tokens):
-            said = row[: accepted[b] + 1]
-            for token in said[: said.index(eos) + 1 if eos in said else None]:
+            new_tokens = row[: accepted[b] + 1]
+            for token in new_tokens[: new_tokens.index(eos) + 1 if eos in new_tokens else None]:
                 if token < vocab:
                     counts[b, token] += 1
         return {"output_counts": counts}

@@ -188,9 +188,9 @@ def _verify(
         return getattr(pagedtree, f"verify_{rule}")(*arguments, *params, **options)._asdict()
 
     def part(place: Place, shards: VocabShards) -> Results:
-        (logits, *others), params, options = given(place)
+        (logits, *inputs), params, options = given(place)
         verify = getattr(distributed, f"verify_{rule}")
-        return verify(shards.own(logits), *others, *params, shards=shards, **_own(options, shards))._asdict()
+        return verify(shards.own(logits), *inputs, *params, shards=shards, **_own(options, shards))._asdict()
 
     ops = ("weigh_shards", "walk_shards") if rule == "rejection" else ("follow_shards",)
     return _case(f"shards/{rule}/{name}", ("step_shards", *ops), sizes, whole, part)
