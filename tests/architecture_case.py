@@ -148,8 +148,8 @@ def tiny_model(name: str) -> Any:
     torch.manual_seed(0)
     # SDPA leaves out a softcap, which eager attention and ours do not.
     softcap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    given = {"attn_implementation": "eager"} if softcap else {}
-    model = AutoModelForCausalLM.from_config(config, **given).float().eval()
+    options = {"attn_implementation": "eager"} if softcap else {}
+    model = AutoModelForCausalLM.from_config(config, **options).float().eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1 or "sink" in parameter_name:
             torch.nn.init.normal_(parameter, std=0.2)

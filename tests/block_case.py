@@ -39,15 +39,15 @@ def block_model(model, config=CONFIG, seed=4):
 @torch.no_grad()
 def dense_logits(model, drafter, text):
     """Logits [block_size - 1, V] of the places behind the last token of `text`, without any cache."""
-    config, known = drafter.config, len(text) - 1
+    config, count = drafter.config, len(text) - 1
     rotary = {"rope_type": "default", "rope_theta": config.rope_theta}
     sizes = {name: value for name, value in vars(config).items() if name in (*LAYER, "rms_norm_eps")}
     qwen = Qwen3Config(**sizes, rope_parameters=rotary)
     qwen.rope_theta = config.rope_theta  # where transformers 4 looks
-    features = features_of(model, text, config.target_layer_ids)[:known] if known else torch.empty(0, 2 * 128)
+    features = features_of(model, text, config.target_layer_ids)[:count] if count else torch.empty(0, 2 * 128)
     states = model.get_input_embeddings()(torch.tensor([text[-1]] + [config.mask_token_id] * (config.block_size - 1)))
     context = drafter.hidden_norm(features @ drafter.fc.weight.T)
-    positions = torch.arange(known + config.block_size)
+    positions = torch.arange(count + config.block_size)
     cos, sin = (part[0] for part in Qwen3RotaryEmbedding(qwen)(states, positions[None]))
     for i, own in enumerate(drafter.layers):
         layer = Qwen3DecoderLayer(qwen, layer_idx=0)
@@ -57,12 +57,12 @@ def dense_logits(model, drafter, text):
         projected = attention.q_proj(inputs), attention.k_proj(everything), attention.v_proj(everything)
         q, k, v = (x.unflatten(-1, (-1, config.head_dim)).transpose(0, 1) for x in projected)
         q, k = attention.q_norm(q), attention.k_norm(k)
-        q = q * cos[known:] + rotate_half(q) * sin[known:]
+        q = q * cos[count:] + rotate_half(q) * sin[count:]
         k = k * cos + rotate_half(k) * sin
         groups = config.num_attention_heads // config.num_key_value_heads
         k, v = (x.repeat_interleave(groups, dim=0) for x in (k, v))
         scores = q @ k.transpose(1, 2) * config.head_dim**-0.5
-        distance = positions[known:, None] - positions
+        distance = positions[count:, None] - positions
         window = config.window(i)
         if window is not None:
             scores = scores.masked_fill((distance < 0) | (distance >= (window or len(positions))), float("-inf"))

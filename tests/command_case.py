@@ -32,9 +32,9 @@ def command_of(folder: Path, capsys: Any, count: int, name: str = ".") -> Callab
 
     def run(*options: Any, count: int = count) -> Outcome:
         capsys.readouterr()
-        given = ["--model", folder / name, "--prompt", folder / "prompt.txt", "--device", "cpu"]
+        arguments = ["--model", folder / name, "--prompt", folder / "prompt.txt", "--device", "cpu"]
         try:
-            status = cli.main(["generate", *map(str, (*given, "--max-new-tokens", count, *options))])
+            status = cli.main(["generate", *map(str, (*arguments, "--max-new-tokens", count, *options))])
         except SystemExit as end:
             status = int(end.code or 0)
         return Outcome(status, *capsys.readouterr())

@@ -237,14 +237,14 @@ def check_result(result: Any) -> None:
 def run(call: Call) -> None:
     """Raises AssertionError for a finding."""
     guarded = Guarded(call)
-    known = {str(key) for path in places(call.arguments) for key in path}
+    keys = {str(key) for path in places(call.arguments) for key in path}
     try:
         check_result(call.function(**guarded.arguments))
     except (MemoryError, torch.OutOfMemoryError):  # a size that was asked for
         pass
     except REFUSALS as error:
         words = set(re.findall(r"\w+", str(error)))
-        named = words & known or "meta" in words or any(f"{name}:" in str(error) for name in dir(pt))
+        named = words & keys or "meta" in words or any(f"{name}:" in str(error) for name in dir(pt))
         assert named, f"names no argument: {type(error).__name__}: {error}"
     except Exception as error:
         # Torch's own refusals to write to such tensors.

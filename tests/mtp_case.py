@@ -80,5 +80,5 @@ def _one_by_one(name, tensor):
     if not base.endswith("experts"):
         return {name: tensor}
     kinds = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}[kind]
-    parts = [zip(kinds, each.chunk(len(kinds)), strict=True) for each in tensor]
+    parts = [zip(kinds, matrix.chunk(len(kinds)), strict=True) for matrix in tensor]
     return {f"{base}.{i}.{kind}_proj.weight": part for i, expert in enumerate(parts) for kind, part in expert}

@@ -53,9 +53,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         if func.namespace == "pagedtree":
-            given = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
+            arguments = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)}
             name = schema.name.partition("::")[2] + (f".{schema.overload_name}" if schema.overload_name else "")
-            self.calls.append(RawCall(func, copy.deepcopy({**given, **(kwargs or {})}), name=name))
+            self.calls.append(RawCall(func, copy.deepcopy({**arguments, **(kwargs or {})}), name=name))
         return func(*args, **(kwargs or {}))
 
 

@@ -233,12 +233,12 @@ def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tenso
 def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, count: int, device) -> float:
     """Chi-square of the first two tokens, less its mean, in standard deviations."""
     logits, drafts, probs = redrawn(pair, tree, "iid" if law == "onehot" else law, count)
-    given = {} if law == "onehot" else {"draft_probs": probs.to(device)}
+    fields = {} if law == "onehot" else {"draft_probs": probs.to(device)}
     seeds = torch.arange(count, device=device) * 77 + 5
     positions = torch.arange(count, device=device) % 3
     verdict = op(
         logits.to(device), drafts.to(device), trees_of(tree, count, device),
-        SamplingParams(), draft_law=law, seeds=seeds, positions=positions, **given,
+        SamplingParams(), draft_law=law, seeds=seeds, positions=positions, **fields,
     )  # fmt: skip
     first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
     with np.errstate(divide="ignore"):
@@ -280,12 +280,12 @@ def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positi
         for _ in range(2):
             drafts.append(torch.multinomial(draft[drafts[-1]], 1, generator=generator)[:, 0])
         nodes = torch.stack(drafts, 1)
-        given = {"draft_probs": draft[nodes].view(-1, vocab).to(device)}
+        fields = {"draft_probs": draft[nodes].view(-1, vocab).to(device)}
         if coins_of_positions:
-            given["coins"] = reused.gather(1, positions[:, None] + torch.tensor([0, 0, 1])).flatten().to(device)
+            fields["coins"] = reused.gather(1, positions[:, None] + torch.tensor([0, 0, 1])).flatten().to(device)
         verdict = op(
             target[nodes].view(-1, vocab).to(device), nodes.flatten().to(device), trees, SamplingParams(),
-            draft_law="iid", seeds=torch.arange(count, device=device), positions=positions.to(device), **given,
+            draft_law="iid", seeds=torch.arange(count, device=device), positions=positions.to(device), **fields,
         )  # fmt: skip
         emitted, lengths = verdict.tokens.cpu()[:, :3], verdict.num_accepted.cpu() + 1
         for j in range(3):

@@ -20,9 +20,9 @@ def whole_trees() -> Iterator[None]:
     functions = () if package is None else (package.generate, package.tree_generate)
     # torch.no_grad wraps one of them.
     defaults = [getattr(function, "__wrapped__", function).__kwdefaults__ for function in functions]
-    for each in defaults:
-        assert each["tree"] == "auto"
-        each["tree"] = None
+    for keywords in defaults:
+        assert keywords["tree"] == "auto"
+        keywords["tree"] = None
     yield
-    for each in defaults:
-        each["tree"] = "auto"
+    for keywords in defaults:
+        keywords["tree"] = "auto"

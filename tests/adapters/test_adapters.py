@@ -56,8 +56,8 @@ def test_adapters_import_alone(adapters: list[str]) -> None:
 def functions() -> Iterator[Any]:
     for adapter in (flash_attn, flashinfer, sglang):
         for name in adapter.__all__:
-            given = getattr(adapter, name)
-            members = vars(given).items() if inspect.isclass(given) else [("", given)]
+            entry = getattr(adapter, name)
+            members = vars(entry).items() if inspect.isclass(entry) else [("", entry)]
             for member, function in members:
                 if inspect.isfunction(function) and member[:1] != "_":
                     yield pytest.param(inspect.unwrap(function), id=f"{name}.{member}".strip("."))

@@ -120,8 +120,8 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
     own = custom_generate.generate
     monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or own(*a, **k))
     model.generate(**options, **OURS)
-    (given,) = received
-    params = read_processors(given["logits_processor"], [[1]], None, [], VOCAB).on_params(given["params"])
+    (keywords,) = received
+    params = read_processors(keywords["logits_processor"], [[1]], None, [], VOCAB).on_params(keywords["params"])
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
         expected = torch.softmax(scores.double(), -1).numpy()
@@ -201,9 +201,9 @@ def test_stop_strings(model, batch, tmp_path, monkeypatch):
     options["stop_strings"] = [f"w{token}" for token in stops]
     ours = {**OURS, "drafter": NgramDrafter(4)}
     assert torch.equal(model.generate(**options, **ours, stop_tokenizer=tokenizer), expected)
-    for given in ({}, {"tokenizer": tokenizer}):
+    for keywords in ({}, {"tokenizer": tokenizer}):
         with pytest.raises(ValueError, match="stop_strings: expected stop_tokenizer="):
-            model.generate(**options, **ours, **given)
+            model.generate(**options, **ours, **keywords)
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
     assert torch.equal(model.generate(**options, **load, tokenizer=tokenizer), expected)

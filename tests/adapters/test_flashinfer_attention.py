@@ -124,8 +124,8 @@ def packed(sees: list[Tensor]) -> Tensor:
 @pytest.mark.parametrize("mask", ["custom_mask", "packed_custom_mask"])
 def test_tree_masks(backend, dtype, mask) -> None:
     batch, sees = tree_batch(dtype)
-    given = packed(sees) if mask.startswith("packed") else torch.cat([seen.flatten() for seen in sees])
-    out, lse = batch.plan(**{mask: given}).run(batch.q, batch.kv_cache, return_lse=True, lse_base="ln", lse_layout="HN")
+    flags = packed(sees) if mask.startswith("packed") else torch.cat([seen.flatten() for seen in sees])
+    out, lse = batch.plan(**{mask: flags}).run(batch.q, batch.kv_cache, return_lse=True, lse_base="ln", lse_layout="HN")
     expected, natural = batch.expected(sees)
     close(out, expected)
     assert lse.is_contiguous()
@@ -185,20 +185,20 @@ def test_append(backend, dtype, layout) -> None:
 def test_older_names_of_plan_and_run(backend, dtype) -> None:
     batch = Batch([37, 8], [5, 3], 4, dtype, form=2)
     expected, lse = batch.expected(batch.causal())
-    given, wrapper = (batch.q, batch.kv_cache), BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
+    inputs, wrapper = (batch.q, batch.kv_cache), BatchPrefillWithPagedKVCacheWrapper(torch.empty(8))
     with pytest.raises(RuntimeError, match="begin_forward"):
-        wrapper.forward(*given)
+        wrapper.forward(*inputs)
     wrapper.begin_forward(*batch.form)
-    full, _ = wrapper.run_return_lse(*given)
-    close(wrapper.forward(*given, causal=True), expected)
-    out, found = wrapper.forward_return_lse(*given, causal=True)
+    full, _ = wrapper.run_return_lse(*inputs)
+    close(wrapper.forward(*inputs, causal=True), expected)
+    out, found = wrapper.forward_return_lse(*inputs, causal=True)
     close(out, expected)
     torch.testing.assert_close(found, lse / math.log(2), atol=2e-3, rtol=2e-3)
-    assert torch.equal(wrapper.forward(*given), full) and not torch.equal(full, out)
-    narrow = wrapper.forward(*given, causal=True, window_left=0)  # each row is the value of its own key
+    assert torch.equal(wrapper.forward(*inputs), full) and not torch.equal(full, out)
+    narrow = wrapper.forward(*inputs, causal=True, window_left=0)  # each row is the value of its own key
     assert torch.equal(narrow[4], batch.paged.v[0][36].repeat_interleave(2, 0))
     with pytest.raises(NotImplementedError, match="pos_encoding_mode"):
-        wrapper.forward(*given, pos_encoding_mode="ROPE_LLAMA")
+        wrapper.forward(*inputs, pos_encoding_mode="ROPE_LLAMA")
     wrapper.end_forward()
 
 

@@ -53,11 +53,11 @@ def test_lengths_and_places_of_new_rows(on_device, backend) -> None:
     sequence, positions = flashinfer.get_batch_indices_positions(*new, 12)
     assert sequence.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1, -1] and sequence.dtype == torch.int32
     assert positions.tolist() == [4, 3, 4, 2, 3, 4, 1, 2, 3, 4, 0, 0]
-    given = torch.empty(12, dtype=torch.int32), torch.empty(12, dtype=torch.int32)
-    found = flashinfer.get_batch_indices_positions(*new, 12, *given)
-    assert found[0] is given[0] and found[1] is given[1] and torch.equal(given[1], positions)
+    buffers = torch.empty(12, dtype=torch.int32), torch.empty(12, dtype=torch.int32)
+    found = flashinfer.get_batch_indices_positions(*new, 12, *buffers)
+    assert found[0] is buffers[0] and found[1] is buffers[1] and torch.equal(buffers[1], positions)
     with pytest.raises(ValueError, match=r"positions: expected shape \[12\]"):
-        flashinfer.get_batch_indices_positions(*new, 12, given[0], given[1][:9])
+        flashinfer.get_batch_indices_positions(*new, 12, buffers[0], buffers[1][:9])
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -135,6 +135,6 @@ def test_limits():
 
 @pytest.mark.parametrize("is_keyword", [False, True])
 def test_positions_are_changed_wherever_they_stand(is_keyword):
-    given = ((1,), {"position_ids": 2, "layer_type": 3}) if is_keyword else ((1, 2, 3), {})
-    args, kwargs = _with_positions(lambda ids: ids + 10, None, *given)
+    arguments = ((1,), {"position_ids": 2, "layer_type": 3}) if is_keyword else ((1, 2, 3), {})
+    args, kwargs = _with_positions(lambda ids: ids + 10, None, *arguments)
     assert [*args, *kwargs.values()] == [1, 12, 3]

@@ -145,13 +145,13 @@ def test_prompts_of_latent_layers(backend, device, dtype, known_on_host) -> None
     """Without a prefix SGLang gives heads of 192 and 128 columns, which are not in the pool."""
     lens = [9, 1, 17]
     server = Server(lens, lens, 4, device, dtype, dims=(576, 512), latent=True)
-    given = Server(lens, lens, 4, device, dtype, dims=(192, 128))
-    server.q, server.k, server.v = given.q, given.k, given.v
+    heads = Server(lens, lens, 4, device, dtype, dims=(192, 128))
+    server.q, server.k, server.v = heads.q, heads.k, heads.v
     layer = layer_of(qk_head_dim=192, v_head_dim=128)
     fields = {"extend_prefix_lens_cpu": [0, 0, 0], "layer": layer}
     fields |= {"extend_seq_lens_cpu": lens} if known_on_host else {}
     out = server.run(Mode.EXTEND, **fields, options={"save_kv_cache": False})
-    rows = zip(given.q.cpu().view(-1, HEADS, 192).split(lens), given.paged.k, given.paged.v, lens, strict=True)
+    rows = zip(heads.q.cpu().view(-1, HEADS, 192).split(lens), heads.paged.k, heads.paged.v, lens, strict=True)
     close(out, torch.cat([dense_attention(q, k, v, causal(s, s), scale=0.2)[0] for q, k, v, s in rows]).flatten(1))
     with pytest.raises(NotImplementedError, match="expected latents, got heads of them behind a prefix"):
         server.run(Mode.EXTEND, **{**fields, "extend_prefix_lens_cpu": [0, 3, 0]}, options={"save_kv_cache": False})
@@ -246,11 +246,11 @@ def test_the_plugin_adds_a_backend_for_drafting() -> None:
         made["known"], (label, backend) = sorted(backends), backends["pagedtree"]()
         return label, backend, template, stamps_children
 
-    given = "decode_attention_backend", {"triton": None}, "error"
-    label, backend, *rest = create_draft_backend(original, factory, *given, stamps_children=True)
+    arguments = "decode_attention_backend", {"triton": None}, "error"
+    label, backend, *rest = create_draft_backend(original, factory, *arguments, stamps_children=True)
     assert made["known"] == ["pagedtree", "triton"] and label == "pagedtree" and rest == ["error", True]
     assert isinstance(backend, PagedTreeDraftBackend) and (backend.topk, backend.num_steps) == (2, 3)
-    assert isinstance(create_draft_backend(original, factory, *given)[1], PagedTreeBackend)
+    assert isinstance(create_draft_backend(original, factory, *arguments)[1], PagedTreeBackend)
 
 
 def test_fp8_cache(backend, device) -> None:

@@ -147,8 +147,8 @@ def test_explicit_masks():
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
         expected = reference(input_ids, attention_mask=mask).logits
-        for given in (mask, additive, torch.where(mask, 0.0, -torch.inf)):
-            torch.testing.assert_close(ours(input_ids, attention_mask=given).logits, expected, rtol=1e-4, atol=1e-4)
+        for form in (mask, additive, torch.where(mask, 0.0, -torch.inf)):
+            torch.testing.assert_close(ours(input_ids, attention_mask=form).logits, expected, rtol=1e-4, atol=1e-4)
     with (
         pytest.raises(ValueError, match=r"attention_mask. must be bool, or 0 and very negative, got a bias"),
         torch.no_grad(),

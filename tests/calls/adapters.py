@@ -128,13 +128,13 @@ def sglang_build_tree() -> Call:
         "positions": torch.zeros(8, dtype=torch.int64),
         **{f"retrive_{name}": torch.zeros(2, 4).long() for name in ("index", "next_token", "next_sibling")},
     }
-    given = {
+    inputs = {
         "parent_list": torch.tensor([[-1, 0, 1, 2, 3], [-1, 0, 1, 3, 2]]),
         "selected_index": torch.tensor([[0, 1, 2], [0, 2, 4]]),
         "verified_seq_len": torch.tensor([5, 7]),
     }
     sizes = {"topk": 2, "depth": 3, "draft_token_num": 4, "tree_mask_mode": 0}
-    return Call(sglang.build_tree_kernel_efficient, {**given, **outputs, **sizes}, written=tuple(outputs))
+    return Call(sglang.build_tree_kernel_efficient, {**inputs, **outputs, **sizes}, written=tuple(outputs))
 
 
 @valid_call

@@ -135,9 +135,9 @@ def tree_attention() -> Call:
 def causal_attention() -> Call:
     """With as little as can be given."""
     needed = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q")
-    given = _attention()
-    out = torch.empty_like(given["q"])
-    return Call(pt.tree_attention, {**{name: given[name] for name in needed}, "out": out}, written=("out",))
+    arguments = _attention()
+    out = torch.empty_like(arguments["q"])
+    return Call(pt.tree_attention, {**{name: arguments[name] for name in needed}, "out": out}, written=("out",))
 
 
 @valid_call

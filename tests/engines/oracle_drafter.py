@@ -57,7 +57,7 @@ class ReadingDrafter(OracleDrafter):
 
     def read(self, request_ids: list[str], tokens: list[np.ndarray], starts: list[int], features: list[Tensor]) -> None:
         for request_id, text, start, part in zip(request_ids, tokens, starts, features, strict=True):
-            if not any(known[: len(text)] == text[: len(known)].tolist() for known in self.options["texts"]):
+            if not any(script[: len(text)] == text[: len(script)].tolist() for script in self.options["texts"]):
                 raise RuntimeError("features of another text")
             if start + len(part) >= len(text):
                 raise RuntimeError("features of a token that nobody has read")

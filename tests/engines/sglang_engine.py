@@ -36,8 +36,8 @@ def run(options: dict) -> dict:
     flags = {"disable_cuda_graph": True, "skip_tokenizer_init": True, "mem_fraction_static": 0.8}
     engine = sglang.Engine(**{**SETTINGS, **flags, **options})
     try:
-        given = prompts() if copies is None else [prompts()[3]] * copies
-        outs = engine.generate(input_ids=given, sampling_params=sampling)
+        texts = prompts() if copies is None else [prompts()[3]] * copies
+        outs = engine.generate(input_ids=texts, sampling_params=sampling)
     finally:
         engine.shutdown()
     return {

@@ -83,8 +83,8 @@ def test_latent_attention(tmp_path) -> None:
     dense = {"first_k_dense_replace": 2, "n_routed_experts": 4, "moe_layer_freq": 1, "v_head_dim": 128}
     config = DeepseekV2Config(**sizes, **latents, **dense, bos_token_id=0, eos_token_id=1, rope_parameters=rotary)
     DeepseekV2ForCausalLM(config).float().save_pretrained(tmp_path)
-    given = {"model_path": str(tmp_path)}
-    plain, trees = run(given, {**given, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8})
+    settings = {"model_path": str(tmp_path)}
+    plain, trees = run(settings, {**settings, "speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8})
     assert trees["ids"] == plain["ids"] and max(trees["lengths"]) > 1.5
     model = DeepseekV2ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     for prompt, ids in zip(prompts(), plain["ids"], strict=True):
@@ -100,8 +100,8 @@ def server(**options: Any) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = {**SETTINGS, "port": port, **options}
-    given = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
-    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *given]
+    arguments = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", *arguments]
     flags = "--disable-cuda-graph", "--skip-server-warmup"
     with subprocess.Popen([*command, *flags], start_new_session=True, env=environment()) as process:
         try:
@@ -120,12 +120,12 @@ def server(**options: Any) -> Iterator[str]:
 
 def test_the_server_gives_the_text_of_plain_decoding(head, plain) -> None:
     with server(**TREES, speculative_draft_model_path=head) as address:
-        given = {
+        body = {
             "input_ids": prompts(),
             "sampling_params": {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24},
         }
         request = urllib.request.Request(
-            f"{address}/generate", json.dumps(given).encode(), {"Content-Type": "application/json"}
+            f"{address}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(request, timeout=300) as response:
             answers = json.load(response)

@@ -105,6 +105,6 @@ def test_guesses(model, tmp_path, name):
         for level in range(BLOCK - first):
             args = logits[:, level, None].expand(-1, 3, -1), states[:, level, None].expand(-1, 3, -1), before
             candidates, expected = theirs.candidate_selector.select(*args)
-            known = candidates[:, 0], logits[:, level].gather(1, candidates[:, 0])
-            scores = ours.candidate_selector(states[:, level], before, *known)
+            choices = candidates[:, 0], logits[:, level].gather(1, candidates[:, 0])
+            scores = ours.candidate_selector(states[:, level], before, *choices)
             torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)

@@ -149,7 +149,7 @@ def same_logprobs(got: Any, expected: Any) -> None:
         if theirs is None:
             continue
         ours, theirs = (
-            {token: entry for token, entry in given.items() if entry.logprob > -math.inf} for given in (ours, theirs)
+            {token: entry for token, entry in table.items() if entry.logprob > -math.inf} for table in (ours, theirs)
         )  # which of the forbidden tokens are listed is nobody's choice
         assert {t: (e.rank, e.decoded_token) for t, e in ours.items()} == {
             t: (e.rank, e.decoded_token) for t, e in theirs.items()

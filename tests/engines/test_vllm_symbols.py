@@ -99,9 +99,9 @@ def own_class(file: str, name: str) -> ast.ClassDef:
 
 def arguments(function: ast.FunctionDef) -> tuple[list[str], bool]:
     """Names, without self, and whether the function takes any others as well."""
-    given = function.args
-    names = [argument.arg for argument in [*given.args, *given.kwonlyargs]][1:]
-    return names, given.vararg is not None or given.kwarg is not None
+    signature = function.args
+    names = [argument.arg for argument in [*signature.args, *signature.kwonlyargs]][1:]
+    return names, signature.vararg is not None or signature.kwarg is not None
 
 
 def calls_super(function: ast.FunctionDef) -> bool:

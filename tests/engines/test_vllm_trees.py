@@ -175,7 +175,7 @@ def test_a_draft_model_with_fewer_positions(stock, tmp_path):
 
         def spy(request_ids, tokens):
             proposals = draft(request_ids, tokens)
-            drafted.extend((len(text), len(each[0])) for text, each in zip(tokens, proposals, strict=True))
+            drafted.extend((len(text), len(proposal[0])) for text, proposal in zip(tokens, proposals, strict=True))
             return proposals
 
         drafter.draft = spy

@@ -136,10 +136,10 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
         sizes = torch.tensor([n + 1 for n in drafts])
         rows = torch.cat([parents[row, :size] for row, size in enumerate(sizes)])
         trees = build_trees(rows, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(), max_nodes=16, max_depth=15)
-        known = [torch.cat([torch.ones(1), survival[row, : size - 1]]) for row, size in enumerate(sizes)]
-        kept, _ = select_nodes(trees, torch.cat(known), len(drafts) + budget)
+        chances = [torch.cat([torch.ones(1), survival[row, : size - 1]]) for row, size in enumerate(sizes)]
+        kept, _ = select_nodes(trees, torch.cat(chances), len(drafts) + budget)
         # Nodes of no probability are kept where all others are; whose they are does not matter.
-        if (torch.cat(known) > 0).sum() >= len(drafts) + budget:
+        if (torch.cat(chances) > 0).sum() >= len(drafts) + budget:
             assert kept.cu_nodes.tolist() == offsets.tolist()
         seen.append((offsets.diff().tolist(), budget, sum(drafts)))
         return offsets, starts, budget
@@ -172,7 +172,7 @@ def test_options_of_trees_that_were_trimmed(adaptive):
         assert tokens == stock_tokens
         for position, theirs in enumerate(stock_logprobs or ()):
             ours = logprobs[position]
-            assert {token: each.rank for token, each in ours.items()} == {t: e.rank for t, e in theirs.items()}
+            assert {token: entry.rank for token, entry in ours.items()} == {t: e.rank for t, e in theirs.items()}
             assert all(abs(ours[token].logprob - theirs[token].logprob) < 1e-3 for token in theirs)
 
 

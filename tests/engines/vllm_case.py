@@ -203,14 +203,14 @@ def tree_options(drafter: str | None = "ngram", /, num_nodes: int = 16, **option
     names["suffix"] = "Suffix"
     defaults = {"ngram": {}, "model": {"model": DRAFT}, "medusa": {"heads": MEDUSA}, "eagle": {"head": EAGLE}}
     defaults |= {"folder": {"drafter": BLOCK}, "suffix": {}}
-    given = {"tree": "whole", **defaults[drafter], **options}
+    settings = {"tree": "whole", **defaults[drafter], **options}
     return {
         "speculative_config": {
             "method": METHOD,
             "model": f"pagedtree.integrations.vllm.{module}.{names[drafter]}TreeDrafter",
             "num_speculative_tokens": num_nodes - 1,
         },
-        "additional_config": {"pagedtree": given},
+        "additional_config": {"pagedtree": settings},
     }
 
 

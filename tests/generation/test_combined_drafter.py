@@ -229,8 +229,8 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
 
     found, _ = generate(model, prompts, drafter=drafter, max_new_tokens=60, tree=None, on_step=note)
     assert lists(found) == texts
-    usual = [each for each in chosen[9:] if each is not None]
-    assert len(usual) > 3 and all(each == asked for each in usual)
+    usual = [choice for choice in chosen[9:] if choice is not None]
+    assert len(usual) > 3 and all(choice == asked for choice in usual)
 
 
 def test_who_was_bad_is_asked_again(model):

@@ -56,7 +56,7 @@ def test_copies(name):
         others += [copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))]
         steps(subject, drafter, tree="auto")
         drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in others]
-        assert all(each == drafted[0] for each in drafted)
+        assert all(draft == drafted[0] for draft in drafted)
         others = [copy.deepcopy(drafter)]
 
 
@@ -75,7 +75,7 @@ def test_objects_of_other_classes(name):
     """They keep their state, and what is learnt of them."""
     subject = SUBJECTS["full"]
     foreign = Foreign(subject.drafter(name))
-    found, expected = (steps(subject, each, tree=None) for each in (foreign, subject.drafter(name)))
+    found, expected = (steps(subject, drafter, tree=None) for drafter in (foreign, subject.drafter(name)))
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     steps(subject, foreign, tree="auto")
     assert vars(foreign)["tuner"].tuner.costs

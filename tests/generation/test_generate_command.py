@@ -142,8 +142,8 @@ def test_request_options(model, run, sampling):
     options = ["--repetition-penalty", "1.3", "--frequency-penalty", "0.5", "--bad-word", "w9", "--bad-word", "w1 w4"]
     more = ["--min-new-tokens", "3", "--logprobs", "2", "--presence-penalty", "1"]
     outcome = run(*options, *more, *sampling, "--ngram")
-    given = {"temperature": 0.9, "min_p": 0.1} if sampling else {"temperature": 0.0}
-    params = SamplingParams(**given, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0)
+    fields = {"temperature": 0.9, "min_p": 0.1} if sampling else {"temperature": 0.0}
+    params = SamplingParams(**fields, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0)
     words = TokenOptions(bad_words=[[9], [1, 4]])
     (new,), stats = drawn(model, params=params, min_new_tokens=3, options=words, logprobs=2)
     assert outcome.status == 0 and outcome.tokens == new

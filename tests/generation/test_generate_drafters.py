@@ -59,10 +59,10 @@ def test_a_model_that_drafts_for_itself_is_always_right(model, options):
 
 def test_medusa_heads_see_the_last_accepted_state(model):
     """The state given to the heads is what the output layer read at the token before the root."""
-    given = []
+    inputs = []
 
     def heads(states):
-        given.append(states)
+        inputs.append(states)
         return model.lm_head(states)[:, None].expand(-1, 2, -1)
 
     drafter = MedusaDrafter(heads, DraftTree.full([2, 2]))
@@ -74,8 +74,8 @@ def test_medusa_heads_see_the_last_accepted_state(model):
 
     drafter.propose = record
     generate(model, prompts()[:2], drafter=drafter, max_new_tokens=12)
-    assert len(given) == len(lengths) > 3
-    for states, rows in zip(given, lengths, strict=True):
+    assert len(inputs) == len(lengths) > 3
+    for states, rows in zip(inputs, lengths, strict=True):
         for state, row in zip(states, rows, strict=True):
             with torch.no_grad():
                 expected = model.model(torch.tensor([row])).last_hidden_state[0, -2]
@@ -102,12 +102,12 @@ def test_medusa_takes_the_best_tree_of_each_sequence(model):
     """Every path of the heads' likeliest tokens is weighed, anew in each step."""
     heads = MedusaHeads(128, 3, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=0.05, generator=torch.Generator().manual_seed(3))
-    given, trees, rooms = [], [], []
+    scores, trees, rooms = [], [], []
 
     class Kept(MedusaHeads):
         def forward(self, hidden):
-            given.append(super().forward(hidden).log_softmax(-1))
-            return given[-1]
+            scores.append(super().forward(hidden).log_softmax(-1))
+            return scores[-1]
 
     kept = Kept(128, 3, model.lm_head)
     kept.load_state_dict(heads.state_dict())
@@ -121,9 +121,9 @@ def test_medusa_takes_the_best_tree_of_each_sequence(model):
 
     prompts = prompts_of((5, 21), seed=3)
     generate(model, prompts, drafter=drafter, max_new_tokens=12, on_step=collect)
-    assert len(given) == len(trees) > 3
+    assert len(scores) == len(trees) > 3
     shapes = set()
-    for log_probs, (tokens, parents, cu_nodes), room in zip(given, trees, rooms, strict=True):
+    for log_probs, (tokens, parents, cu_nodes), room in zip(scores, trees, rooms, strict=True):
         for levels, begin, end, most in zip(log_probs, cu_nodes, cu_nodes[1:], room, strict=False):
             paths = {(): 0.0}
             for level in levels.tolist():

@@ -90,7 +90,7 @@ def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
 
     drafter, options = EagleDrafter(head, **tree), {**options, "params": SAMPLING, "on_step": collect}
     generate(model, prompts(), drafter=drafter, max_new_tokens=8, **options)
-    grown = [each for each in seen if len(each[1]) > 1]
+    grown = [record for record in seen if len(record[1]) > 1]
     assert len(grown) > len(seen) / 2
     compared = 0
     for text, draft_tokens, parents, room in grown[:: max(len(grown) // 24, 1)]:

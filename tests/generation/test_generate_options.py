@@ -145,10 +145,10 @@ def test_a_list_of_processors(model):
     warpers = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), LogitNormalization()]
     processors = LogitsProcessorList([*changing, *forbidding, *warpers])
     params, options = SamplingParams(presence_penalty=0.5), TokenOptions(bias={9: -1.0, 4: 1.0}, bad_words=[[8]])
-    given, _ = generated(model, NgramDrafter(8), params=params, logits_processor=processors, options=options)
+    texts, _ = generated(model, NgramDrafter(8), params=params, logits_processor=processors, options=options)
     params = replace(params, temperature=0.7, top_k=20, repetition_penalty=1.3)
     options = TokenOptions(bias={9: 2.0, 4: 1.0}, bad_words=[[8], [77], [3, 60], [50]])
-    assert given == generated(model, params=params, options=options)[0]
+    assert texts == generated(model, params=params, options=options)[0]
     batch, whole = PROMPTS[1][None, :12], [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=12)]
     expected = model.generate(batch, max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=whole)
     assert generated(model, prompts=batch, logits_processor=whole)[0] == expected.tolist()
@@ -204,8 +204,8 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
             if mode == "raw":
                 row = logits[i].double().log_softmax(0).numpy()
             else:
-                each, least = one["options"] or TokenOptions(), one["min_new_tokens"]
-                row = dense(logits[i], prompt.tolist(), new[:i], each, one["params"], least)
+                options, least = one["options"] or TokenOptions(), one["min_new_tokens"]
+                row = dense(logits[i], prompt.tolist(), new[:i], options, one["params"], least)
             assert found.logprobs[i] == pytest.approx(row[token], abs=2e-4)
             assert found.ranks[i] == int((row >= row[token] - 1e-9).sum())
             top = np.argsort(-row, kind="stable")[:3]

@@ -57,8 +57,8 @@ def test_text_ends_with_the_token_that_completes_a_stop_string(model, texts, tok
                 end for end in range(len(prompt), len(text)) if stop in tokenizer.decode(text[len(prompt) : end + 1])
             )
             expected = text[: next(ends) + 1]
-            known = tokenizer.decode(prompt)
-            if (known + letters).find(stop) >= len(known):  # transformers also stops where it begins in the prompt
+            start = tokenizer.decode(prompt)
+            if (start + letters).find(stop) >= len(start):  # transformers also stops where it begins in the prompt
                 compared += 1
                 assert greedy(model, prompt, stop_strings=[stop, "zz"], tokenizer=tokenizer) == expected
             steps = []

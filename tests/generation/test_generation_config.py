@@ -116,8 +116,8 @@ def test_a_model_without_one(model, plain, monkeypatch):
 
 def test_every_field_has_a_place():
     tables = (SERVED, SAMPLED, SAMPLED_REFUSED, REFUSED, WITHOUT_EFFECT, {"stop_strings": ""})
-    known = [name for table in tables for name in table]
-    assert set(known) >= NAMES and len(known) == len(set(known))
+    fields = [name for table in tables for name in table]
+    assert set(fields) >= NAMES and len(fields) == len(set(fields))
     assert set(WITHOUT_EFFECT) <= IGNORED and not IGNORED & {*SERVED, *SAMPLED, *REFUSED} - {"eos_token_id"}
 
 
@@ -295,9 +295,9 @@ def test_logits_processors_replace_fields_of_their_type(model, configure, plain)
     new = plain[1]
     suppressed = {"suppress_tokens": [new[0]], "begin_suppress_tokens": [new[2]]}
     configure(repetition_penalty=1.2, sequence_bias=[[[9], 2.0]], **suppressed)
-    given = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0), SequenceBiasLogitsProcessor({(4,): 3.0})])
-    expected = [greedy(model, prompt, logits_processor=given) for prompt in PROMPTS]
-    assert generated(model, logits_processor=given)[0] == expected
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(2.0), SequenceBiasLogitsProcessor({(4,): 3.0})])
+    expected = [greedy(model, prompt, logits_processor=processors) for prompt in PROMPTS]
+    assert generated(model, logits_processor=processors)[0] == expected
     configure(begin_suppress_tokens=[new[0]])
     first = [SuppressTokensAtBeginLogitsProcessor([new[3]], len(PROMPTS[0]))]
     assert greedy(model, PROMPTS[0], logits_processor=first) == plain[0][0]

@@ -64,9 +64,9 @@ def refused(model, drafter, message):
         raise AssertionError("the target reads a text")
 
     handle = model.register_forward_pre_hook(read)
-    for each in (drafter, CombinedDrafter(drafter)):
+    for candidate in (drafter, CombinedDrafter(drafter)):
         with pytest.raises(ValueError, match=message):
-            generated(model, each)
+            generated(model, candidate)
     handle.remove()
 
 

@@ -117,9 +117,9 @@ def test_what_a_head_computes(model, tmp_path, entries):
     (text,), _ = generate(model, [prompt], drafter=drafter, max_new_tokens=16)
     assert text.tolist() == greedy(model, prompt, 16) and len(drafter.seen) > 3
     features = features_of(model, text.tolist())
-    for known, chain, logits in drafter.seen:
+    for prefix, chain, logits in drafter.seen:
         path = chain[1 : len(logits)]
-        expected = plain_logits(model, tensors, entries, features[: len(known) - 1], known, path)
+        expected = plain_logits(model, tensors, entries, features[: len(prefix) - 1], prefix, path)
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -98,9 +98,9 @@ def test_passes_are_those_of_plain_loops(prompts, n, page_size, spare, max_seque
                 grown.append((sequence, 1))
         for sequence, count in grown:
             other = texts[1][sequence.index]
-            for each in (sequence, other):
-                each.tokens += [0] * count
-                each.cached = each.root
+            for state in (sequence, other):
+                state.tokens += [0] * count
+                state.cached = state.root
             if len(sequence.tokens) >= sequence.max_length:
                 scheduler.finish(sequence)
                 loops.running.remove(other)

@@ -50,12 +50,12 @@ def whole(tokenizer, tokens):
 
 def pieces(tokenizer, tokens, draw_step, first=None):
     """Returns what each step gives, and the end."""
-    stream, given = TextStream(tokenizer), []
+    stream, parts = TextStream(tokenizer), []
     while tokens:
         step = first or draw_step()
-        given.append(stream.add(tokens[:step]))
+        parts.append(stream.add(tokens[:step]))
         tokens, first = tokens[step:], None
-    return [*given, stream.finish()]
+    return [*parts, stream.finish()]
 
 
 def random_tokens(tokenizer, rng, count):
@@ -80,12 +80,12 @@ def test_text_comes_early(make):
     """At most an incomplete character and, with clean-up, the last few characters are held back."""
     tokenizer = make()
     tokens = tokenizer.encode(OROMO if make is unigram else TEXT, add_special_tokens=False)
-    given = pieces(tokenizer, tokens, lambda: 1)
+    parts = pieces(tokenizer, tokens, lambda: 1)
     held = CLEANED if tokenizer.clean_up_tokenization_spaces else 0
     for count in range(MAX_MISSING, len(tokens)):
         before, text = whole(tokenizer, tokens[: count - MAX_MISSING]), whole(tokenizer, tokens[:count])
         certain = before.rstrip("\N{REPLACEMENT CHARACTER}")
-        assert len(certain) - held <= len("".join(given[:count])) <= len(text)
+        assert len(certain) - held <= len("".join(parts[:count])) <= len(text)
 
 
 def test_wrong_bytes_lose_no_letter():
@@ -114,8 +114,8 @@ def test_tokens_of_parts_of_two_characters():
     made = Tokenizer(models.WordLevel({name[0]: 0, name[1:] + name[0]: 1, name[1:]: 2}, unk_token=name))
     made.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
-    given = pieces(tokenizer, [0, *[1] * 100, 2], lambda: 1)
-    assert "".join(given) == "中" * 101 and given[MAX_MISSING + 1 :] == ["中"] * (101 - MAX_MISSING) + [""]
+    parts = pieces(tokenizer, [0, *[1] * 100, 2], lambda: 1)
+    assert "".join(parts) == "中" * 101 and parts[MAX_MISSING + 1 :] == ["中"] * (101 - MAX_MISSING) + [""]
 
 
 def test_cost_is_linear(tokenizer):

@@ -86,9 +86,9 @@ def test_under_another_default_dtype(name: str, dtype: torch.dtype) -> None:
 def test_gradients(backend: str, device: torch.device, name: str) -> None:
     """Under grad mode a call works forward and refuses backward; outputs of integers stand in no graph."""
     call = call_on(device, name)
-    given = in_graph(call, call.written)
-    has_floats = any(t.requires_grad for t in tensors_of(given))
-    for t in tensors_of([call.function(**given), *(given[key] for key in call.written)]):
+    arguments = in_graph(call, call.written)
+    has_floats = any(t.requires_grad for t in tensors_of(arguments))
+    for t in tensors_of([call.function(**arguments), *(arguments[key] for key in call.written)]):
         assert t.requires_grad == (t.is_floating_point() and has_floats)
         if t.requires_grad:
             message = f"^{call.function.__name__}: has no gradient: pagedtree's ops are for inference only"
@@ -118,13 +118,13 @@ def in_graph(call: Call, written: tuple[str, ...] = ()) -> dict[str, Any]:
     def leaf(t: Tensor) -> Tensor:
         return t.requires_grad_() if t.is_floating_point() else t
 
-    given = call.on_memory(Tensor.clone).arguments
-    for key in given:
+    arguments = call.on_memory(Tensor.clone).arguments
+    for key in arguments:
         if key in written:
-            given[key] = mapped(given[key], lambda t: leaf(t).clone())
+            arguments[key] = mapped(arguments[key], lambda t: leaf(t).clone())
         elif key not in call.written:
-            given[key] = mapped(given[key], leaf)
-    return given
+            arguments[key] = mapped(arguments[key], leaf)
+    return arguments
 
 
 def test_ops_of_integers(device: torch.device) -> None:

@@ -56,8 +56,8 @@ def test_they_are_read_as_ascending(
         offsets = random_offsets(rng, good)
         descending += sorted(offsets) != offsets
         results = []
-        for given in (offsets, ascending(offsets)):
-            call.arguments[name] = int32(given, device)
+        for values in (offsets, ascending(offsets)):
+            call.arguments[name] = int32(values, device)
             results.append({key: t for key, t in call.named_results().items() if not key.startswith(name)})
         own = int32(offsets, device)
         for key, found in results[0].items():

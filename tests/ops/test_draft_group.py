@@ -157,17 +157,17 @@ def malformed(group: dist.ProcessGroup, size: int, wrong_rank: int) -> list[Exce
     rank = dist.get_rank(group)
     shards = VocabShards([4, 6, 0][rank], group=group)
     errors: list[Any] = []
-    known = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 1], dtype=torch.int32)
+    arguments = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 1], dtype=torch.int32)
     for change in MALFORMED:
         drafts = DraftGroup(lambda _, c=change: Malformed(c, rank == wrong_rank), size, shards=shards)
         try:
-            drafts.propose(*known)
+            drafts.propose(*arguments)
             errors.append(None)
         except Exception as error:
             errors.append(error)
         if drafts.drafter is not None:
             drafts.drafter.is_wrong = False
-        assert drafts.propose(*known).draft_tokens.tolist() == list(range(6))
+        assert drafts.propose(*arguments).draft_tokens.tolist() == list(range(6))
     return errors
 
 
@@ -209,15 +209,15 @@ def test_the_drafter_is_prepared_once_and_its_refusal_is_known_to_all(ranks):
 def begun(group: dist.ProcessGroup) -> None:
     """A refusal is over with the call of `generate` that it was for."""
     drafts = DraftGroup(lambda _: Choosy(False), 1, shards=VocabShards(5, group=group))
-    known = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
+    arguments = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
     drafts.begin(16, "sampled")
-    drafts.propose(*known)
+    drafts.propose(*arguments)
     drafts.begin(16, "greedy")
     try:
-        drafts.propose(*known)
+        drafts.propose(*arguments)
     finally:
         drafts.begin(16, "sampled")
-        drafts.propose(*known)
+        drafts.propose(*arguments)
 
 
 def test_what_a_drafter_refuses_when_generate_begins_is_known_to_all(ranks):
@@ -251,8 +251,8 @@ def unmade(group: dist.ProcessGroup, size: int, bad_ranks: list[int], how: str) 
     except Exception as error:
         outcome = error
     drafts = DraftGroup(lambda _: ToyDrafter(False), size, shards=shards)
-    known = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
-    assert drafts.propose(*known).draft_tokens.tolist() == [0, 1, 2]
+    arguments = torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32)
+    assert drafts.propose(*arguments).draft_tokens.tolist() == [0, 1, 2]
     return outcome
 
 

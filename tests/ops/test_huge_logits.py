@@ -50,9 +50,9 @@ def verdicts(shape: list[int], logits: Tensor, mask: Tensor, drafts: Tensor, pro
         verify_rejection(logits, drafts, trees, PARAMS, draft_law="onehot", grammar_mask=mask, **words),
     ]
     for op in (verify_rejection, verify_block, verify_traversal):
-        given = {"draft_law": "iid", "draft_probs": probs, "draft_rows": rows, "grammar_mask": mask, **words}
-        found.append(op(logits, drafts, trees, PARAMS, **given))
-        found.append(op(logits, drafts, trees, PARAMS, draft_params=PARAMS, **given))
+        fields = {"draft_law": "iid", "draft_probs": probs, "draft_rows": rows, "grammar_mask": mask, **words}
+        found.append(op(logits, drafts, trees, PARAMS, **fields))
+        found.append(op(logits, drafts, trees, PARAMS, draft_params=PARAMS, **fields))
     return found
 
 

@@ -83,7 +83,7 @@ def test_rounding_is_that_of_torch(device):
 def test_overflow_is_the_largest_number(device, temperature):
     """A penalty or a bias may drive a logit beyond float32."""
     zero = torch.zeros(1, dtype=torch.int64, device=device)
-    for row, penalties, given in (
+    for row, penalties, lists in (
         ([1.0, 2.0, 3e38, 3.0], {"repetition_penalty": 0.5}, {"outputs": [[2]]}),
         ([1.0, 2.0, 3e38, 3.0], {}, {"bias": [{2: 3e38}]}),
         ([1.0, 2.0, 3.0, 3.0], {"repetition_penalty": 0.7}, {"outputs": [[2]], "bias": [{2: INF}]}),
@@ -92,7 +92,7 @@ def test_overflow_is_the_largest_number(device, temperature):
         params = SamplingParams(temperature=temperature, **penalties)
         logits = torch.tensor([row], device=device)
         at = {"seeds": zero, "positions": zero}
-        at["options"] = RequestOptions.from_lists(4, **given, device=device)
+        at["options"] = RequestOptions.from_lists(4, **lists, device=device)
         assert sample(logits, params, **at).tolist() == [2]
         for verdict in (
             verify_sampled(logits, zero, batch_of([[-1]], device), params, **at),

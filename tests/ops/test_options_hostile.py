@@ -34,14 +34,14 @@ each_op = pytest.mark.parametrize("op", [*OPS, sample], ids=lambda op: op.__name
 
 
 def run(op: Callable, case: Case, options: RequestOptions | None = None, **change: Any) -> tuple[Tensor, ...]:
-    given = {"grammar_mask": case.grammar_mask, "options": options or case.options, **case.streams}
+    keywords = {"grammar_mask": case.grammar_mask, "options": options or case.options, **case.streams}
     if op is sample:
         rows = len(case.seeds)
-        given |= {"params": case.params, "grammar_mask": case.grammar_mask[:rows]}
-        return (sample(case.logits[:rows], **given | change),)
+        keywords |= {"params": case.params, "grammar_mask": case.grammar_mask[:rows]}
+        return (sample(case.logits[:rows], **keywords | change),)
     if op is not verify_sampled:
-        given |= {"draft_law": "iid", "draft_probs": case.probs}
-    return op(case.logits, case.drafts, case.trees, **{"params": case.params} | given | change)
+        keywords |= {"draft_law": "iid", "draft_probs": case.probs}
+    return op(case.logits, case.drafts, case.trees, **{"params": case.params} | keywords | change)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -147,13 +147,13 @@ def test_ops_without_penalties_refuse_them(device, name):
 def test_value_checks(device, value_checks, op, name, values):
     case = good_case(device)
     run(op, case)
-    given = getattr(case.options, name).clone()
+    tensor = getattr(case.options, name).clone()
     if values is None:
-        given[1] = given[2] + 1
+        tensor[1] = tensor[2] + 1
     else:
-        given[:] = int32(values, device)
+        tensor[:] = int32(values, device)
     with pytest.raises(ValueError, match=f"{op.__name__}: `{name}"):
-        run(op, case, options=replace(case.options, **{name: given}))
+        run(op, case, options=replace(case.options, **{name: tensor}))
 
 
 # Values ---------------------------------------------------------------------------------------------------------------
@@ -184,9 +184,9 @@ def test_hostile_values_read_nothing_else(device, seed):
     for op in (*OPS, sample):
         found = []
         for fill in (0, 255, 0x3F):
-            given = {name: in_memory(t, fill) for name, t in options.tensors().items() if t is not None}
-            found.append(run(op, case, RequestOptions(**given)))
-            for name, t in given.items():
+            tensors = {name: in_memory(t, fill) for name, t in options.tensors().items() if t is not None}
+            found.append(run(op, case, RequestOptions(**tensors)))
+            for name, t in tensors.items():
                 assert torch.equal(t.view(torch.uint8), getattr(options, name).view(torch.uint8))
         assert same(found[0], found[1]) and same(found[0], found[2])
         if op is sample:

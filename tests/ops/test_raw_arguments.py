@@ -34,11 +34,11 @@ def test_tensors_of_another_kind(wrong: Tensor) -> None:
     """What nobody takes, for tensors that were given and for those that were not."""
     for call in raw_calls():
         for name in call.tensor_arguments():
-            given = call.arguments.get(name)
-            is_list = isinstance(given, list)
-            named = refusal(call, **{name: [given[0], wrong] if is_list else wrong})
+            value = call.arguments.get(name)
+            is_list = isinstance(value, list)
+            named = refusal(call, **{name: [value[0], wrong] if is_list else wrong})
             # A tensor that was not given may be one that does without another.
-            assert named == (f"{name}[1]" if is_list else name) or given is None, (call.name, name, named)
+            assert named == (f"{name}[1]" if is_list else name) or value is None, (call.name, name, named)
 
 
 def test_the_device_of_each_tensor() -> None:
@@ -65,13 +65,13 @@ def test_addresses_between_elements(backend: str) -> None:
     if backend == "cuda":
         pytest.skip("torch copies to a GPU's own addresses, which are aligned")
     for call in raw_calls():
-        for name, given in call.arguments.items():
-            t = given[-1] if isinstance(given, list) else given
+        for name, value in call.arguments.items():
+            t = value[-1] if isinstance(value, list) else value
             if not isinstance(t, Tensor) or t.element_size() == 1 or t.numel() == 0:
                 continue
             shifted = unaligned(t)
             assert shifted.data_ptr() % t.element_size() == 1
-            changes = {name: [*given[:-1], shifted] if isinstance(given, list) else shifted}
+            changes = {name: [*value[:-1], shifted] if isinstance(value, list) else shifted}
             with pytest.raises(RuntimeError, match=rf"`{name}.*` must be at an address that is a multiple of its el"):
                 call(**changes)
 

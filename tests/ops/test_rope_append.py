@@ -31,10 +31,10 @@ def test_bits(row_isa: str, device: torch.device, sizes, columns, dtype, layout,
 
 
 def test_into_a_given_tensor(backend: str, device: torch.device) -> None:
-    given = calls.make("rope_append").on_memory(lambda memory: memory.to(device)).arguments
+    arguments = calls.make("rope_append").on_memory(lambda memory: memory.to(device)).arguments
     wide = torch.full((5, 6, 28), 7.0, dtype=torch.bfloat16, device=device)
-    out, expected = wide[:, 1:-1, 4:20], rope_append(**{**given, "q_out": None})
-    assert rope_append(**{**given, "q_out": out}) is out
+    out, expected = wide[:, 1:-1, 4:20], rope_append(**{**arguments, "q_out": None})
+    assert rope_append(**{**arguments, "q_out": out}) is out
     assert torch.equal(out, expected)
     wide[:, 1:-1, 4:20] = 7.0
     assert (wide == 7.0).all()

@@ -33,8 +33,8 @@ def test_philox_known_answers():
         ("ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
         ("243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ]
-    for given, expected in vectors:
-        words = np.array([int(word, 16) for word in given.split()], dtype=np.uint32)
+    for inputs, expected in vectors:
+        words = np.array([int(word, 16) for word in inputs.split()], dtype=np.uint32)
         answer = reference.philox4x32(words[:4], words[4:])
         assert [f"{word:08x}" for word in answer] == expected.split()
 

@@ -139,9 +139,9 @@ def test_coins_stay_below_one(device):
     logits = torch.full((2, 4), -math.inf, device=device)
     logits[:, 1:3] = 1.5
     drafts, trees = torch.tensor([0, 1], device=device), batch_of([[-1, 0]], device)
-    given = {"draft_law": "iid", "draft_probs": logits.softmax(1), "positions": torch.zeros_like(drafts[:1])}
+    words = {"draft_law": "iid", "draft_probs": logits.softmax(1), "positions": torch.zeros_like(drafts[:1])}
     seeds = torch.tensor([61551765], device=device)
-    assert verify_rejection(logits, drafts, trees, SamplingParams(), **given, seeds=seeds).num_accepted.tolist() == [1]
+    assert verify_rejection(logits, drafts, trees, SamplingParams(), **words, seeds=seeds).num_accepted.tolist() == [1]
 
 
 @pytest.mark.parametrize("vocab", [4, 33, 2500])

@@ -97,11 +97,11 @@ def test_block_follows_first_children_only(device, value_checks, monkeypatch):
     logits = torch.zeros(9, 4, device=device)
     logits[:, 1] = 50.0
     drafts = torch.ones(9, dtype=torch.int64, device=device)
-    given = {"draft_law": "onehot", **streams(2, device)}
+    keywords = {"draft_law": "onehot", **streams(2, device)}
     with pytest.raises(ValueError, match="`trees` must be chains, got a sibling of row 1"):
-        verify_block(logits, drafts, trees, SamplingParams(), **given)
+        verify_block(logits, drafts, trees, SamplingParams(), **keywords)
     monkeypatch.delenv("PAGEDTREE_CHECK")
-    verdict = verify_block(logits, drafts, trees, SamplingParams(), **given)
+    verdict = verify_block(logits, drafts, trees, SamplingParams(), **keywords)
     check(verdict, 0, [0, 1, 3, 4], [1, 1, 1, 1], status=MALFORMED)
     check(verdict, 1, [0, 1, 2, 3], [1, 1, 1, 1])
 

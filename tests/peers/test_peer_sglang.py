@@ -50,8 +50,8 @@ def attend(
     options |= {"attn_type": "decoder", "xai_temperature_len": -1, "k_scale": None, "v_scale": None}
     layer = SimpleNamespace(scaling=scale, layer_id=0, **sizes, **options)
     k, v, slots = batch.pop("new", (None, None, None))
-    known = {"seq_lens_cpu": None, "spec_info": None, "extend_seq_lens_cpu": None, "out_cache_loc": slots}
-    forward_batch = SimpleNamespace(forward_mode=mode, batch_size=len(batch["seq_lens"]), **{**known, **batch})
+    fields = {"seq_lens_cpu": None, "spec_info": None, "extend_seq_lens_cpu": None, "out_cache_loc": slots}
+    forward_batch = SimpleNamespace(forward_mode=mode, batch_size=len(batch["seq_lens"]), **{**fields, **batch})
     backend = PagedTreeBackend(runner)
     backend.init_forward_metadata(forward_batch)
     out.copy_(backend.forward_extend(q, k, v, layer, forward_batch, decodes, sinks=sinks).view_as(out))

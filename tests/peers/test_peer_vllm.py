@@ -54,12 +54,12 @@ class RejectionSampler:
         logits = torch.cat([logits, logits.new_zeros(1, logits.shape[1])])[row]
         tokens = torch.full_like(depth, -1)
         tokens[depth > 0] = metadata.draft_token_ids.flatten().long()
-        given = sampling_metadata
+        settings = sampling_metadata
         seeds = torch.randint(2**62, (len(counts),))
-        for b, generator in given.generators.items():
+        for b, generator in settings.generators.items():
             seeds[b] = generator.initial_seed()
-        how = {"seeds": seeds, "positions": torch.zeros_like(seeds), "options": self.options(given, logits.shape[1])}
-        params = self.params(given)
+        how = {"seeds": seeds, "positions": torch.zeros_like(seeds), "options": self.options(settings, logits.shape[1])}
+        params = self.params(settings)
         if draft_probs is None:
             verdict = verify_sampled(logits, tokens, trees, params, **how)
         else:

@@ -46,9 +46,9 @@ def small_target(layers: int):
 def arguments(folder, tmp_path):
     (tmp_path / "asked.txt").write_text("import os\n\ndef main():\nclass A:\n")
     (tmp_path / "tried.json").write_text('["import sys", {"messages": [{"role": "user", "content": "for x in"}]}]')
-    given = {"target": folder, "out": tmp_path / "out", "prompts": tmp_path / "asked.txt"}
-    given |= {"held-out": tmp_path / "tried.json", "max-new-tokens": 24, "steps": 3}
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    options = {"target": folder, "out": tmp_path / "out", "prompts": tmp_path / "asked.txt"}
+    options |= {"held-out": tmp_path / "tried.json", "max-new-tokens": 24, "steps": 3}
+    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
 def test_a_head_is_trained_for_any_target(arguments, folder, tmp_path, capsys):
@@ -121,7 +121,7 @@ def test_an_eagle_head_is_trained_as_it_drafts():
     for text in (0, 1):
         for place, root in enumerate(roots[text].tolist()):
             states = head.fuse(features[text : text + 1, : root + 1])
-            expected = [first[text, root], *(each[text, place] for each in later)]
+            expected = [first[text, root], *(tensor[text, place] for tensor in later)]
             for row in expected:
                 length = states.shape[1]
                 out = head(tokens[text : text + 1, 1 : 1 + length], states, torch.arange(length), attend)

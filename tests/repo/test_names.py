@@ -53,9 +53,9 @@ def strays(family: str, op: str, files: dict[str, str]) -> list[str]:
 def test_every_op_has_a_family() -> None:
     tables = "".join(text for path, text in files_of("csrc/torch").items() if path.endswith(".cpp"))
     schemas = re.findall(r'^\s*{"([a-z]\w*)(?:\.\w+)?",\s+(?:"\(|PT_)', tables, re.MULTILINE)
-    known = {op for ops in FAMILIES.values() for op in ops}
-    assert set(schemas) == known
-    assert set(re.findall(r"^  (?:OP|RULE)\((\w+),", TABLE, re.MULTILINE)) <= known
+    names = {op for ops in FAMILIES.values() for op in ops}
+    assert set(schemas) == names
+    assert set(re.findall(r"^  (?:OP|RULE)\((\w+),", TABLE, re.MULTILINE)) <= names
 
 
 @pytest.mark.parametrize("floor", FLOORS)

@@ -60,12 +60,12 @@ def with_bool_masks(name: str, index: int) -> None:
 
 def with_known_builtins(*packages: Any) -> None:
     """Looks for builtins once, instead of at each launch and at each call of a function in a kernel."""
-    known = {
+    builtins = {
         package: [pair for pair in inspect.getmembers(package) if tl.core.is_builtin(pair[1])] for package in packages
     }
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        for name, member in known[package]:
+        for name, member in builtins[package]:
             if getattr(package, name) is member:
                 interpreter._patch_attr(package, name, member, builder, scope)
 
