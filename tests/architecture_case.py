@@ -123,7 +123,7 @@ def shrunk(kind: Any) -> dict[str, Any]:
     kept = [0, 1]
     types = fields.get("layer_types")
     if isinstance(types, (list, tuple)) and len(types) == layers:
-        kept = sorted({types.index(each) for each in types})
+        kept = sorted({types.index(label) for label in types})
         kept = kept if len(kept) > 1 else [*kept, kept[0] + 1]
     options |= {name: len(kept) for name in LAYERS if isinstance(fields.get(name), int)}
     for name, value in fields.items():

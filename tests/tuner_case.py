@@ -93,7 +93,7 @@ def run(machine: Machine, tuner: TreeTuner | None, tokens: int, whole: DraftTree
         if plan is not None and plan.depth is not None:
             kept = plan.keep(draft, machine.confidence())
             draft = kept.draft
-        paths, texts = zip(*(machine.path(draft, b, *each) for b, each in enumerate(places.items())), strict=True)
+        paths, texts = zip(*(machine.path(draft, b, *entry) for b, entry in enumerate(places.items())), strict=True)
         accepted, tokens_after = (torch.full((len(paths), 1 + MOST_LEVELS), -1, dtype=torch.int32) for _ in range(2))
         for b, (path, text) in enumerate(zip(paths, texts, strict=True)):
             accepted[b, : len(path)], tokens_after[b, : len(path)] = torch.tensor(path), torch.tensor(text)

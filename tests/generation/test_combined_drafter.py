@@ -245,7 +245,7 @@ def test_who_was_bad_is_asked_again(model):
         both[1].right = [3] if len(steps) > 12 else [0]
 
     generate(model, [prompt], drafter=drafter, max_new_tokens=140, tree=None, on_step=turn)
-    first = next(i for i, each in enumerate(steps[12:]) if each == [1])
+    first = next(i for i, numbers in enumerate(steps[12:]) if numbers == [1])
     assert 16 < first < 33 and steps[-10:].count([1]) > 7
 
 

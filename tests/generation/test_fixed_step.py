@@ -238,11 +238,11 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
     if isinstance(temperature, torch.Tensor):
         temperature = temperature.to("meta")
     params = SamplingParams(temperature=temperature, top_p=0.9, repetition_penalty=1.2, presence_penalty=0.5)
-    each = TokenOptions(bias={3: 1.0}, allowed_tokens=range(9), bad_words=[[1], [2, 3]])
+    rules = TokenOptions(bias={3: 1.0}, allowed_tokens=range(9), bad_words=[[1], [2, 3]])
     reader = None if is_processed is None else LogprobReader(3, is_processed)
 
     def rows_of(sequences):
-        return option_rows(sequences, [each] * 3, [7], [2] * 3, params, VOCAB, torch.device("meta"))
+        return option_rows(sequences, [rules] * 3, [7], [2] * 3, params, VOCAB, torch.device("meta"))
 
     model, sampling = tiny(0).to(torch.bfloat16), seeded_by_zeros("sampled", params)
     step, requests, history = step_without_host(model, NgramDrafter(8), sampling, rows_of, reader)
@@ -251,7 +251,7 @@ def test_request_options_stay_on_the_device(no_values, is_processed, temperature
     assert len(before) == 11 and all(getattr(step.options, name) is tensor for name, tensor in before.items())
     if reader is not None:
         tokens = 4, step._result.trees.max_depth + 1
-        assert [each.shape for each in step._found] == [tokens, tokens, (*tokens, 3), (*tokens, 3)]
+        assert [t.shape for t in step._found] == [tokens, tokens, (*tokens, 3), (*tokens, 3)]
 
 
 def test_buffers_are_not_made_anew(model, monkeypatch):
@@ -281,13 +281,13 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
     monkeypatch.setattr(FixedStep, "captures", False)
     small = tiny(0, num_hidden_layers=1).to(torch.float16)
     phrase = [3, 9, 4, 7]
-    given = {"params": params, "count": 5}
+    words = {"params": params, "count": 5}
     if params is not None and params.repetition_penalty != 1:
-        given |= {"options": TokenOptions(bias={9: 1.0}, bad_words=[[4]]), "logprobs": 2, "logprobs_mode": "processed"}
+        words |= {"options": TokenOptions(bias={9: 1.0}, bad_words=[[4]]), "logprobs": 2, "logprobs_mode": "processed"}
     prompts = [[*phrase, *phrase], [5, *phrase, 5]]
     with use_backend("simt"):
-        texts, stats = generated(small, NgramDrafter(4), prompts, page_size=4, cuda_graph=True, **given)
-    expected, plain = generated(small, None, prompts, **given)
+        texts, stats = generated(small, NgramDrafter(4), prompts, page_size=4, cuda_graph=True, **words)
+    expected, plain = generated(small, None, prompts, **words)
     assert texts == expected
     for one, other in zip(stats.sequences, plain.sequences, strict=True):
         if one.logprobs is not None:

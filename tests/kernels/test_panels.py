@@ -55,11 +55,11 @@ def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Word
     The first words of each 16 bytes of a key are its number, the place of the 16 bytes and 1 for V.
     """
     (head_dim, head_dim_v), latent = sizes, sizes[0] != sizes[1]
-    given = torch.zeros(2, 3, KEYS, 1, head_dim, dtype=torch.int16)
-    given[..., 0::8] = torch.arange(KEYS, dtype=torch.int16)[:, None, None]
-    given[..., 1::8] = torch.arange(head_dim // 8, dtype=torch.int16)
-    given[1, ..., 2::8] = 1
-    caches = torch.zeros(given.shape).to(torch.float8_e4m3fn) if fp8 else given.view(dtype)
+    halves = torch.zeros(2, 3, KEYS, 1, head_dim, dtype=torch.int16)
+    halves[..., 0::8] = torch.arange(KEYS, dtype=torch.int16)[:, None, None]
+    halves[..., 1::8] = torch.arange(head_dim // 8, dtype=torch.int16)
+    halves[1, ..., 2::8] = 1
+    caches = torch.zeros(halves.shape).to(torch.float8_e4m3fn) if fp8 else halves.view(dtype)
     k_cache, v_cache = caches[0], caches[0][..., :head_dim_v] if latent else caches[1]
     q = torch.zeros(rows // 16, 16, head_dim, dtype=dtype)
     page_table, ends = torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, rows // 16], dtype=torch.int32)

@@ -47,8 +47,8 @@ def test_every_op_has_a_call() -> None:
 @pytest.mark.parametrize("op", op_names())
 def test_opcheck(backend: str, device: torch.device, op: str) -> None:
     """The op writes what its schema says, and its fake implementation makes the same shapes, symbolic ones too."""
-    given = [call for call in raw_calls(device) if call.name == op]
-    for call in given[-1:] if op.endswith("_shards") else given:  # the last round of ranks has all arguments
+    samples = [call for call in raw_calls(device) if call.name == op]
+    for call in samples[-1:] if op.endswith("_shards") else samples:  # the last round of ranks has all arguments
         has_fp8 = any(t.dtype == torch.float8_e4m3fn for t in tensors_of(call.arguments))
         tests = ("test_faketensor", "test_aot_dispatch_dynamic") if has_fp8 else torch.library._OPCHECK_DEFAULT_UTILS
         torch.library.opcheck(call.function, (), call.arguments, test_utils=tests)

@@ -255,19 +255,19 @@ def optional_arguments() -> Iterator[Any]:
 def test_arguments_that_an_op_forgets_are_found(op, defaults, monkeypatch):
     names = [a.name for a in getattr(ops, op).default._schema.arguments]
     forgotten: str | None = None
-    given: set[str] = set()
+    arguments: set[str] = set()
 
     def forgets(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs |= dict(zip(names, args, strict=False))
-        given.update(key for key, default in defaults.items() if kwargs.get(key, default) is not default)
+        arguments.update(key for key, default in defaults.items() if kwargs.get(key, default) is not default)
         return function(**(kwargs if forgotten is None else {**kwargs, forgotten: defaults[forgotten]}))
 
     plant(monkeypatch, op, forgets, CPU)
     missing = set(defaults)
     for case in cases_of(op, CPU):
-        given.clear()
+        arguments.clear()
         case.run(CPU)  # says which arguments the case gives
-        for forgotten in sorted(given & missing):
+        for forgotten in sorted(arguments & missing):
             if run_row(case, CPU).status == FAILED:
                 missing.remove(forgotten)
         forgotten = None

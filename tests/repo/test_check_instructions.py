@@ -40,13 +40,13 @@ def test_every_instruction_has_golden_vectors(family, suffix, some):
 
 def test_a_wrong_answer_of_an_instruction_is_found(monkeypatch):
     cases = [case for family in (instructions, instructions_sm90) for case in family.cases()]
-    right, known = instructions.run_instruction, {}
+    right, answers = instructions.run_instruction, {}
     for case in cases:
 
         def wrong(which: str, words: Any, *arguments: Any, case: Case = case) -> Any:
             key = which, words.tobytes()
-            known[key] = known[key] if key in known else right(which, words, *arguments)
-            found, cluster = known[key]
+            answers[key] = answers[key] if key in answers else right(which, words, *arguments)
+            found, cluster = answers[key]
             if f"instructions/{which}" == case.name:
                 found = found.copy()
                 found[-1, -1, -1] ^= 0x1000
