@@ -120,15 +120,15 @@ def shrunk(kind: Any) -> dict[str, Any]:
     fields = base.to_dict()
     options = {name: value for name, value in SIZES.items() if name in fields}
     layers = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
-    kept = [0, 1]
+    indices = [0, 1]
     types = fields.get("layer_types")
     if isinstance(types, (list, tuple)) and len(types) == layers:
-        kept = sorted({types.index(label) for label in types})
-        kept = kept if len(kept) > 1 else [*kept, kept[0] + 1]
-    options |= {name: len(kept) for name in LAYERS if isinstance(fields.get(name), int)}
+        indices = sorted({types.index(label) for label in types})
+        indices = indices if len(indices) > 1 else [*indices, indices[0] + 1]
+    options |= {name: len(indices) for name in LAYERS if isinstance(fields.get(name), int)}
     for name, value in fields.items():
         if layers and isinstance(value, (list, tuple)) and len(value) == layers:
-            options[name] = [value[i] for i in kept]
+            options[name] = [value[i] for i in indices]
     for name in base.sub_configs:
         if fields.get(name) is not None:
             options[name] = shrunk(type(getattr(base, name)))
@@ -187,8 +187,8 @@ def outcome(name: str) -> str:
         return f"not built: its own generate fails: {_in_one_line(error)}"
     if failure is not None:
         raise failure
-    for drafter_name, own in texts.items():
-        for text, right in zip(own, expected, strict=True):
+    for drafter_name, answers in texts.items():
+        for text, right in zip(answers, expected, strict=True):
             check_same(model, text.tolist(), right, f"{name}, {drafter_name}")
     return "same"
 
@@ -218,8 +218,8 @@ def main() -> None:
         outcomes[name] = outcome(name)
         print(f"{name}: {outcomes[name]} ({time.perf_counter() - begin:.1f} s)", flush=True)
     if len(outcomes) == len(NAMES):
-        kept = {"transformers": transformers.__version__, "outcomes": outcomes}
-        KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        record = {"transformers": transformers.__version__, "outcomes": outcomes}
+        KEPT.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -49,9 +49,9 @@ def dense_logits(model, drafter, text):
     context = drafter.hidden_norm(features @ drafter.fc.weight.T)
     positions = torch.arange(count + config.block_size)
     cos, sin = (part[0] for part in Qwen3RotaryEmbedding(qwen)(states, positions[None]))
-    for i, own in enumerate(drafter.layers):
+    for i, module in enumerate(drafter.layers):
         layer = Qwen3DecoderLayer(qwen, layer_idx=0)
-        layer.load_state_dict(own.state_dict())  # the same names
+        layer.load_state_dict(module.state_dict())  # the same names
         attention, inputs = layer.self_attn, layer.input_layernorm(states)
         everything = torch.cat([context, inputs])
         projected = attention.q_proj(inputs), attention.k_proj(everything), attention.v_proj(everything)

@@ -18,9 +18,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and "each_value" in marks and "slow" not in marks:
             cases[item.nodeid.partition("[")[0]].append(item)
     for of_test in cases.values():
-        kept = of_each_value(of_test)
+        sample = of_each_value(of_test)
         for item in of_test:
-            if item not in kept:
+            if item not in sample:
                 item.add_marker(pytest.mark.slow)
 
 

@@ -86,8 +86,8 @@ def gpt2(num_positions, seed=0):
 
 def tiny_of(name: str, **options):
     """One of MODELS, on its own attention."""
-    kind, config, needed = MODELS[name]
-    model = tiny(0, kind, config, **needed, **options)
+    kind, config, fields = MODELS[name]
+    model = tiny(0, kind, config, **fields, **options)
     if name == "sinks":
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)

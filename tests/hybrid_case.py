@@ -76,9 +76,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny_hybrid(name: str = "qwen3_next", **options: Any) -> Any:
     """One of MODELS on its own attention, in fp32."""
-    kind, needed = MODELS[name]
+    kind, fields = MODELS[name]
     text = getattr(transformers, f"{kind}TextConfig", None)
-    config = (text or getattr(transformers, f"{kind}Config"))(**{**TINY, **needed, **options})
+    config = (text or getattr(transformers, f"{kind}Config"))(**{**TINY, **fields, **options})
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():

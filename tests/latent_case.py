@@ -54,9 +54,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def tiny_latent(name: str = "deepseek_v3", **options: Any) -> Any:
     """One of MODELS on its own attention, in fp32."""
-    kind, needed = MODELS[name]
+    kind, fields = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**{**TINY, **needed, **options})
+    config = getattr(transformers, f"{kind}Config")(**{**TINY, **fields, **options})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:  # otherwise greedy text repeats one token

@@ -60,8 +60,8 @@ def write_layer(model, head, name, folder):
     """A folder as the model's maker has it: config.json, tensors of the target, and those of the layer."""
     _, prefix, names = FORMS[name]
     tensors = {"model.norm.weight": model.get_decoder().norm.weight}
-    for own, tensor in head.state_dict().items():
-        part, _, rest = own.partition(".")
+    for label, tensor in head.state_dict().items():
+        part, _, rest = label.partition(".")
         tensors |= _one_by_one(f"{prefix}{names[part]}{'' if part == 'layer' else '.'}{rest}", tensor)
     if names is DEEPSEEK:  # it repeats what it shares with the model
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight

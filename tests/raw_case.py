@@ -72,17 +72,17 @@ def _form(value: Any) -> Any:
 
 @cache
 def _taken_down() -> list[RawCall]:
-    taken: dict[str, RawCall] = {}
+    records: dict[str, RawCall] = {}
     # Whatever else another test has made known: `generate` reads pages that nobody has written.
     for name in calls.names("calls.ops", "calls.recurrent"):
         call = calls.make(name)
         with use_backend("cpu"), _Recorder() as recorder:  # where its tensors are, whatever the test's backend is
             call.function(**call.arguments)
         for raw in recorder.calls:
-            taken.setdefault(_kind(raw), raw)
+            records.setdefault(_kind(raw), raw)
     calls.ops.one_rank.cache_clear()
     dist.destroy_process_group()  # other tests make one of their own
-    return [*taken.values()]
+    return [*records.values()]
 
 
 def raw_calls(device: torch.device | str = "cpu") -> list[RawCall]:

@@ -127,21 +127,21 @@ class Recorded:
         return [Asked.read(line) for line in self.lines[str(capability)]]
 
     def launches(self, capability: int) -> list[Launch]:
-        return [Launch.read(asked) for asked in self.asked(capability) if asked.name == "launch"]
+        return [Launch.read(call) for call in self.asked(capability) if call.name == "launch"]
 
 
 def recorded_once(temporary: Path) -> Recorded:
     """What the recorder wrote down; skips the test where the build has none. `temporary` is pytest's folder."""
     if not LIBRARY.exists():
         pytest.skip("libpagedtree_recorded.so was not built: make test CUDA=1")
-    kept = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "recorded.json"
-    with open(kept.with_suffix(".lock"), "w") as lock:
+    path = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "recorded.json"
+    with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
+        if not path.exists():
             with tempfile.TemporaryDirectory() as folder:
                 done = subprocess.run([sys.executable, __file__, folder], stdout=subprocess.PIPE, check=True)
-            kept.write_bytes(done.stdout)
-    return Recorded(**json.loads(kept.read_text()))
+            path.write_bytes(done.stdout)
+    return Recorded(**json.loads(path.read_text()))
 
 
 # ---- in the process of its own
@@ -351,8 +351,8 @@ def run_maps(recorder: Recorder) -> None:
 
     with environment("PAGEDTREE_ENGINE", "wgmma"):
         recorder.found.maps = [count(memory[:pages]) for pages in (2, 2, 3)]
-        others = [count(memory[i : i + 3]) for i in range(1, 4101)]
-        recorder.found.maps += [sum(others), count(memory[:3])]
+        counts = [count(memory[i : i + 3]) for i in range(1, 4101)]
+        recorder.found.maps += [sum(counts), count(memory[:3])]
 
 
 def run_engines(recorder: Recorder, folder: str) -> None:
@@ -365,12 +365,12 @@ def run_engines(recorder: Recorder, folder: str) -> None:
 
     q, cache = torch.zeros(32, 8, 128).bfloat16(), torch.zeros(4, 64, 2, 128).bfloat16()
     page_table, ends = torch.arange(4, dtype=torch.int32)[None], torch.tensor([0, 32], dtype=torch.int32)
-    kept = []  # so that each run has caches of its own, whose maps are new
+    tensors = []  # so that each run has caches of its own, whose maps are new
 
     def run(name: str, engine: str, failing: int = -1, error: int = UNKNOWN) -> None:
         number = recorder.add(HOPPER)
-        kept.append((cache.clone(), cache.clone()))
-        call = partial(tree_attention, q, *kept[-1], page_table, ends[1:], ends, max_seqlen_q=32)
+        tensors.append((cache.clone(), cache.clone()))
+        call = partial(tree_attention, q, *tensors[-1], page_table, ends[1:], ends, max_seqlen_q=32)
         recorder.library.recorded_fail(failing, error)
         with environment("PAGEDTREE_ENGINE", engine):
             recorder.found.engines[name] = recorder.run(number, call)

@@ -135,9 +135,9 @@ def kinds(*names):
 def cases(names, others=None):
     """Parameters of a test: each kind of subject with its names, and these with each of `others[kind]`."""
     return [
-        pytest.param(kind, *more, id="-".join(map(str, (kind, *more))), marks=_marks(kind, more[0]))
+        pytest.param(kind, *values, id="-".join(map(str, (kind, *values))), marks=_marks(kind, values[0]))
         for kind in names
-        for more in product(names[kind], *([] if others is None else [others[kind]]))
+        for values in product(names[kind], *([] if others is None else [others[kind]]))
     ]
 
 

@@ -84,15 +84,15 @@ def run(machine: Machine, tuner: TreeTuner | None, tokens: int, whole: DraftTree
     if tuner is not None:
         tuner.begin()
     while places:
-        plan = kept = None
+        plan = selection = None
         tree = whole
         if tuner is not None:
             plan = tuner.plan([tokens - place for place in places.values()])
             tree = limited(whole, plan.depth) if plan.depth is not None else ROOT
         draft, levels = machine.draft(tree, places), tree.max_depth
         if plan is not None and plan.depth is not None:
-            kept = plan.keep(draft, machine.confidence())
-            draft = kept.draft
+            selection = plan.keep(draft, machine.confidence())
+            draft = selection.draft
         paths, texts = zip(*(machine.path(draft, b, *entry) for b, entry in enumerate(places.items())), strict=True)
         accepted, tokens_after = (torch.full((len(paths), 1 + MOST_LEVELS), -1, dtype=torch.int32) for _ in range(2))
         for b, (path, text) in enumerate(zip(paths, texts, strict=True)):
@@ -101,7 +101,7 @@ def run(machine: Machine, tuner: TreeTuner | None, tokens: int, whole: DraftTree
         drafting, noise = machine.drafting(levels, len(paths)), 1 + machine.noise * machine.rng.standard_exponential()
         took = (machine.target(rows[-1], len(paths)) + drafting) * noise
         if tuner is not None:
-            tuner.learn(plan, Outcome(took, accepted, tokens_after, drafting, kept))
+            tuner.learn(plan, Outcome(took, accepted, tokens_after, drafting, selection))
         seconds += took
         reached = {s: place + len(path) for (s, place), path in zip(places.items(), paths, strict=True)}
         places = {s: place for s, place in reached.items() if place < machine.end_of(s, tokens)}

@@ -84,8 +84,8 @@ def test_other_ways_to_generate(name):
     served.set_attn_implementation("pagedtree")
     texts["generate"] = [greedy(served, prompt) for prompt in prompts]
     for way, got in texts.items():
-        for text, own in zip(got, expected, strict=True):
-            check_same(served, text, own, f"{name}, {way}")
+        for text, right in zip(got, expected, strict=True):
+            check_same(served, text, right, f"{name}, {way}")
 
 
 class Layer(torch.nn.Module):
@@ -159,6 +159,6 @@ def test_heads_that_differ_from_layer_to_layer_are_not_repeated():
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture(name):
     """The outcome is the one that the documents tell; `python tests/architecture_case.py` keeps new ones."""
-    got, kept = outcome(name), json.loads(KEPT.read_text(encoding="utf-8"))
-    if transformers.__version__ == kept["transformers"]:
-        assert got == kept["outcomes"][name]
+    got, record = outcome(name), json.loads(KEPT.read_text(encoding="utf-8"))
+    if transformers.__version__ == record["transformers"]:
+        assert got == record["outcomes"][name]

@@ -45,7 +45,7 @@ def batch():
 @pytest.fixture(scope="module")
 def drafters(model, batch):
     text = model.generate(**batch, **GREEDY)
-    rows = [row[kept:].tolist() for row, kept in zip(text, (batch["attention_mask"] == 0).sum(1), strict=True)]
+    rows = [row[start:].tolist() for row, start in zip(text, (batch["attention_mask"] == 0).sum(1), strict=True)]
     return {
         "none": lambda: None,
         "ngram": lambda: NgramDrafter(8),
@@ -117,8 +117,8 @@ def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeyp
     options = {**batch, **filters, "do_sample": True, "max_new_tokens": 1}
     out = model.generate(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     received = []
-    own = custom_generate.generate
-    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or own(*a, **k))
+    function = custom_generate.generate
+    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or function(*a, **k))
     model.generate(**options, **OURS)
     (keywords,) = received
     params = read_processors(keywords["logits_processor"], [[1]], None, [], VOCAB).on_params(keywords["params"])
@@ -215,6 +215,6 @@ def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
     options = {**batch, **GREEDY}
     load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
     expected, seen = model.generate(**options), []
-    for more in ({}, {"drafter": NgramDrafter(6)}):
-        assert torch.equal(model.generate(**options, **load, **more, on_stats=seen.append), expected)
+    for keywords in ({}, {"drafter": NgramDrafter(6)}):
+        assert torch.equal(model.generate(**options, **load, **keywords, on_stats=seen.append), expected)
     assert all(max(stats.accepted_histogram) > 0 for stats in seen)

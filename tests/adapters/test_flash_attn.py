@@ -185,9 +185,9 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
     rows = torch.cat(paged.k), torch.cat(paged.v)
     used = torch.tensor([29, 9, 2], dtype=torch.int32)
     out = flash_attn_varlen_func(q, *rows, offsets(lens_q), offsets(lens), 4, 30, causal=True, seqused_k=used)
-    kept = [[x[:n] for x, n in zip(side, used.tolist(), strict=True)] for side in (paged.k, paged.v)]
+    sides = [[x[:n] for x, n in zip(side, used.tolist(), strict=True)] for side in (paged.k, paged.v)]
     masks = [mask_of(n, s, True) for n, s in zip(lens_q, used.tolist(), strict=True)]
-    close(out, torch.cat(expected(list(q.split(lens_q)), *kept, masks)[0]))
+    close(out, torch.cat(expected(list(q.split(lens_q)), *sides, masks)[0]))
 
 
 # flash_attn_varlen_func -----------------------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ def test_distribution_of_the_first_two_tokens(on_device, draws, vocab) -> None:
         counts = tokens[rows, column].bincount(minlength=vocab).double()
         bins = torch.cat([counts[large], counts[~large].sum()[None]])
         distribution = torch.cat([p[large], p[~large].sum()[None]]) * counts.sum()
-        kept = distribution > 0
-        chi2 = ((bins - distribution)[kept] ** 2 / distribution[kept]).sum()
-        freedom = int(kept.sum()) - 1
+        support = distribution > 0
+        chi2 = ((bins - distribution)[support] ** 2 / distribution[support]).sum()
+        freedom = int(support.sum()) - 1
         assert chi2 < freedom + 10 * (2 * freedom) ** 0.5, (column, float(chi2), freedom)
 
 

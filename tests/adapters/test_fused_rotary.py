@@ -93,10 +93,10 @@ def test_wrapped_layers_are_left_alone() -> None:
 
 def test_a_layer_that_changes_its_mind_is_refused(seen: list[RotaryLayer], monkeypatch) -> None:
     model = tiny(0)
-    own, passes = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface, []
+    interface, passes = modeling_llama.ALL_ATTENTION_FUNCTIONS.get_interface, []
 
     def doubles_later(name: str, default: Any) -> Any:
-        attend = own(name, default)
+        attend = interface(name, default)
         passes.append(name)
         if len(passes) <= 2:  # both layers' first
             return attend

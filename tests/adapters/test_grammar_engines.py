@@ -149,9 +149,9 @@ def test_masks(engine, grammar, vocab) -> None:
         assert len({frozenset(row) for row in expected}) > 3  # they do differ
         # The same once more, and from the state they came in.
         assert torch.equal(rows, masks.fill(tokens, batch).result())
-        own = set(range(min(vocab, len(VOCAB))))
+        vocabulary = set(range(min(vocab, len(VOCAB))))
         for text, row in zip(texts, masks.fill_next().result(), strict=True):
-            assert bits(row) == ((after(text) or {EOS}) & own or {EOS})
+            assert bits(row) == ((after(text) or {EOS}) & vocabulary or {EOS})
 
 
 def test_what_comes_after_commit(engine) -> None:

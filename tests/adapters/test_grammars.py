@@ -23,8 +23,8 @@ def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
     def expected(vocab: int, without: int = -1) -> list[set[int]]:
         rows = []
         for b, parts in enumerate(zip(texts, trees, tokens, strict=True)):
-            own = expected_rows(Parity.after, *parts, Parity.stop_token_ids, vocab, Parity.vocab_size)
-            rows += [set(range(vocab))] * len(own) if b == without else own
+            sets = expected_rows(Parity.after, *parts, Parity.stop_token_ids, vocab, Parity.vocab_size)
+            rows += [set(range(vocab))] * len(sets) if b == without else sets
         return rows + [set(range(vocab))] * padding
 
     return [Parity(text) for text in texts], flat, batch, expected

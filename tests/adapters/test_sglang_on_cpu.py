@@ -18,10 +18,10 @@ def test_last_slots() -> None:
 
 def test_filters_of_probabilities() -> None:
     probs = torch.tensor([[0.5, 0.1, 0.3, 0.1], [0.25, 0.25, 0.25, 0.25], [0.1, 0.2, 0.3, 0.4]])
-    kept = on_cpu.top_k_renorm(probs, torch.tensor([2, 1, 2**30], dtype=torch.int32))
-    torch.testing.assert_close(kept, torch.tensor([[0.625, 0, 0.375, 0], [0.25] * 4, [0.1, 0.2, 0.3, 0.4]]))
-    kept = on_cpu.top_p_renorm(probs, torch.tensor([0.5, 0.3, 0.71]))
-    torch.testing.assert_close(kept, torch.tensor([[1.0, 0, 0, 0], [0.25] * 4, [0, 2 / 9, 3 / 9, 4 / 9]]))
+    result = on_cpu.top_k_renorm(probs, torch.tensor([2, 1, 2**30], dtype=torch.int32))
+    torch.testing.assert_close(result, torch.tensor([[0.625, 0, 0.375, 0], [0.25] * 4, [0.1, 0.2, 0.3, 0.4]]))
+    result = on_cpu.top_p_renorm(probs, torch.tensor([0.5, 0.3, 0.71]))
+    torch.testing.assert_close(result, torch.tensor([[1.0, 0, 0, 0], [0.25] * 4, [0, 2 / 9, 3 / 9, 4 / 9]]))
 
 
 def test_requests_that_sample_are_not_verified_greedily(monkeypatch) -> None:

@@ -98,8 +98,8 @@ def reference(parent_list, selected, topk, depth):
     parents = np.full((bs, n), -1)
     for b, i in itertools.product(range(bs), range(1, n)):
         group = selected[b][i - 1] // topk
-        wanted = parent_list[b][group] if group else None
-        parents[b, i] = 0 if group == 0 else selected[b].index(wanted) + 1 if wanted in selected[b] else -1
+        parent = parent_list[b][group] if group else None
+        parents[b, i] = 0 if group == 0 else selected[b].index(parent) + 1 if parent in selected[b] else -1
     levels = np.zeros((bs, n), dtype=int)
     sees = np.zeros((bs, n, n), dtype=bool)
     first, sibling = np.full((bs, n), -1), np.full((bs, n), -1)
@@ -137,8 +137,8 @@ def test_links_of_published_masks(on_torch_device, spelling) -> None:
     lens = torch.tensor(EAGLE["seq_lens"])
     form = {"batch_size": 2, "draft_token_num": 8, "verified_seq_len": lens, **dict(zip(names, outs, strict=True))}
     reconstruct_indices_from_tree_mask(mask, **form)
-    wanted = EAGLE["positions"], [[*range(8)], [*range(8, 16)]], EAGLE["next_token"], EAGLE["next_sibling"]
-    assert [out.tolist() for out in outs] == list(wanted)
+    lists = EAGLE["positions"], [[*range(8)], [*range(8, 16)]], EAGLE["next_token"], EAGLE["next_sibling"]
+    assert [out.tolist() for out in outs] == list(lists)
     with pytest.raises(ValueError, match=r"tree_mask: expected 128 elements of one byte, got 64 of torch\.bool"):
         reconstruct_indices_from_tree_mask(mask[:64], **form)
     assert build_tree_kernel_efficient_cpu is build_tree_kernel_efficient  # SGLang's name for the same on CPUs

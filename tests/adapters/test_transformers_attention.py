@@ -74,9 +74,9 @@ def test_layers_share_the_words_of_a_mask(monkeypatch):
 def test_logits_and_text_are_those_of_the_reference(name, padded):
     batch = inputs(padded)
     ours, reference = pair(name)
-    kept = batch["attention_mask"].bool()
+    mask = batch["attention_mask"].bool()
     with torch.no_grad():
-        torch.testing.assert_close(ours(**batch).logits[kept], reference(**batch).logits[kept], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours(**batch).logits[mask], reference(**batch).logits[mask], rtol=1e-4, atol=1e-4)
     options = {"max_new_tokens": 12, "do_sample": False}
     assert torch.equal(ours.generate(**batch, **options), reference.generate(**batch, **options))
 
@@ -86,10 +86,10 @@ def test_logits_and_text_are_those_of_the_reference(name, padded):
 def test_half_precision_is_as_exact_as_the_models_own(name, dtype):
     ours, reference = pair(name)
     batch = inputs()
-    kept = batch["attention_mask"].bool()
+    mask = batch["attention_mask"].bool()
     with torch.no_grad():
-        exact = reference(**batch).logits[kept]
-        errors = [(model.to(dtype)(**batch).logits[kept] - exact).square().mean().sqrt() for model in (ours, reference)]
+        exact = reference(**batch).logits[mask]
+        errors = [(model.to(dtype)(**batch).logits[mask] - exact).square().mean().sqrt() for model in (ours, reference)]
     assert 0 < errors[0] < 2 * errors[1]
 
 
@@ -165,8 +165,8 @@ def test_layers_that_are_not_causal():
         expected = [reference(**batch)[0], reference(batch["input_ids"])[0]]
         reference.set_attn_implementation("pagedtree")
         got = [reference(**batch)[0], reference(batch["input_ids"])[0]]
-    kept = batch["attention_mask"].bool()
-    torch.testing.assert_close(got[0][kept], expected[0][kept], rtol=1e-4, atol=1e-4)
+    mask = batch["attention_mask"].bool()
+    torch.testing.assert_close(got[0][mask], expected[0][mask], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ WORKER = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
 
 def config_of(**model):
     """A configuration that trees can run with, as far as `check_config` looks at it."""
-    one = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "data", "decode_context", "prefill_context", "tensor")}
+    sizes = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "data", "decode_context", "prefill_context", "tensor")}
     of_model = {
         "logits_processors": None,
         "uses_mrope": False,
@@ -23,7 +23,7 @@ def config_of(**model):
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**of_model, **model}),
-        parallel_config=SimpleNamespace(**one, _api_process_count=1, enable_dbo=False, worker_cls=WORKER),
+        parallel_config=SimpleNamespace(**sizes, _api_process_count=1, enable_dbo=False, worker_cls=WORKER),
         device_config=SimpleNamespace(device_type="cpu"),
         scheduler_config=SimpleNamespace(async_scheduling=False, scheduler_cls=SCHEDULER),
         speculative_config=None,

@@ -171,5 +171,5 @@ def test_the_surest_nodes_are_kept():
     assert plan.depth is not None
     sure = Proposal([1, 2, 3], np.arange(-1, 3, dtype=np.int32), np.zeros(4, dtype=np.float32))
     unsure = sure._replace(log_probs=np.array([0.0, -8.0, -16.0, -24.0], dtype=np.float32))
-    kept = server.tuner.keep([unsure, sure])
-    assert len(kept[0].tokens) == 0 and len(kept[1].tokens) > 0
+    drafts = server.tuner.keep([unsure, sure])
+    assert len(drafts[0].tokens) == 0 and len(drafts[1].tokens) > 0

@@ -187,9 +187,9 @@ def transformers_generation_config() -> Call:
 
     tokens = {"suppress_tokens": [3], "begin_suppress_tokens": [4], "bad_words_ids": [[5], [6, 7]], "eos_token_id": [7]}
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": None, "typical_p": 1.0}
-    others = {"repetition_penalty": 1.2, "sequence_bias": [[[9], 2.0]], "min_length": 2, "min_new_tokens": None}
+    penalties = {"repetition_penalty": 1.2, "sequence_bias": [[[9], 2.0]], "min_length": 2, "min_new_tokens": None}
     refused = {"no_repeat_ngram_size": 0, "num_beams": 1, "forced_eos_token_id": None, "guidance_scale": None}
-    return Call(generate_with, {**tokens, **sampling, **others, **refused, "stop_strings": None})
+    return Call(generate_with, {**tokens, **sampling, **penalties, **refused, "stop_strings": None})
 
 
 @valid_call

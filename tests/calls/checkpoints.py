@@ -50,8 +50,8 @@ def eagle_checkpoint() -> Call:
 @valid_call
 def block_checkpoint() -> Call:
     layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
-    more = {"rope_scaling": None, "final_logit_softcapping": 3.0, "is_causal": True, "vocab_size": 128}
-    return _loading("block", BlockDraftModel, **{**OF_OTHERS, **layers, **more})
+    fields = {"rope_scaling": None, "final_logit_softcapping": 3.0, "is_causal": True, "vocab_size": 128}
+    return _loading("block", BlockDraftModel, **{**OF_OTHERS, **layers, **fields})
 
 
 @valid_call

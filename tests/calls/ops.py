@@ -134,10 +134,10 @@ def tree_attention() -> Call:
 @valid_call
 def causal_attention() -> Call:
     """With as little as can be given."""
-    needed = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q")
+    names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "cu_seqlens_q")
     arguments = _attention()
     out = torch.empty_like(arguments["q"])
-    return Call(pt.tree_attention, {**{name: arguments[name] for name in needed}, "out": out}, written=("out",))
+    return Call(pt.tree_attention, {**{name: arguments[name] for name in names}, "out": out}, written=("out",))
 
 
 @valid_call
@@ -345,8 +345,8 @@ def expand_tree_by_draws() -> Call:
 def ngram_propose() -> Call:
     history = {"history": torch.randint(3, (3, 30)), "history_lens": int32([12, 7, 30]), "history_rows": int32([2, 0])}
     bounds = {"max_nodes": 9, "max_depth": 4, "min_ngram": 1, "max_ngram": 3, "max_branches": 3}
-    more = {"extra": torch.randint(3, (2, 20)), "active": torch.tensor([True, True])}
-    return Call(pt.ngram_propose, {**history, **bounds, **more})
+    tensors = {"extra": torch.randint(3, (2, 20)), "active": torch.tensor([True, True])}
+    return Call(pt.ngram_propose, {**history, **bounds, **tensors})
 
 
 @valid_call
@@ -359,8 +359,8 @@ def medusa_propose() -> Call:
 @valid_call
 def decoy_propose() -> Call:
     arguments = {"texts": torch.randint(VOCAB, (2, 9)), "lengths": int32([3, 7]), "max_nodes": 9, "max_depth": 4}
-    more = {"root_tokens": int64([3, 4]), "active": torch.tensor([True, True])}
-    return Call(testing.decoy_propose, arguments | more, is_for_host=True)
+    tensors = {"root_tokens": int64([3, 4]), "active": torch.tensor([True, True])}
+    return Call(testing.decoy_propose, arguments | tensors, is_for_host=True)
 
 
 @valid_call

@@ -103,7 +103,7 @@ def test_rotation_with_the_update_of_the_cache(is_neox, cache_dtype):
         positions, query.flatten(1), key.flatten(1), 64, 32, table, is_neox
     )
     impl.do_kv_cache_update(layer, rotated_k.unflatten(1, (2, 64)), value, caches[0], slots)
-    kept = query[5:].clone()
+    rows = query[5:].clone()
     impl.do_rope_and_kv_cache_update(layer, query, key, value, positions, table, is_neox, caches[1], slots)
-    assert torch.equal(query[:5].flatten(1), rotated_q[:5]) and torch.equal(query[5:], kept)
+    assert torch.equal(query[:5].flatten(1), rotated_q[:5]) and torch.equal(query[5:], rows)
     assert caches[0].any() and torch.equal(caches[1], caches[0])

@@ -144,11 +144,11 @@ def test_attributes_exist(file: str, variable: str) -> None:
 
 
 def test_the_runners_attributes_exist() -> None:
-    own = {"drafter", "speculator", "_masks"}
+    names = {"drafter", "speculator", "_masks"}
     body = own_class("runner_v2.py", "TreeRunnerV2").body
     declared = {getattr(node.target, "id", "") for node in body if isinstance(node, ast.AnnAssign)}
     assert len(declared) > 10
-    assert declared - own <= SOURCES.members(*RUNNER_V2)
+    assert declared - names <= SOURCES.members(*RUNNER_V2)
 
 
 def test_the_cache_is_updated_before_attention() -> None:

@@ -137,10 +137,10 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
         rows = torch.cat([parents[row, :size] for row, size in enumerate(sizes)])
         trees = build_trees(rows, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]).int(), max_nodes=16, max_depth=15)
         chances = [torch.cat([torch.ones(1), survival[row, : size - 1]]) for row, size in enumerate(sizes)]
-        kept, _ = select_nodes(trees, torch.cat(chances), len(drafts) + budget)
+        best, _ = select_nodes(trees, torch.cat(chances), len(drafts) + budget)
         # Nodes of no probability are kept where all others are; whose they are does not matter.
         if (torch.cat(chances) > 0).sum() >= len(drafts) + budget:
-            assert kept.cu_nodes.tolist() == offsets.tolist()
+            assert best.cu_nodes.tolist() == offsets.tolist()
         seen.append((offsets.diff().tolist(), budget, sum(drafts)))
         return offsets, starts, budget
 

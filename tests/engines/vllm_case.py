@@ -67,8 +67,8 @@ def token_prompts(count: int = 6) -> list[list[int]]:
     shared = [(31 * i * i + 7) % 1900 + 50 for i in range(40)]
     prompts = []
     for n in range(count):
-        own = [(7 * i * i + 3 * n + 5) % 1900 + 50 for i in range(3 + 9 * n % 61)]
-        prompts.append([0, *own, *own[: len(own) // 2]] if n % 2 else [0, *shared[: 8 * n], *own])
+        middle = [(7 * i * i + 3 * n + 5) % 1900 + 50 for i in range(3 + 9 * n % 61)]
+        prompts.append([0, *middle, *middle[: len(middle) // 2]] if n % 2 else [0, *shared[: 8 * n], *middle])
     return prompts
 
 

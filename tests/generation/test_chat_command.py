@@ -173,8 +173,8 @@ def test_drafters_have_their_own_sizes(folder, run, calls):
         run(*options, "--num-nodes", "7")
         assert calls[-1].drafter.max_nodes == 7
         law = ["--draft-law", "iid"] if "--draft" in options else []
-        for more, deepest in (([], nodes - 1), (["--num-nodes", "4"], 3)) if chain else ():
-            assert run(*options, *law, "--rule", "block", "--temperature", "0.9", *more).status == 0
+        for extras, deepest in (([], nodes - 1), (["--num-nodes", "4"], 3)) if chain else ():
+            assert run(*options, *law, "--rule", "block", "--temperature", "0.9", *extras).status == 0
             assert calls[-1].drafter.is_chain and calls[-1].drafter.max_depth <= deepest
 
 
@@ -233,15 +233,15 @@ def test_gguf_file(run, calls, gguf_file, tmp_path):
     options = ["--model", gguf_file, "--prompt", tmp_path / "prompt.txt", "--chat", "--dtype", "float32"]
     status, plain, error = run(*options, count=12)
     assert status == 0 and f"reading {gguf_file} once; " in error
-    (kept,) = (tmp_path / "cache" / "pagedtree").iterdir()
-    assert json.loads((kept / "config.json").read_text())["model_type"] == "llama"
-    tokenizer = AutoTokenizer.from_pretrained(kept)
+    (checkpoint,) = (tmp_path / "cache" / "pagedtree").iterdir()
+    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "llama"
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     message = [{"role": "user", "content": "the theme"}]
     expected = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
     assert calls[-1].prompts == [expected] and calls[-1].eos_token_id[0] == 2
     status, out, error = run(*options, "--draft", gguf_file, count=12)
     assert (status, out) == (0, plain) and "reading" not in error
-    assert calls[-1].drafter.model.config.name_or_path == str(kept)
+    assert calls[-1].drafter.model.config.name_or_path == str(checkpoint)
 
 
 def test_gguf_files_that_will_not_do(run, gguf_file, monkeypatch, tmp_path):

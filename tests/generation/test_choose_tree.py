@@ -20,10 +20,10 @@ def all_forests(num_nodes: int, depth: int, rank: int, num_ranks: int) -> list[t
     if depth == 0 or rank == num_ranks:
         return []
     return [
-        (child, *others)
+        (child, *siblings)
         for size in range(1, num_nodes + 1)
         for child in all_forests(size - 1, depth - 1, 0, num_ranks)
-        for others in all_forests(num_nodes - size, depth, rank + 1, num_ranks)
+        for siblings in all_forests(num_nodes - size, depth, rank + 1, num_ranks)
     ]
 
 

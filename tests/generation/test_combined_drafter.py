@@ -136,9 +136,9 @@ def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
     drafter.select(endless(texts))
     draft = drafter.propose(*padded(texts))
     assert draft.trees.cu_nodes.diff().tolist() == [4, 2, 4, 2]
-    kept = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # of the last tree only the root
+    nodes = torch.tensor([0, 1, 4, 5, 6, 7, 10], dtype=torch.int32)  # of the last tree only the root
     trees = TreeBatch.from_trees([DraftTree.chain(count) for count in (1, 1, 1, 0)])
-    drafter.narrow(Draft(draft.draft_tokens[kept.long()], trees), kept)
+    drafter.narrow(Draft(draft.draft_tokens[nodes.long()], trees), nodes)
     part, rows = other.narrowed[0]
     assert rows == [0, 1, 2]
     assert part.trees.cu_nodes.tolist() == [0, 2, 3] and part.draft_tokens[1] == 7
@@ -176,12 +176,12 @@ def test_the_draft_model_catches_up_with_what_was_copied(model, tree):
         accepted = step.verdict.num_accepted[step.num_read :].tolist()
         bounds = list(pairwise(step.trees.cu_nodes.tolist()))[step.num_read :]
         depths = [int(step.trees.depths[begin:end].max()) for begin, end in bounds]
-        asked = [b for b, which in enumerate(drafter._chosen) if which == 0] if depths else []
-        for b in asked:
+        members = [b for b, which in enumerate(drafter._chosen) if which == 0] if depths else []
+        for b in members:
             if depths[b] > 0:  # 3, but at the end of the text
                 assert accepted[b] == depths[b]
                 checked += depths[b] == 3
-        mixed += 0 < len(asked) < len(decoded)
+        mixed += 0 < len(members) < len(decoded)
 
     generate(model, repeating(4), drafter=drafter, max_new_tokens=60, on_step=check)
     assert checked > 20 and mixed > 3
@@ -221,8 +221,8 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
     """The first is right more often for two texts, the second for the others; of equals the cheaper one."""
     prompts = prompts_of((9, 7, 11, 5), seed=5)
     texts = [greedy(model, prompt, 60) for prompt in prompts]
-    both = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
-    drafter, chosen = CombinedDrafter(*both, costs=costs), []
+    readers = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
+    drafter, chosen = CombinedDrafter(*readers, costs=costs), []
 
     def note(step):
         chosen.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None)
@@ -237,12 +237,12 @@ def test_who_was_bad_is_asked_again(model):
     """A drafter that turned right while nobody asked it is found out about."""
     (prompt,) = prompts_of((9,), seed=5)
     texts = [greedy(model, prompt, 140)]
-    both = [Reader(texts, [1]), Reader(texts, [0])]
-    drafter, steps = CombinedDrafter(*both, costs=FREE), []
+    readers = [Reader(texts, [1]), Reader(texts, [0])]
+    drafter, steps = CombinedDrafter(*readers, costs=FREE), []
 
     def turn(step):
         steps.append(drafter._chosen[:1])
-        both[1].right = [3] if len(steps) > 12 else [0]
+        readers[1].right = [3] if len(steps) > 12 else [0]
 
     generate(model, [prompt], drafter=drafter, max_new_tokens=140, tree=None, on_step=turn)
     first = next(i for i, numbers in enumerate(steps[12:]) if numbers == [1])

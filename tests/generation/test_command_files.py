@@ -123,8 +123,8 @@ def test_white_space_of_json_is_bounded(folder, run, tmp_path):
     """A model that likes blanks comes to an end."""
     pytest.importorskip("xgrammar")
     schema = ["--json-schema", folder / "schema.json"]
-    for more, most in (([], 20), (["--max-whitespace", "3"], 3)):
-        status, out, _ = run(*schema, *more, count=400)
+    for limits, most in (([], 20), (["--max-whitespace", "3"], 3)):
+        status, out, _ = run(*schema, *limits, count=400)
         assert status == 0 and json.loads(out)["a"] == [1, 1] and max(gaps(out[:-1])) == most
     status, out, _ = run(*schema, "--max-whitespace", "0", count=400)
     assert (status, out) == (0, '{"a": [1, 1]}\n')

@@ -51,13 +51,13 @@ def test_under_another_default_dtype(name, dtype, monkeypatch):
 def test_copies(name):
     """Before and after use: a copy drafts what a new drafter drafts, or what the used one drafts with its memory."""
     subject = SUBJECTS["full"]
-    drafter, others = subject.drafter(name), [subject.drafter(name)]
+    drafter, copies = subject.drafter(name), [subject.drafter(name)]
     for _ in range(2):
-        others += [copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))]
+        copies += [copy.deepcopy(drafter), pickle.loads(pickle.dumps(drafter))]
         steps(subject, drafter, tree="auto")
-        drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in others]
+        drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in copies]
         assert all(draft == drafted[0] for draft in drafted)
-        others = [copy.deepcopy(drafter)]
+        copies = [copy.deepcopy(drafter)]
 
 
 class Foreign:

@@ -291,18 +291,18 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
     assert texts == expected
     for one, other in zip(stats.sequences, plain.sequences, strict=True):
         if one.logprobs is not None:
-            both = torch.tensor([one.logprobs.logprobs, other.logprobs.logprobs])
-            torch.testing.assert_close(both[0], both[1], atol=1e-2, rtol=0.0)  # float16
+            pair = torch.tensor([one.logprobs.logprobs, other.logprobs.logprobs])
+            torch.testing.assert_close(pair[0], pair[1], atol=1e-2, rtol=0.0)  # float16
 
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model):
-    for message, more in (
+    for message, keywords in (
         (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
         ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
     ):
         with pytest.raises(ValueError, match=message):
-            generated(model, cuda_graph=True, **more)
+            generated(model, cuda_graph=True, **keywords)
     monkeypatch.setattr(FixedStep, "captures", True)
     with pytest.raises(ValueError, match="cuda_graph: expected a model on a CUDA device, got one on cpu"):
         generated(tiny(0), cuda_graph=True)

@@ -132,14 +132,14 @@ def test_any_mix_of_settings(subject, kind, data):
     options = {"count": count, "params": params, "n": n}
     model, drafter = subject.model, subject.drafter(name)
     num_pages = -(-(max(lengths) + count - 2 + drafter.max_nodes) // page_size) + data.draw(st.integers(0, 9), "pages")
-    more = {"page_size": page_size, "num_pages": num_pages, "share_prefix": data.draw(st.booleans(), "share_prefix")}
-    more["max_batch_tokens"] = data.draw(st.integers(1, 60), "max_batch_tokens")
-    more["max_sequences"] = data.draw(st.none() | st.integers(1, 4), "max_sequences")
-    texts, stats = generated(model, drafter, prompts, **more, **options)
+    limits = {"page_size": page_size, "num_pages": num_pages, "share_prefix": data.draw(st.booleans(), "share_prefix")}
+    limits["max_batch_tokens"] = data.draw(st.integers(1, 60), "max_batch_tokens")
+    limits["max_sequences"] = data.draw(st.none() | st.integers(1, 4), "max_sequences")
+    texts, stats = generated(model, drafter, prompts, **limits, **options)
     assert stats.peak_pages <= num_pages
     for b, prompt in enumerate(prompts):
-        own = range(b * n, (b + 1) * n)
-        assert texts[own.start : own.stop] == generated(model, None, [prompt], seeds=own, **options)[0]
+        rows = range(b * n, (b + 1) * n)
+        assert texts[rows.start : rows.stop] == generated(model, None, [prompt], seeds=rows, **options)[0]
 
 
 EVICTED = {**DISTINCT, "hybrid": ["ngram tree", "EAGLE", "draft model", "oracle"], "latent": ["ngram tree", "oracle"]}
@@ -172,10 +172,10 @@ def test_sampled_outcomes_that_share_pages(subject, name, more):
 @pytest.mark.parametrize("drafter", [None, NgramDrafter(8)])
 def test_prompt_that_never_fits(model, drafter):
     nodes = 8 if drafter else 1
-    needed = -(-(33 + NEW_TOKENS - 2 + nodes) // 4)
-    with pytest.raises(ValueError, match=rf"num_pages: expected at least {needed} pages .* got {needed - 1}"):
-        generated(model, drafter, page_size=4, num_pages=needed - 1)
-    generated(model, drafter, page_size=4, num_pages=needed)
+    least = -(-(33 + NEW_TOKENS - 2 + nodes) // 4)
+    with pytest.raises(ValueError, match=rf"num_pages: expected at least {least} pages .* got {least - 1}"):
+        generated(model, drafter, page_size=4, num_pages=least - 1)
+    generated(model, drafter, page_size=4, num_pages=least)
 
 
 def test_undeclared_trees_that_never_fit(model, texts):

@@ -292,30 +292,30 @@ def test_a_forked_process_waits_for_no_thread_of_its_parent():
 
 
 def test_turns_end_and_nest():
-    model, drafter, taken = object(), object(), []
+    model, drafter, turns = object(), object(), []
 
     def take(*things):
         def run():
             with in_turn(*things):
-                taken.append(things)
+                turns.append(things)
 
         thread = threading.Thread(target=run)
         thread.start()
-        thread.join(timeout=0.2 if drafter in things and not taken else 30)
+        thread.join(timeout=0.2 if drafter in things and not turns else 30)
         return thread
 
     with in_turn(model, drafter):
         with in_turn(drafter):  # a call of its own from a callback
             pass
         waits = take(drafter)
-        assert waits.is_alive() and not taken
+        assert waits.is_alive() and not turns
         take(object())
-        assert len(taken) == 1
+        assert len(turns) == 1
     waits.join(timeout=30)
     with pytest.raises(ZeroDivisionError), in_turn(model):
         _ = 1 / 0
     take(model, drafter)
-    assert len(taken) == 3
+    assert len(turns) == 3
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

@@ -140,8 +140,8 @@ def test_what_is_refused(run, options, message):
 def test_request_options(model, run, sampling):
     """Penalties without sampling, and with it; bad words, the least length, log-probabilities."""
     options = ["--repetition-penalty", "1.3", "--frequency-penalty", "0.5", "--bad-word", "w9", "--bad-word", "w1 w4"]
-    more = ["--min-new-tokens", "3", "--logprobs", "2", "--presence-penalty", "1"]
-    outcome = run(*options, *more, *sampling, "--ngram")
+    outputs = ["--min-new-tokens", "3", "--logprobs", "2", "--presence-penalty", "1"]
+    outcome = run(*options, *outputs, *sampling, "--ngram")
     fields = {"temperature": 0.9, "min_p": 0.1} if sampling else {"temperature": 0.0}
     params = SamplingParams(**fields, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0)
     words = TokenOptions(bad_words=[[9], [1, 4]])
@@ -209,8 +209,8 @@ def test_sampled_text_of_a_config(model, configured):
 @pytest.mark.parametrize("option", ["--top-p=0.9", "--top-k=3", "--min-p=0.1", "--seed=1", "--seed=0"])
 def test_sampling_options_need_a_temperature(run, configured, option):
     assert configured(FILE, option)
-    for more in (["--temperature", "0"], ["--no-generation-config"]):
-        check_refused(run, option, *more, message=f"{option.split('=')[0]}: needs --temperature above 0")
+    for switches in (["--temperature", "0"], ["--no-generation-config"]):
+        check_refused(run, option, *switches, message=f"{option.split('=')[0]}: needs --temperature above 0")
 
 
 @pytest.mark.parametrize(

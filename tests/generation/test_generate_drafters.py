@@ -109,9 +109,9 @@ def test_medusa_takes_the_best_tree_of_each_sequence(model):
             scores.append(super().forward(hidden).log_softmax(-1))
             return scores[-1]
 
-    kept = Kept(128, 3, model.lm_head)
-    kept.load_state_dict(heads.state_dict())
-    drafter = MedusaDrafter(kept.requires_grad_(False), 9)
+    recorder = Kept(128, 3, model.lm_head)
+    recorder.load_state_dict(heads.state_dict())
+    drafter = MedusaDrafter(recorder.requires_grad_(False), 9)
     assert (drafter.max_nodes, drafter.max_depth, drafter.is_chain) == (9, 3, False)
 
     def collect(result):

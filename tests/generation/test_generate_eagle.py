@@ -124,13 +124,13 @@ def test_features_that_wait_are_read_before_they_are_many(model, head, monkeypat
 
 def test_the_heads_cache_is_given_back(model, head):
     drafter = EagleDrafter(head, num_nodes=10, depth=3, width=3)
-    held = []
+    counts = []
 
     def count(result):
-        held.append((drafter.cache.pages_in_use, sum(len(s.tokens) + 16 for s in result.sequences)))
+        counts.append((drafter.cache.pages_in_use, sum(len(s.tokens) + 16 for s in result.sequences)))
 
     generate(model, prompts(), drafter=drafter, max_new_tokens=30, page_size=1, on_step=count)
-    assert all(pages <= tokens for pages, tokens in held) and not drafter._known
+    assert all(pages <= tokens for pages, tokens in counts) and not drafter._known
     assert drafter.cache.pages_in_use == 0
 
 

@@ -37,9 +37,9 @@ class Recorder(Drafter):
             self.keep(sequence, position, features)
 
     def keep(self, sequence, position, features):
-        kept = self.kept.setdefault(sequence.index, {})
-        assert position in (0, sequence.shared_len) or position - 1 in kept
-        kept.update((position + i, row) for i, row in enumerate(features))
+        rows = self.kept.setdefault(sequence.index, {})
+        assert position in (0, sequence.shared_len) or position - 1 in rows
+        rows.update((position + i, row) for i, row in enumerate(features))
 
     def forget(self, sequence):
         if len(sequence.tokens) < sequence.max_length:
@@ -70,11 +70,11 @@ def test_features_are_those_of_transformers(name, options):
         with torch.no_grad():
             states = model(torch.tensor([text]), output_hidden_states=True).hidden_states
         expected = torch.cat([states[layer + 1][0] for layer in layers], dim=1)
-        kept = drafter.kept[i]
+        rows = drafter.kept[i]
         shared = (len(prompts[i // n]) - 1) // options.get("page_size", 16) * options.get("page_size", 16)
         # All but the newest token, which no pass has read; of shared tokens, what another outcome was told.
-        assert set(range(shared, len(text) - 1)) <= set(kept) <= set(range(len(text) - 1))
-        for position, row in kept.items():
+        assert set(range(shared, len(text) - 1)) <= set(rows) <= set(range(len(text) - 1))
+        for position, row in rows.items():
             torch.testing.assert_close(row, expected[position], rtol=1e-3, atol=1e-3)
 
 

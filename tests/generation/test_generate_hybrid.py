@@ -72,9 +72,9 @@ def test_the_cuda_kernels(monkeypatch, name):
     expected, _ = generated(half, None, prompts, 4)
     device, backend = ("cuda", nullcontext()) if "cuda" in backends() else ("cpu", use_backend("simt"))
     with backend:
-        for more in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
-            texts, _ = generated(half.to(device), NgramDrafter(6), prompts, 4, **more)
-            assert texts == [text for text in expected for _ in range(more.get("n", 1))]
+        for keywords in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
+            texts, _ = generated(half.to(device), NgramDrafter(6), prompts, 4, **keywords)
+            assert texts == [text for text in expected for _ in range(keywords.get("n", 1))]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])

@@ -199,13 +199,13 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
         assert new == seen[b]
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0, at - 1 : -1]
-        one = of_prompt(arguments, b)
+        request = of_prompt(arguments, b)
         for i, token in enumerate(new):
             if mode == "raw":
                 row = logits[i].double().log_softmax(0).numpy()
             else:
-                options, least = one["options"] or TokenOptions(), one["min_new_tokens"]
-                row = dense(logits[i], prompt.tolist(), new[:i], options, one["params"], least)
+                options, least = request["options"] or TokenOptions(), request["min_new_tokens"]
+                row = dense(logits[i], prompt.tolist(), new[:i], options, request["params"], least)
             assert found.logprobs[i] == pytest.approx(row[token], abs=2e-4)
             assert found.ranks[i] == int((row >= row[token] - 1e-9).sum())
             top = np.argsort(-row, kind="stable")[:3]
@@ -216,8 +216,8 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
 def test_processed_logprobs_of_greedy_text(model):
     """Behind the options alone, also where another sequence of the batch is drawn."""
     texts, plain = generated(model, prompts=PROMPTS[:2], count=6, logprobs=2)
-    both = SamplingParams(temperature=torch.tensor([0.0, 2.0]), top_k=5, presence_penalty=torch.tensor([0.0, 1.0]))
-    for params in (None, SamplingParams(temperature=0.0), both):
+    mixture = SamplingParams(temperature=torch.tensor([0.0, 2.0]), top_k=5, presence_penalty=torch.tensor([0.0, 1.0]))
+    for params in (None, SamplingParams(temperature=0.0), mixture):
         options = {"params": params, "logprobs": 2, "logprobs_mode": "processed"}
         again, stats = generated(model, Oracle(texts, 1.0), PROMPTS[:2], 6, **options)
         one, other = plain.sequences[0].logprobs, stats.sequences[0].logprobs

@@ -129,11 +129,11 @@ def drafters(texts):
 def test_a_served_field_gives_the_text_of_transformers(model, configure, plain, name):
     """Prompts of different lengths, each as it is alone; also as the processors that `model.generate` makes of it."""
     texts, new = plain
-    others = {"eos_token_id": [new[4], 5]} if name.startswith("min") else {}
+    ends = {"eos_token_id": [new[4], 5]} if name.startswith("min") else {}
     value = SERVED[name](new) if callable(SERVED[name]) else SERVED[name]
-    configure(**others)
-    without = [greedy(model, prompt) for prompt in PROMPTS] if others else texts
-    configure(**others, **{name: value})
+    configure(**ends)
+    without = [greedy(model, prompt) for prompt in PROMPTS] if ends else texts
+    configure(**ends, **{name: value})
     expected = [greedy(model, prompt) for prompt in PROMPTS]
     assert expected[0] != without[0]
     for drafter in drafters(expected):
@@ -163,8 +163,8 @@ def test_a_padded_batch(model, configure, plain, names):
     texts = [row[int((m == 0).sum()) :].tolist() for row, m in zip(expected, mask, strict=True)]
     for drafter in drafters(texts):
         assert generated(model, drafter, batch)[0] == expected.tolist()
-        own = model.generate(**batch, **options, custom_generate=tree_generate, drafter=drafter)
-        assert torch.equal(own, expected)
+        output = model.generate(**batch, **options, custom_generate=tree_generate, drafter=drafter)
+        assert torch.equal(output, expected)
 
 
 def test_stop_strings(model, configure, plain):
@@ -223,8 +223,8 @@ def test_the_config_samples(model, configure, fields, params):
     configure(do_sample=True, **fields)
     found = config_fields(model, given={}).params()
     assert vars(found) == vars(params)
-    wanted = every(True, "return_dict_in_generate output_scores output_logits")
-    out = model.generate(PROMPTS[1][None], max_new_tokens=1, **wanted)
+    flags = every(True, "return_dict_in_generate output_scores output_logits")
+    out = model.generate(PROMPTS[1][None], max_new_tokens=1, **flags)
     options = reference.clean_logits(out.logits[0][0]).astype(np.float64)
     for token in set(PROMPTS[1].tolist()):
         options[token] *= found.repetition_penalty if options[token] < 0 else 1 / found.repetition_penalty

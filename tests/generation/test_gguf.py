@@ -71,15 +71,15 @@ def test_folder_has_the_weights_of_the_file(model, tmp_path, kind, capfd):
 
 def test_folder_is_an_ordinary_checkpoint(file, folder):
     """Tokenizer, chat template and the token that ends a text are those of the file."""
-    own = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    kept = AutoTokenizer.from_pretrained(folder)
+    original = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     for text in ("the theme", " the, a.", "<start>a<end>", "", "then\n"):
-        ids = kept(text)["input_ids"]
-        assert ids == own(text)["input_ids"] and kept.decode(ids) == own.decode(ids)
+        ids = tokenizer(text)["input_ids"]
+        assert ids == original(text)["input_ids"] and tokenizer.decode(ids) == original.decode(ids)
     messages = [{"role": "user", "content": "the"}]
-    for more in ({"tokenize": False}, {"add_generation_prompt": True, "return_dict": False}):
-        assert kept.apply_chat_template(messages, **more) == own.apply_chat_template(messages, **more)
-    assert kept.chat_template == TEMPLATE and kept.eos_token_id == own.eos_token_id
+    for options in ({"tokenize": False}, {"add_generation_prompt": True, "return_dict": False}):
+        assert tokenizer.apply_chat_template(messages, **options) == original.apply_chat_template(messages, **options)
+    assert tokenizer.chat_template == TEMPLATE and tokenizer.eos_token_id == original.eos_token_id
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == END
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
@@ -91,7 +91,7 @@ def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
     assert other.stat().st_size == file.stat().st_size
     again = dequantized(other, folder.parent)
     assert again != folder and again.parent == folder.parent
-    weights = [AutoModelForCausalLM.from_pretrained(one).lm_head.weight for one in (folder, again)]
+    weights = [AutoModelForCausalLM.from_pretrained(path).lm_head.weight for path in (folder, again)]
     assert not torch.equal(*weights)
     # What another version of transformers wrote is not taken.
     monkeypatch.setattr(gguf_module.transformers, "__version__", "0.0")
@@ -99,7 +99,7 @@ def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
 
 
 def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeypatch, tmp_path):
-    read, kept = gguf_module._read, tmp_path / "kept"
+    read, cache = gguf_module._read, tmp_path / "kept"
 
     class Cut(AutoTokenizer):
         @staticmethod
@@ -108,16 +108,16 @@ def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeyp
 
     monkeypatch.setattr(gguf_module, "_read", lambda path: (read(path)[0], Cut))
     with pytest.raises(KeyboardInterrupt):
-        dequantized(file, kept)
-    assert list(kept.iterdir()) == []
+        dequantized(file, cache)
+    assert list(cache.iterdir()) == []
 
     def slower(path):
         """Another process has written the folder meanwhile."""
-        shutil.copytree(folder, kept / folder.name)
+        shutil.copytree(folder, cache / folder.name)
         return read(path)
 
     monkeypatch.setattr(gguf_module, "_read", slower)
-    assert dequantized(file, kept) == kept / folder.name and list(kept.iterdir()) == [kept / folder.name]
+    assert dequantized(file, cache) == cache / folder.name and list(cache.iterdir()) == [cache / folder.name]
 
 
 def test_threads_read_a_file_once(file, monkeypatch, tmp_path, capfd):

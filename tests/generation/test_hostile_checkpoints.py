@@ -371,12 +371,12 @@ def test_a_head_of_another_width_needs_its_own_layers(model, tmp_path, monkeypat
     folder = Folder("eagle", tmp_path, model)
     head.save_pretrained(tmp_path, dtype=torch.float32)  # with an output layer, without an embedding
     folder.config, folder.tensors = json.loads(folder.path.read_text()), load_file(folder.weights)
-    own = torch.randn(128, 64)
-    folder.write(**{"embed_tokens.weight": own})
-    assert torch.equal(folder.load().input_rows, own)
+    rows = torch.randn(128, 64)
+    folder.write(**{"embed_tokens.weight": rows})
+    assert torch.equal(folder.load().input_rows, rows)
     monkeypatch.setattr(EagleHead, "__init__", None)
-    for name, others in (("embed_tokens.weight", {}), ("lm_head.weight", {"embed_tokens.weight": own})):
-        folder.write(**{**others, name: None})
+    for name, tensors in (("embed_tokens.weight", {}), ("lm_head.weight", {"embed_tokens.weight": rows})):
+        folder.write(**{**tensors, name: None})
         folder.refuses(f"{name}: expected it with hidden_size 64, the target's has width 128")
 
 

@@ -23,14 +23,14 @@ def test_pages_are_held_as_a_plain_model_says(page_size, actions):
     for action, a, b, tokens in actions:
         pages = -(-tokens // page_size)
         before = list(tables.get(a, []))
-        held = {page for table in tables.values() for page in table}
-        assert cache.free_pages == cache.num_pages - len(held)
+        occupied = {page for table in tables.values() for page in table}
+        assert cache.free_pages == cache.num_pages - len(occupied)
         if action == "reserve":
             fits = pages - len(before) <= cache.free_pages
             assert cache.reserve(a, tokens) == fits
             new = cache.pages(a)[len(before) :]
             assert cache.pages(a)[: len(before)] == before
-            assert len(new) == (max(pages - len(before), 0) if fits else 0) and not held & set(new)
+            assert len(new) == (max(pages - len(before), 0) if fits else 0) and not occupied & set(new)
             tables[a] = list(cache.pages(a))
         elif action == "trim":
             cache.trim(a, tokens)

@@ -133,15 +133,15 @@ def model():
 
 def test_beside_a_model(model):
     """The model is asked only where neither the text nor a former answer has what follows."""
-    prompts, asked = prompts_of((5, 12)), []
+    prompts, sizes = prompts_of((5, 12)), []
     other = ModelDrafter(tiny(1, num_hidden_layers=1), num_nodes=6)
     propose = other.propose
-    other.propose = lambda tokens, lengths, *rest: (asked.append(len(tokens)), propose(tokens, lengths, *rest))[1]
+    other.propose = lambda tokens, lengths, *rest: (sizes.append(len(tokens)), propose(tokens, lengths, *rest))[1]
     drafter = CombinedDrafter(other, SuffixDrafter(10_000, num_nodes=12))
     texts, counts = [greedy(model, prompt, 40) for prompt in prompts], []
     for _ in range(2):
-        asked.clear()
+        sizes.clear()
         sequences, _ = generate(model, prompts, drafter=drafter, max_new_tokens=40, tree=None)
         assert lists(sequences) == texts
-        counts.append(sum(asked))
+        counts.append(sum(sizes))
     assert counts[1] < counts[0] / 3

@@ -81,11 +81,11 @@ def test_text_comes_early(make):
     tokenizer = make()
     tokens = tokenizer.encode(OROMO if make is unigram else TEXT, add_special_tokens=False)
     parts = pieces(tokenizer, tokens, lambda: 1)
-    held = CLEANED if tokenizer.clean_up_tokenization_spaces else 0
+    margin = CLEANED if tokenizer.clean_up_tokenization_spaces else 0
     for count in range(MAX_MISSING, len(tokens)):
         before, text = whole(tokenizer, tokens[: count - MAX_MISSING]), whole(tokenizer, tokens[:count])
         certain = before.rstrip("\N{REPLACEMENT CHARACTER}")
-        assert len(certain) - held <= len("".join(parts[:count])) <= len(text)
+        assert len(certain) - margin <= len("".join(parts[:count])) <= len(text)
 
 
 def test_wrong_bytes_lose_no_letter():

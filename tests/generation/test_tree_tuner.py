@@ -78,18 +78,18 @@ def test_a_change_of_the_text_shows():
 
 def test_looks_take_one_percent_of_the_time():
     """Where no guess is right, a drafter that takes a third of a step is asked once in 30 steps."""
-    machine, asked = Machine([0.0], level=0.3, row=0.1), []
+    machine, looks = Machine([0.0], level=0.3, row=0.1), []
     tuner = fresh(machine)
     plan_of = TreeTuner.plan
 
     def note(self, *arguments):
         plan = plan_of(self, *arguments)
-        asked.append(plan.depth is not None)
+        looks.append(plan.depth is not None)
         return plan
 
     with patch.object(TreeTuner, "plan", note):
         run(machine, tuner, 400)
-    assert 3 <= sum(asked[-300:]) <= 12
+    assert 3 <= sum(looks[-300:]) <= 12
 
 
 def test_levels_are_learnt_though_they_read_what_was_accepted():
@@ -102,9 +102,9 @@ def test_levels_are_learnt_though_they_read_what_was_accepted():
         if plan.depth is None:
             tuner.learn(plan, Outcome(1.0, path[:, :1], tokens[:, :1]))
             continue
-        kept = plan.keep(machine.draft(DraftTree.chain(2), {0: 0}))
+        selection = plan.keep(machine.draft(DraftTree.chain(2), {0: 0}))
         drafting = 0.25 * plan.depth + 200.0 * 0.001
-        tuner.learn(plan, Outcome(1.02 + drafting, path, tokens, drafting, kept))
+        tuner.learn(plan, Outcome(1.02 + drafting, path, tokens, drafting, selection))
     assert tuner.costs[1].drafter(2) == pytest.approx(0.5, rel=0.1)
 
 
@@ -114,8 +114,8 @@ def test_every_child_of_an_accepted_node_tells_something():
     plan = tuner.plan([500])
     proposal = machine.draft(DraftTree.full([2, 2]), {0: 0})  # nodes 1, 2; 3, 4 below 1; 5, 6 below 2
     tokens = torch.tensor([0, 7, 8, 9, 10, 11, 12])
-    kept = plan.keep(proposal._replace(draft_tokens=tokens))
-    part = replace(kept, rows=torch.tensor([0, 2], dtype=torch.int32), num_drafted=1)
+    selection = plan.keep(proposal._replace(draft_tokens=tokens))
+    part = replace(selection, rows=torch.tensor([0, 2], dtype=torch.int32), num_drafted=1)
     tuner.learn(plan, Outcome(1.0, torch.tensor([[0, 1]]), torch.tensor([[8, 12]]), 0.0, part))
     seen = {kind: counts for kind, counts in tuner.odds._seen.items()}
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))

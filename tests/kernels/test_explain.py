@@ -187,10 +187,10 @@ def test_latent() -> None:
     assert cost.bytes == keys * 576 * 2 + queries * 128 * (576 + 512) * 2 + 4 * keys // 64 + joined
     assert cost.flops == cost.executed_flops == 2 * 4 * keys * 128 * (576 + 512)
     # With a V of its own, the same arithmetic and 512 more columns of each key.
-    for changes, more in (({}, keys * 512 * 2), ({"latent": True, "kv_bytes": 1}, -keys * 576)):
+    for changes, extra in (({}, keys * 512 * 2), ({"latent": True, "kv_bytes": 1}, -keys * 576)):
         (other,) = explain([4] * 8, [8192] * 8, **sizes, **changes).launches
         joined_there = 2 * other.pieces * other.m_tile * (512 + 2) * 4
-        assert other.bytes - joined_there == cost.bytes - joined + more and other.executed_flops == cost.flops
+        assert other.bytes - joined_there == cost.bytes - joined + extra and other.executed_flops == cost.flops
 
 
 def test_empty() -> None:

@@ -77,8 +77,8 @@ def launch_bounds(architecture: str) -> dict[str, int]:
 
 def architecture_of(device: Device) -> str:
     """Whose code is looked at: the device's own, or the build's last; bounds and sizes are those of the sources."""
-    own = [f"sm_{device.capability}a", f"sm_{device.capability}"]
-    return next((architecture for architecture in own if architecture in ARCHITECTURES), ARCHITECTURES[-1])
+    names = [f"sm_{device.capability}a", f"sm_{device.capability}"]
+    return next((architecture for architecture in names if architecture in ARCHITECTURES), ARCHITECTURES[-1])
 
 
 def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> list[str]:
@@ -87,7 +87,7 @@ def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> lis
     reserved = 1024 if int(kernel.architecture[3:].rstrip("a")) >= 90 else 0
     shared_bytes = launch.shared_bytes + max(kernel.shared_bytes - reserved, 0)
     has_clusters = device.largest_cluster > 1
-    kept = {
+    limits = {
         "threads": 0 < launch.threads <= min(bound, MOST_THREADS),
         "registers": warps * 32 * -(-kernel.registers // 8) * 8 <= REGISTERS,
         "shared memory": shared_bytes <= device.block_kilobytes << 10,
@@ -96,7 +96,7 @@ def faults_of(launch: Launch, kernel: Kernel, bound: int, device: Device) -> lis
         "whole clusters": launch.grid[0] % launch.cluster == 0,
         "early start": not launch.early or device.capability >= 90,
     }
-    return [limit for limit, is_kept in kept.items() if not is_kept]
+    return [limit for limit, is_kept in limits.items() if not is_kept]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
@@ -159,11 +159,11 @@ def test_launch_bounds_are_read_from_the_cubins() -> None:
 
 def wrong_calls(asked: list[Asked]) -> list[Asked]:
     """Calls that a device refuses or a capture forbids, and launches that are not on the caller's stream."""
-    launches = [one for one in asked if one.name == "launch"]
+    launches = [call for call in asked if call.name == "launch"]
     elsewhere = [
-        one for one in launches if Launch.read(one).stream != "caller" and "instruction" not in one.arguments[0]
+        call for call in launches if Launch.read(call).stream != "caller" and "instruction" not in call.arguments[0]
     ]
-    return [one for one in asked if one.answer != "ok" or one.name not in ALLOWED_IN_CAPTURE] + elsewhere
+    return [call for call in asked if call.answer != "ok" or call.name not in ALLOWED_IN_CAPTURE] + elsewhere
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: str(device.capability))
@@ -172,8 +172,8 @@ def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Devic
 
     The recorder has no other function of the runtime, and it could not be linked if the backend wanted one.
     """
-    asked = recorded.asked(device.capability)
-    assert len(asked) > 500 and wrong_calls(asked) == []
+    calls = recorded.asked(device.capability)
+    assert len(calls) > 500 and wrong_calls(calls) == []
     # The one thing that a GPU cannot compute.
     assert all(
         re.search("must be of dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
@@ -205,16 +205,16 @@ def test_a_step_asks_for_the_same_each_time(recorded: Recorded) -> None:
 def test_calls_that_fail_are_told(recorded: Recorded) -> None:
     """But those that ask for clusters of 16 CTAs: a refusal is no error, and nobody else shall stumble on it. Nor is
     what failed remembered: the same call is right behind it."""
-    told, others = [], []
+    told, refusals = [], []
     for op, line, error, is_read, error_behind in recorded.failures:
-        (told if error.startswith("RuntimeError: CUDA: ") else others).append(Asked.read(line))
+        (told if error.startswith("RuntimeError: CUDA: ") else refusals).append(Asked.read(line))
         assert is_read and not error_behind, (op, line, error_behind)
-    assert {asked.name for asked in told} == ALLOWED_IN_CAPTURE - {
+    assert {call.name for call in told} == ALLOWED_IN_CAPTURE - {
         "cuTensorMapEncodeTiled",
         "cudaGetDriverEntryPointByVersion",
         "cudaOccupancyMaxActiveClusters",
     }
-    assert {asked.name for asked in others} == {"cudaFuncSetAttribute", "cudaOccupancyMaxActiveClusters"}
+    assert {call.name for call in refusals} == {"cudaFuncSetAttribute", "cudaOccupancyMaxActiveClusters"}
     assert len(told) > 200
 
 
@@ -240,12 +240,12 @@ def test_auto_takes_wgmma_where_its_self_test_has_passed(recorded: Recorded) -> 
 def test_a_tensor_map_that_the_driver_refuses_is_done_without(recorded: Recorded) -> None:
     lines, _ = recorded.engines["wgmma, no maps"]
     maps = [Asked.read(line) for line in lines if line.startswith("cuTensorMapEncodeTiled")]
-    assert [asked.answer for asked in maps] == ["fails", "ok"]  # K's, and V's
+    assert [call.answer for call in maps] == ["fails", "ok"]  # K's, and V's
 
 
 def test_an_earlier_kernel_is_not_blamed_on_the_call(recorded: Recorded) -> None:
     lines, error = recorded.engines["wgmma, an earlier kernel's error"]
     assert lines[-1].endswith("fails")
     assert error.startswith("RuntimeError: CUDA: launch of ") and "planted (in a kernel before" in error
-    others = [error for _, _, error, *_ in recorded.failures if "in a kernel before" in error]
-    assert not others
+    errors = [error for _, _, error, *_ in recorded.failures if "in a kernel before" in error]
+    assert not errors

@@ -79,10 +79,10 @@ def missing_registers(name: str, opcodes: Counter[str]) -> int:
     Consumers that ask for one too many wait for ever.
     """
     (kernel,) = (k for k in kernels() if k.architecture == "sm_90a" and k.name == name)
-    asked = dict(re.findall(r"USETMAXREG\.(TRY_ALLOC|DEALLOC)\..*\b0x([0-9a-f]+)", "\n".join(opcodes)))
+    counts = dict(re.findall(r"USETMAXREG\.(TRY_ALLOC|DEALLOC)\..*\b0x([0-9a-f]+)", "\n".join(opcodes)))
     rows, head_dim, head_dim_v = (int(re.findall(r", (\d+), (\d+), (\d+)>", name)[0][i]) for i in (1, 0, 2))
     consumers = 2 if head_dim != head_dim_v else rows // 64  # groups of four warps
-    of_roles = consumers * int(asked["TRY_ALLOC"], 16) + int(asked["DEALLOC"], 16)
+    of_roles = consumers * int(counts["TRY_ALLOC"], 16) + int(counts["DEALLOC"], 16)
     return (of_roles - (consumers + 1) * kernel.registers) * 128
 
 

@@ -23,8 +23,8 @@ def test_replays_equal_eager_steps(backend, device, kind):
         eager = Engine(device, seed, *kind)
         engine.load(eager)
         for i in range(STEPS):
-            for one in (eager, engine):
-                one.prepare(i)
+            for member in (eager, engine):
+                member.prepare(i)
             eager.step()
             replay()
         expected = eager.results()

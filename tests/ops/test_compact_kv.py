@@ -30,7 +30,7 @@ def test_compact_kv_many_tensors(compact, backend, device) -> None:
     lengths = loops.compact(expected, table, start, nodes, [3])
     seq_lens = compact(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
     assert seq_lens.tolist() == lengths == [7]
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+    assert all(torch.equal(cache, right) for cache, right in zip(caches, expected, strict=True))
     assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
 
 
@@ -79,21 +79,21 @@ def test_prepared_caches_follow_their_tensors(device) -> None:
     compact = PreparedCompaction(caches)
 
     def agree(prepared: PreparedCompaction, others: list[Tensor]) -> bool:
-        twins, held = [cache.clone() for cache in caches], [other.clone() for other in others]
+        twins, clones = [cache.clone() for cache in caches], [other.clone() for other in others]
         with torch.inference_mode():
             same = torch.equal(prepared(**arguments), compact_kv(twins, **arguments))
-        return same and all(map(torch.equal, caches, twins)) and all(map(torch.equal, others, held))
+        return same and all(map(torch.equal, caches, twins)) and all(map(torch.equal, others, clones))
 
     data, size = [cache.clone() for cache in caches], caches[0].untyped_storage().nbytes()
     for cache in caches:
         cache.untyped_storage().resize_(0)
     with torch.inference_mode(), pytest.raises(ValueError, match=r"`caches\[0\]` must be a tensor with memory"):
         compact(**arguments)
-    taken = [torch.zeros_like(cache) for cache in data * 4]  # somebody else gets the memory
+    blocks = [torch.zeros_like(cache) for cache in data * 4]  # somebody else gets the memory
     for cache, old in zip(caches, data, strict=True):
         cache.untyped_storage().resize_(size)
         cache.copy_(old)
-    assert agree(compact, taken)
+    assert agree(compact, blocks)
     old, caches[1].data = caches[1].data, payload((4, 2, 3), torch.float32, 9, device)
     assert agree(compact, [old])
     caches[0].data = payload((4, 2, 2, 6), torch.float32, 8, device)[..., ::2]

@@ -59,11 +59,11 @@ def test_they_are_read_as_ascending(
         for values in (offsets, ascending(offsets)):
             call.arguments[name] = int32(values, device)
             results.append({key: t for key, t in call.named_results().items() if not key.startswith(name)})
-        own = int32(offsets, device)
+        original = int32(offsets, device)
         for key, found in results[0].items():
             expected = results[1][key]
             # Some ops return the offsets as they are, or each of them clamped to the rows.
-            is_own = found.shape == own.shape and found.equal(own.clamp(*found.aminmax()))
+            is_own = found.shape == original.shape and found.equal(original.clamp(*found.aminmax()))
             assert is_own or torch.allclose(found, expected, 0, 0, equal_nan=True), (call.name, offsets, key)
     assert descending > 5
 

@@ -34,10 +34,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, places: list[Tensor] | None = None, 
 
 def test_leaves_are_not_written(backend: str) -> None:
     keys = cache().requires_grad_()
-    kept = keys.detach().clone()
+    before = keys.detach().clone()
     with pytest.raises(ValueError, match="append_kv: cannot write to a leaf tensor that requires grad"):
         pt.append_kv(rows(), rows(), keys, cache(), *here(SLOTS))
-    assert torch.equal(keys.detach(), kept)
+    assert torch.equal(keys.detach(), before)
 
 
 def test_tensors_of_inference_mode(backend: str) -> None:

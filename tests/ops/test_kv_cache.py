@@ -46,16 +46,16 @@ def test_append_nothing(backend, device) -> None:
     append_kv(rows, rows, cache, cache.clone(), torch.zeros(0, dtype=torch.int64, device=device))
     assert torch.equal(cache, torch.ones_like(cache))
     empty_pool = torch.ones((0, 3, 2, 4), device=device)
-    one = torch.zeros((1, 2, 4), device=device)
-    append_kv(one[..., :0], one[..., :0], cache[..., :0], cache[..., :0], torch.tensor([0], device=device))
-    append_kv(one, one, empty_pool, empty_pool.clone(), torch.tensor([0], device=device))
+    row = torch.zeros((1, 2, 4), device=device)
+    append_kv(row[..., :0], row[..., :0], cache[..., :0], cache[..., :0], torch.tensor([0], device=device))
+    append_kv(row, row, empty_pool, empty_pool.clone(), torch.tensor([0], device=device))
     no_positions = torch.ones((2, 0, 2, 4), device=device)
-    append_kv(one, one, no_positions, no_positions.clone(), torch.tensor([0], device=device))
+    append_kv(row, row, no_positions, no_positions.clone(), torch.tensor([0], device=device))
     append_kv(rows, None, cache, None, torch.zeros(0, dtype=torch.int64, device=device))
-    append_kv(one, None, cache, None, torch.tensor([-1], device=device))
-    append_kv(one[..., :0], None, cache[..., :0], None, torch.tensor([0], device=device))
+    append_kv(row, None, cache, None, torch.tensor([-1], device=device))
+    append_kv(row[..., :0], None, cache[..., :0], None, torch.tensor([0], device=device))
     for pool in (empty_pool, no_positions):
-        append_kv(one, None, pool, None, torch.tensor([0], device=device))
+        append_kv(row, None, pool, None, torch.tensor([0], device=device))
     assert torch.equal(cache, torch.ones_like(cache))
 
 

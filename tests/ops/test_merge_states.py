@@ -30,8 +30,8 @@ def test_parts_of_one_attention(target: Target) -> None:
     whole, whole_lse = tree_attention(**case, sinks=sinks, return_lse=True)
     n = tree.num_nodes
     prefix = dict(case, seq_lens=torch.tensor([64], dtype=torch.int32), tree_lens=torch.zeros(1, dtype=torch.int32))
-    own = dict(case, seq_lens=torch.tensor([n], dtype=torch.int32), page_table=case["page_table"][:, 4:])
-    parts = tree_attention(**prefix, return_lse=True), tree_attention(**own, sinks=sinks, return_lse=True)
+    suffix = dict(case, seq_lens=torch.tensor([n], dtype=torch.int32), page_table=case["page_table"][:, 4:])
+    parts = tree_attention(**prefix, return_lse=True), tree_attention(**suffix, sinks=sinks, return_lse=True)
     out, lse = merge_states(*parts[0], *parts[1])
     torch.testing.assert_close(out, whole, **target.tolerance)
     torch.testing.assert_close(lse, whole_lse, atol=1e-5, rtol=1e-5)

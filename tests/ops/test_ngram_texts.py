@@ -65,12 +65,12 @@ def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> Non
     text = TEXTS[kind](width)
     lengths = [width, width - 1, 70, 2]
     # More text: of another kind; with the last tokens at its end; cut by separators; none.
-    others = [TEXTS["runs"](270), text[-270:], text[:270], [-1] * 270]
-    others[2][::40] = [-1] * 7
+    extras = [TEXTS["runs"](270), text[-270:], text[:270], [-1] * 270]
+    extras[2][::40] = [-1] * 7
     history = torch.tensor([text, text, text[::-1], text])
-    for extra in (None, others):
-        more = None if extra is None else torch.tensor(extra)
-        draft = ngram_propose(history, int32(lengths), extra=more, **options)
+    for extra in (None, extras):
+        tensor = None if extra is None else torch.tensor(extra)
+        draft = ngram_propose(history, int32(lengths), extra=tensor, **options)
         expected = [
             ngram_tree(row[:length], extra=() if extra is None else extra[b], **options)
             for b, (row, length) in enumerate(zip(history.tolist(), lengths, strict=True))
@@ -84,17 +84,17 @@ def test_repeated_texts(backend: str, kind: str, options: dict[str, int]) -> Non
 def test_clusters_do_not_matter(backend: str, monkeypatch: pytest.MonkeyPatch, batch: int, ctas: int) -> None:
     """A GPU without clusters gives one CTA the whole text."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
-    width, more = 8191, 2053  # odd: every other row begins between two words of 16 bytes
+    width, breadth = 8191, 2053  # odd: every other row begins between two words of 16 bytes
     text = random_tokens(width * 3, -1, 60)
     rows = [text[b * width :][:width] for b in range(batch)]
-    others = [random_tokens(more, 0, 40) for _ in range(batch)]
+    extras = [random_tokens(breadth, 0, 40) for _ in range(batch)]
     lengths = [width, width - 1, 4097][:batch]
     options = {"max_nodes": 200, "max_depth": 40, "max_ngram": 6, "max_branches": 60}
-    history, extra = torch.tensor(rows), torch.tensor(others)
+    history, extra = torch.tensor(rows), torch.tensor(extras)
     draft = ngram_propose(history, int32(lengths), extra=extra, **options)
     assert packed_trees(draft) == [
         ngram_tree(row[:length], extra=other, **options)
-        for row, length, other in zip(rows, lengths, others, strict=True)
+        for row, length, other in zip(rows, lengths, extras, strict=True)
     ]
 
 

@@ -37,10 +37,10 @@ def variant(request: pytest.FixtureRequest, backend: str, monkeypatch: pytest.Mo
 
 def expect(of: Layer, *path: Tensor) -> None:
     bound = BOUNDS[of.v.dtype]
-    kept = of.state.clone()
+    before = of.state.clone()
     out = of.run()
     assert out.dtype == of.v.dtype and error(out, of.run(loops.tree_delta_rule)) <= bound
-    assert torch.equal(of.state, kept)
+    assert torch.equal(of.state, before)
     assert torch.equal(out, of.run())
     expected = of.advance(loops.advance_state, *path)
     found = of.advance(pt.advance_state, *path)
@@ -99,9 +99,9 @@ def test_bad_paths_write_nothing(name: str) -> None:
     assert torch.equal(found[0], of.state[0]) and not torch.equal(found[1], of.state[1])
     assert error(found, of.advance(loops.advance_state, *path)) <= BOUNDS[case.PLAIN]
     conv_state, x = torch.randn(3, 20, 3).to(case.PLAIN), torch.randn(6, 20).to(case.PLAIN)
-    kept = conv_state.clone()
+    before = conv_state.clone()
     pt.advance_conv(conv_state, int32([0, 1]), x, trees, *path)
-    assert torch.equal(conv_state[0], kept[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
+    assert torch.equal(conv_state[0], before[0]) and torch.equal(conv_state[1, :, 1:], x[4:6].T)
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])

@@ -19,24 +19,24 @@ def test_a_small_batch(backend: str) -> None:
     trees = TreeBatch.from_trees([DraftTree.full([2, 1]), DraftTree.chain(2)], device=torch.get_default_device())
     #                        root  1    2    3 (of 1) 4 (of 2)  root 1    2
     survival = torch.tensor([1.0, 0.2, 0.7, 0.9, 0.6, 1.0, 0.5, 0.9])
-    kept, node_map = select_nodes(trees, survival, 6)
+    batch, node_map = select_nodes(trees, survival, 6)
     assert node_map.tolist() == [0, 2, 4, 5, 6, 7]  # node 3 counts 0.2 and node 7 counts 0.5, as their parents do
-    assert kept.cu_nodes.tolist() == [0, 3, 6]
-    assert kept.parents.tolist() == [-1, 0, 1, -1, 0, 1] and kept.depths.tolist() == [0, 1, 2, 0, 1, 2]
-    kept, node_map = select_nodes(trees, survival, 6, limit=int32([3]))
-    assert node_map.tolist() == [0, 2, 5, -1, -1, -1] and kept.cu_nodes.tolist() == [0, 2, 3]
-    assert kept.depths.tolist() == [0, 1, 0, -1, -1, -1] and kept.mask.flatten().tolist() == [1, 3, 1, 0, 0, 0]
+    assert batch.cu_nodes.tolist() == [0, 3, 6]
+    assert batch.parents.tolist() == [-1, 0, 1, -1, 0, 1] and batch.depths.tolist() == [0, 1, 2, 0, 1, 2]
+    batch, node_map = select_nodes(trees, survival, 6, limit=int32([3]))
+    assert node_map.tolist() == [0, 2, 5, -1, -1, -1] and batch.cu_nodes.tolist() == [0, 2, 3]
+    assert batch.depths.tolist() == [0, 1, 0, -1, -1, -1] and batch.mask.flatten().tolist() == [1, 3, 1, 0, 0, 0]
 
 
 def test_selected_trees_verify_like_trees_of_their_own(backend: str) -> None:
     """What is kept is a batch like any other: narrow, copy_ and tree() take it."""
     trees = trees_of([9, 0, 12], 6)
-    kept, node_map = select_nodes(trees, torch.rand(21, generator=seeded(7)), 12)
-    for b, (begin, end) in enumerate(pairwise(kept.cu_nodes.tolist())):
+    batch, node_map = select_nodes(trees, torch.rand(21, generator=seeded(7)), 12)
+    for b, (begin, end) in enumerate(pairwise(batch.cu_nodes.tolist())):
         if begin < end:
-            tree = kept.tree(b)
+            tree = batch.tree(b)
             assert tree.depths.tolist() == trees.depths[node_map[begin:end].long()].tolist()
-    part = kept.narrow(2, 1)
-    assert part.batch_size == 1 and part.parents.tolist() == kept.parents[int(kept.cu_nodes[2]) :].tolist()
+    part = batch.narrow(2, 1)
+    assert part.batch_size == 1 and part.parents.tolist() == batch.parents[int(batch.cu_nodes[2]) :].tolist()
     fixed = trees_of([9, 0, 12], 6)
-    assert torch.equal(fixed.copy_(kept).parents[:12], kept.parents)
+    assert torch.equal(fixed.copy_(batch).parents[:12], batch.parents)

@@ -27,9 +27,9 @@ def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype)
         rows = (torch.randn(6, vocab, generator=generator) * 3).to(device, dtype)
         rows[::2] = rows[::2] / 64 + 5
         k = torch.arange(1, 7, dtype=torch.int32, device=device)
-        kept = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
+        mask = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
         kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
-        assert kept.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
+        assert mask.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
 
 
 def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> None:
@@ -38,6 +38,6 @@ def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> 
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(8, 131072, generator=generator).to(device) * 0.15 + 5
     k = torch.arange(270, 430, 20, dtype=torch.int32, device=device)
-    kept = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=512)[3] > -torch.inf
+    mask = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=512)[3] > -torch.inf
     kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
-    assert kept.sum(1).tolist() == (rows >= kth).sum(1).tolist()
+    assert mask.sum(1).tolist() == (rows >= kth).sum(1).tolist()

@@ -137,8 +137,8 @@ def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dty
             first, end = 0, row.numel()  # of the tokens in order, the first one that is dropped
             while first < end:
                 middle = (first + end) // 2
-                kept = logprobs(order[middle : middle + 1]).isfinite().item()
-                first, end = (middle + 1, end) if kept else (first, middle)
+                is_finite = logprobs(order[middle : middle + 1]).isfinite().item()
+                first, end = (middle + 1, end) if is_finite else (first, middle)
             assert 0 < first < row.numel()
             chosen = order[max(first - 3, 0) : first + 3]
             expected = logprobs(chosen).tolist()

@@ -63,8 +63,8 @@ def test_merge_state_in_place(sizes, seed) -> None:
     inputs = make(**sizes, seed=seed, device="cpu")
     expected = reference(**{name: x.clone() for name, x in inputs.items()})
     flashinfer.merge_state_in_place(**inputs)
-    for out, wanted in zip((inputs["v"], inputs["s"]), expected, strict=True):
-        close(out, wanted)
+    for out, right in zip((inputs["v"], inputs["s"]), expected, strict=True):
+        close(out, right)
 
 
 @pytest.mark.parametrize("name", ["append_paged_kv_cache", "append_paged_mla_kv_cache"])

@@ -86,8 +86,8 @@ def heading_anchors(page: Path) -> set[str]:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     anchors: list[str] = []
     for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
-        kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
-        anchors.append(kept.replace(" ", "-"))
+        letters = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+        anchors.append(letters.replace(" ", "-"))
     return {f"{name}-{anchors[:i].count(name)}" if name in anchors[:i] else name for i, name in enumerate(anchors)}
 
 

@@ -22,8 +22,8 @@ def test_every_value_stays_on_every_backend() -> None:
         Case(SimpleNamespace(params=dict(zip(VALUES, combination, strict=True))))
         for combination in product(*VALUES.values())
     ]
-    kept = [case.callspec.params for case in of_each_value(cases)]
-    assert len(kept) == 2 * 4  # as many as the parameter with most values has, for each backend
+    sample = [case.callspec.params for case in of_each_value(cases)]
+    assert len(sample) == 2 * 4  # as many as the parameter with most values has, for each backend
     for backend, (name, values) in product(VALUES["backend"], VALUES.items()):
-        on_backend = [params[name] for params in kept if params["backend"] == backend]
+        on_backend = [params[name] for params in sample if params["backend"] == backend]
         assert all(value in on_backend for value in values if name != "backend")

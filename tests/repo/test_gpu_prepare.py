@@ -69,9 +69,9 @@ def checkout(tmp_path):
 
 def prepare(checkout: Path) -> tuple[int, str, dict]:
     tools, command = checkout / "tools", [checkout / "benchmarks" / "gpu_run" / "prepare.sh", "out"]
-    own = {"HOME": str(checkout), "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")}
+    variables = {"HOME": str(checkout), "PATH": f"{tools}:{os.environ['PATH']}", "PYTHON": str(tools / "python")}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(command, cwd=checkout, env=os.environ | own, text=True, **streams)
+    done = subprocess.run(command, cwd=checkout, env=os.environ | variables, text=True, **streams)
     manifest = checkout / "out" / "manifest.json"
     return done.returncode, done.stdout, json.loads(manifest.read_text()) if manifest.exists() else {}
 
