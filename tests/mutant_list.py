@@ -346,11 +346,11 @@ CHOICE = [
     ),
     of_drafts(
         "nodes under guesses that nobody verified", "tree_tuner",
-        "if kept.rows is None else kept.rows.tolist()", "if True else kept.rows.tolist()",
+        "if nodes.rows is None else nodes.rows.tolist()", "if True else nodes.rows.tolist()",
     ),
     of_drafts(
         "what one sequence wins for all", "tree_tuner",
-        "of_all if plan.others_wait else last + (of_all - last) / len(found)", "of_all",
+        "of_all if plan.others_wait else last + (of_all - last) / len(counts)", "of_all",
     ),
     of_drafts("batch sizes that begin with nothing", "tree_tuner", "if self.costs:\n", "if False:\n"),
     of_drafts(
@@ -378,7 +378,7 @@ CHOICE = [
     ),
     of_drafts(
         "what was counted for one sequence counts for all", "drafters/combined",
-        "return of_all if own is None", "return of_all if True",
+        "return of_all if odds is None", "return of_all if True",
     ),
     of_drafts(
         "a drafter that was bad once is never asked again", "drafters/combined", ">= LOOK_AFTER", ">= 10**9",
