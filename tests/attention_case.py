@@ -121,13 +121,13 @@ def sdpa_error(case: dict[str, Any], expected: Tensor) -> float:
             continue
         words = None if case["tree_mask"] is None else case["tree_mask"][begin:end]
         tree_len = end - begin if case["tree_lens"] is None else int(case["tree_lens"][b])
-        seen = reference.visible_keys(s, end - begin, tree_len, words, case.get("window", 0))
+        mask = reference.visible_keys(s, end - begin, tree_len, words, case.get("window", 0))
         positions = torch.arange(s)
         slots = case["page_table"][b].long()[positions // page_size], positions % page_size
         k, v = (case[c][slots].repeat_interleave(group, 1).transpose(0, 1)[None] for c in ("k_cache", "v_cache"))
-        k[:, :, ~seen.any(0)] = v[:, :, ~seen.any(0)] = 0
+        k[:, :, ~mask.any(0)] = v[:, :, ~mask.any(0)] = 0
         query = case["q"][begin:end].transpose(0, 1)[None]
-        result = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=seen)[0].transpose(0, 1)
+        result = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=mask)[0].transpose(0, 1)
         out[begin:end] = result.nan_to_num()
     return rms(out - expected)
 

@@ -50,11 +50,11 @@ def check_refused(run: Callable[..., Outcome], *options: Any, message: str) -> N
 
 def calls_of_generate(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Records what the command gives to `generate`, in each call."""
-    seen, function = [], command_module.generate
+    calls, function = [], command_module.generate
 
     def watched(model: Any, prompts: Any, **more: Any) -> Any:
-        seen.append(SimpleNamespace(model=model, prompts=prompts, **more))
+        calls.append(SimpleNamespace(model=model, prompts=prompts, **more))
         return function(model, prompts, **more)
 
     monkeypatch.setattr(command_module, "generate", watched)
-    return seen
+    return calls

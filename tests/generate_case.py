@@ -228,17 +228,17 @@ def check_the_model_is_as_it_was(model):
     tokens = prompts_of((9,))[0][None]
     with torch.no_grad():
         expected = model(tokens).logits
-    seen = []
+    outputs = []
 
     def callback(sequence, new):
         with torch.no_grad():
-            seen.append(model(tokens).logits)
-        if len(seen) == 2:
+            outputs.append(model(tokens).logits)
+        if len(outputs) == 2:
             raise KeyError("stop")
 
     with pytest.raises(KeyError, match="stop"):
         generate(model, tokens, max_new_tokens=4, callback=callback)
     with torch.no_grad():
-        seen.append(model(tokens).logits)
-    for logits in seen:
+        outputs.append(model(tokens).logits)
+    for logits in outputs:
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)

@@ -104,8 +104,8 @@ ROWS = [(ValueError, *row) for row in WRONG] + [(NotImplementedError, *row) for 
 @pytest.mark.parametrize(("error", "name", "change", "message"), ROWS)
 def test_a_wrong_argument_is_named(error: type[Exception], name: str, change: dict[str, Any], message: str) -> None:
     call = calls.make(name)
-    written = [value for key, value in call.arguments.items() if key in call.written]
-    before = [tensor.clone() for tensor in calls.tensors_of(written)]
+    outputs = [value for key, value in call.arguments.items() if key in call.written]
+    before = [tensor.clone() for tensor in calls.tensors_of(outputs)]
     with pytest.raises(error, match=message):
         call.function(**{**call.arguments, **change})
-    assert all(map(torch.equal, calls.tensors_of(written), before))
+    assert all(map(torch.equal, calls.tensors_of(outputs), before))

@@ -69,8 +69,8 @@ def functions() -> Iterator[Any]:
 def test_each_argument_is_read_or_a_hint(function) -> None:
     """What is read is served or refused by name; what is not read is in the docstring, or among the hints, by name."""
     body = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body  # type: ignore[attr-defined]
-    read = {node.id for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)}
-    unread = {*inspect.signature(function).parameters}.difference(read, paged.HINTS, mla.HINTS, {"self"})
+    names = {node.id for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)}
+    unread = {*inspect.signature(function).parameters}.difference(names, paged.HINTS, mla.HINTS, {"self"})
     text = re.findall(r"[^.:;]*(?:[:;] )?(?:hints|no effect|neither read nor written)", inspect.getdoc(function) or "")
     assert unread <= set(re.findall(r"\w+", " ".join(text)))
 

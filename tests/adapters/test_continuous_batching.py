@@ -81,8 +81,8 @@ def test_requests_that_share_pages(calls):
     expected = stock(model, prompts, **options)
     with continuous_batching(model):
         assert batched(model, prompts, **options) == expected
-    read = sum(tokens for tokens, _ in calls) // 2
-    assert len(expected) == 8 and read < sum(map(len, prompts)) + len(expected) * (COUNT - 1)
+    rows = sum(tokens for tokens, _ in calls) // 2
+    assert len(expected) == 8 and rows < sum(map(len, prompts)) + len(expected) * (COUNT - 1)
 
 
 def test_the_name_is_lent(calls):

@@ -61,11 +61,11 @@ NAMES = ("none", "ngram", "draft model", "itself", "oracle")
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_text_is_the_models_own(model, batch, drafters, name):
     expected = model.generate(**batch, **GREEDY)
-    seen = []
-    options = {"drafter": drafters[name](), "page_size": 7, "on_stats": seen.append}
+    records = []
+    options = {"drafter": drafters[name](), "page_size": 7, "on_stats": records.append}
     text = model.generate(**batch, **GREEDY, **OURS, **options)
     assert torch.equal(text, expected)
-    (stats,) = seen
+    (stats,) = records
     assert stats.num_tokens == 3 * COUNT
     if name in ("itself", "oracle"):
         assert stats.mean_accepted > 1.0 and stats.steps < COUNT / 1.5
@@ -116,11 +116,11 @@ FILTERS = [
 def test_the_distribution_is_that_of_transformers(model, batch, filters, monkeypatch):
     options = {**batch, **filters, "do_sample": True, "max_new_tokens": 1}
     out = model.generate(**options, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    received = []
+    calls = []
     function = custom_generate.generate
-    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: received.append(k) or function(*a, **k))
+    monkeypatch.setattr(custom_generate, "generate", lambda *a, **k: calls.append(k) or function(*a, **k))
     model.generate(**options, **OURS)
-    (keywords,) = received
+    (keywords,) = calls
     params = read_processors(keywords["logits_processor"], [[1]], None, [], VOCAB).on_params(keywords["params"])
     sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order")}
     for logits, scores in zip(out.logits[0], out.scores[0], strict=True):
@@ -214,7 +214,7 @@ def test_loaded_from_a_folder(model, batch, tmp_path, monkeypatch):
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
     options = {**batch, **GREEDY}
     load = {"custom_generate": str(EXAMPLES), "trust_remote_code": True}
-    expected, seen = model.generate(**options), []
+    expected, records = model.generate(**options), []
     for keywords in ({}, {"drafter": NgramDrafter(6)}):
-        assert torch.equal(model.generate(**options, **load, **keywords, on_stats=seen.append), expected)
-    assert all(max(stats.accepted_histogram) > 0 for stats in seen)
+        assert torch.equal(model.generate(**options, **load, **keywords, on_stats=records.append), expected)
+    assert all(max(stats.accepted_histogram) > 0 for stats in records)

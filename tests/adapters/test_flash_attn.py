@@ -24,9 +24,9 @@ def queries(*shape: int, dtype: torch.dtype, dim: int = DIM) -> Tensor:
 def mask_of(n: int, s: int, is_causal: bool, left: int = -1, right: int = -1) -> Tensor:
     """Bottom right aligned, by FlashAttention's definition; if causal nothing to the right is seen."""
     query, key = torch.arange(n)[:, None] + s - n, torch.arange(s)
-    seen = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
-    seen = seen & (key <= query + right) if right >= 0 and not is_causal else seen
-    return seen & (key >= query - left) if left >= 0 else seen
+    mask = key <= query if is_causal else torch.ones(n, s, dtype=torch.bool)
+    mask = mask & (key <= query + right) if right >= 0 and not is_causal else mask
+    return mask & (key >= query - left) if left >= 0 else mask
 
 
 def expected(q: list[Tensor], k: list[Tensor], v: list[Tensor], masks: list[Tensor], **options) -> tuple[list, list]:
@@ -69,8 +69,8 @@ def test_paged_cache(backend, dtype, is_causal, window_size, page_size, dims, n,
     close(out, torch.stack(outs))
     assert lse.shape == (4, HEADS, n) and lse.dtype == torch.float32
     torch.testing.assert_close(lse, torch.stack(lses).transpose(1, 2), atol=2e-3, rtol=2e-3)
-    for cache, whole in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
-        torch.testing.assert_close(cache, whole, equal_nan=True, rtol=0, atol=0)
+    for cache, right in zip(caches, (paged.k_cache, paged.v_cache), strict=True):
+        torch.testing.assert_close(cache, right, equal_nan=True, rtol=0, atol=0)
 
 
 def test_latent_cache() -> None:
@@ -88,9 +88,9 @@ def test_cache_without_pages(backend, dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     big = placed(torch.randn(2, 5, 9, KV_HEADS + 1, DIM, generator=generator, device="cpu").to(dtype))
     k_cache, v_cache = big[:, :, :, 1:].unbind(0)  # a strided view
-    chosen = [[cache[i] for i in index.tolist()] for cache in (k_cache, v_cache)]
+    sides = [[cache[i] for i in index.tolist()] for cache in (k_cache, v_cache)]
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_batch_idx=index)
-    close(out, torch.stack(expected(list(q), *chosen, [mask_of(2, 9, False)] * 3)[0]))
+    close(out, torch.stack(expected(list(q), *sides, [mask_of(2, 9, False)] * 3)[0]))
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=6, causal=True)
     rows = [[cache[b, :6] for b in range(3)] for cache in (k_cache, v_cache)]
     close(out, torch.stack(expected(list(q), *rows, [mask_of(2, 6, True)] * 3)[0]))
@@ -183,10 +183,10 @@ def test_call_form_of_flash_attention_3(backend, dtype) -> None:
     with pytest.raises(NotImplementedError, match="k_descale: expected the same scales for all sequences"):
         flash_attn_with_kvcache(q, *stored, k_descale=scale.clone(), v_descale=scale, **form)
     rows = torch.cat(paged.k), torch.cat(paged.v)
-    used = torch.tensor([29, 9, 2], dtype=torch.int32)
-    out = flash_attn_varlen_func(q, *rows, offsets(lens_q), offsets(lens), 4, 30, causal=True, seqused_k=used)
-    sides = [[x[:n] for x, n in zip(side, used.tolist(), strict=True)] for side in (paged.k, paged.v)]
-    masks = [mask_of(n, s, True) for n, s in zip(lens_q, used.tolist(), strict=True)]
+    lengths = torch.tensor([29, 9, 2], dtype=torch.int32)
+    out = flash_attn_varlen_func(q, *rows, offsets(lens_q), offsets(lens), 4, 30, causal=True, seqused_k=lengths)
+    sides = [[x[:n] for x, n in zip(side, lengths.tolist(), strict=True)] for side in (paged.k, paged.v)]
+    masks = [mask_of(n, s, True) for n, s in zip(lens_q, lengths.tolist(), strict=True)]
     close(out, torch.cat(expected(list(q.split(lens_q)), *sides, masks)[0]))
 
 

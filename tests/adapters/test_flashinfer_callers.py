@@ -27,8 +27,8 @@ def test_merging(backend, dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     q, k, v = (placed(torch.randn(s, 2, 64, generator=generator, device="cpu").to(dtype)) for s in (5, 30, 30))
     everything, lse = dense_attention(q, k, v, torch.ones(5, 30, dtype=torch.bool))
-    seen = [torch.ones(5, n, dtype=torch.bool) for n in (11, 12, 7)]
-    parts = [dense_attention(q, *rows) for rows in zip(k.split([11, 12, 7]), v.split([11, 12, 7]), seen, strict=True)]
+    masks = [torch.ones(5, n, dtype=torch.bool) for n in (11, 12, 7)]
+    parts = [dense_attention(q, *rows) for rows in zip(k.split([11, 12, 7]), v.split([11, 12, 7]), masks, strict=True)]
     values, scores = (torch.stack(side, 1) for side in zip(*parts, strict=True))
     values, scores = values.to(dtype), scores.float() / math.log(2)
     out, base2 = flashinfer.merge_states(values, scores)
@@ -36,11 +36,11 @@ def test_merging(backend, dtype) -> None:
     torch.testing.assert_close(base2, lse / math.log(2), atol=2e-3, rtol=2e-3)
     first = flashinfer.merge_state(values[:, 0], scores[:, 0], values[:, 1], scores[:, 1])
     close(flashinfer.merge_state(*first, values[:, 2], scores[:, 2])[0], everything)
-    one, written = values[:, 0].clone(), scores[:, 0].contiguous().clone()
+    one, logs = values[:, 0].clone(), scores[:, 0].contiguous().clone()
     mask = torch.tensor([True, False, True, False, True])
-    flashinfer.merge_state_in_place(one, written, values[:, 1], scores[:, 1], mask)
+    flashinfer.merge_state_in_place(one, logs, values[:, 1], scores[:, 1], mask)
     assert torch.equal(one, torch.where(mask[:, None, None], first[0], values[:, 0]))
-    assert torch.equal(written, torch.where(mask[:, None], first[1], scores[:, 0]))
+    assert torch.equal(logs, torch.where(mask[:, None], first[1], scores[:, 0]))
     alone = flashinfer.merge_states(values[:, :1], scores[:, :1])
     assert torch.equal(alone[0], values[:, 0])
     with pytest.raises(ValueError, match=r"s: expected shape \[5, 3, 2\]"):
@@ -73,8 +73,8 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
         wrapper.run(q[..., :512], q[..., 512:], *[pages.k_cache[:, :, 0]] * 2)
     wrapper.plan(*plan, dtype, dtype)
     # One tensor seen as two is read where it is; the append goes to the parts.
-    whole = torch.full_like(pages.k_cache[:, :, 0], torch.nan)
-    ckv, kpe = whole[..., :512], whole[..., 512:]
+    pool = torch.full_like(pages.k_cache[:, :, 0], torch.nan)
+    ckv, kpe = pool[..., :512], pool[..., 512:]
     rows = torch.cat(pages.k)[:, 0]
     places = flashinfer.get_batch_indices_positions(offsets(lens), int32(lens), sum(lens))
     flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *places, ckv, kpe, indices, indptr, last)
@@ -87,7 +87,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     ]
     close(out, torch.cat([x[0] for x in expected]))
     torch.testing.assert_close(lse, torch.cat([x[1] for x in expected]), atol=2e-2, rtol=2e-2)
-    assert torch.equal(out, wrapper.run(query=q, kv_cache=whole))
+    assert torch.equal(out, wrapper.run(query=q, kv_cache=pool))
     apart = [x.clone() for x in (q[..., :512], q[..., 512:], ckv, kpe)]
     again, base2 = wrapper.run(*apart, return_lse=True)
     assert torch.equal(out, again)

@@ -230,8 +230,8 @@ def test_drafting_steps(backend, device, dtype, page_size, topk, known_on_host) 
         out = container.attn_backends[step].forward_decode(q, k, v, layer_of(), now)
         for b, prefix in enumerate(prefixes):
             for branch in range(topk):
-                seen = [*range(prefix), *(prefix + branch * steps + i for i in range(step + 1))]
-                rows = server.paged.k[b][seen], server.paged.v[b][seen], torch.ones(1, len(seen), dtype=torch.bool)
+                keys = [*range(prefix), *(prefix + branch * steps + i for i in range(step + 1))]
+                rows = server.paged.k[b][keys], server.paged.v[b][keys], torch.ones(1, len(keys), dtype=torch.bool)
                 row = b * topk + branch
                 expected = dense_attention(q[row].view(1, HEADS, DIM).cpu(), *rows, scale=0.2)[0]
                 close(out[row], expected.flatten())
@@ -240,15 +240,15 @@ def test_drafting_steps(backend, device, dtype, page_size, topk, known_on_host) 
 def test_the_plugin_adds_a_backend_for_drafting() -> None:
     server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
     factory = SimpleNamespace(draft_model_runner=server.runner, topk=2, speculative_num_steps=3)
-    made = {}
+    record = {}
 
     def original(self, name, backends, template, stamps_children=False):
-        made["known"], (label, backend) = sorted(backends), backends["pagedtree"]()
+        record["known"], (label, backend) = sorted(backends), backends["pagedtree"]()
         return label, backend, template, stamps_children
 
     arguments = "decode_attention_backend", {"triton": None}, "error"
     label, backend, *rest = create_draft_backend(original, factory, *arguments, stamps_children=True)
-    assert made["known"] == ["pagedtree", "triton"] and label == "pagedtree" and rest == ["error", True]
+    assert record["known"] == ["pagedtree", "triton"] and label == "pagedtree" and rest == ["error", True]
     assert isinstance(backend, PagedTreeDraftBackend) and (backend.topk, backend.num_steps) == (2, 3)
     assert isinstance(create_draft_backend(original, factory, *arguments)[1], PagedTreeBackend)
 

@@ -169,7 +169,7 @@ def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: i
     """Makes what a draft of `depth` levels of topk x topk drafts hands over, its best n - 1 drafts chosen at random."""
     parents, selected = [], []
     for _ in range(bs):
-        groups, alive, chosen = [-1], [*range(topk)], []
+        groups, alive, nodes = [-1], [*range(topk)], []
         everyone = {x: None for x in range(topk)}
         for level in range(1, depth):
             groups += alive  # group g of topk drafts continues groups[g]
@@ -177,11 +177,11 @@ def random_drafts(rng: np.random.Generator, bs: int, topk: int, depth: int, n: i
             children = {begin + i: alive[i // topk] for i in range(topk * topk)}
             everyone |= children
             alive = sorted(rng.choice([*children], topk, replace=False).tolist())
-        while len(chosen) < n - 1:
-            ready = [x for x, parent in everyone.items() if x not in chosen and (parent is None or parent in chosen)]
-            chosen.append(int(rng.choice(ready)))
+        while len(nodes) < n - 1:
+            ready = [x for x, parent in everyone.items() if x not in nodes and (parent is None or parent in nodes)]
+            nodes.append(int(rng.choice(ready)))
         parents.append(groups)
-        selected.append(sorted(chosen))
+        selected.append(sorted(nodes))
     return parents, selected
 
 

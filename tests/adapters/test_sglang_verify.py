@@ -251,8 +251,8 @@ def test_sampling_on_random_trees(on_device, bs, n, width, thresholds) -> None:
             tried[node] = bound
             return coins[node] < bound / acc or mass >= single
 
-        path, left = rejection(parents[b], np.where(outside, -1, drafts).tolist(), p, p, "onehot", below)
-        bonus = int(np.searchsorted(np.cumsum(left), final[b] * sum(left), side="right"))
+        path, residual = rejection(parents[b], np.where(outside, -1, drafts).tolist(), p, p, "onehot", below)
+        bonus = int(np.searchsorted(np.cumsum(residual), final[b] * sum(residual), side="right"))
         paths.append((names[b][path], [*drafts[path[1:]].tolist(), bonus]))
     assert n < 3 or bs == 0 or max(len(path) for path, _ in paths) > 1
     check_paths(outs, case["retrive_index"], paths)

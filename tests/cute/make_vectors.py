@@ -93,10 +93,10 @@ def main() -> None:
     vectors = {path.stem: np.fromfile(path, np.uint32) for path in sorted(words.glob("*.u32"))}
     rows = caches()
     vectors |= {"maps.caches": rows, "maps.made": maps_of(headers[1:], rows)}
-    written = io.BytesIO()
-    np.savez(written, origin=np.array(PACKAGES), **vectors)
+    buffer = io.BytesIO()
+    np.savez(buffer, origin=np.array(PACKAGES), **vectors)
     # As a whole, since the forms of wgmma have much in common: a third less than np.savez_compressed.
-    size = VECTORS.write_bytes(lzma.compress(written.getvalue(), preset=9 | lzma.PRESET_EXTREME))
+    size = VECTORS.write_bytes(lzma.compress(buffer.getvalue(), preset=9 | lzma.PRESET_EXTREME))
     print(VECTORS, size, "bytes")
 
 

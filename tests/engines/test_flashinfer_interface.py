@@ -64,8 +64,8 @@ def test_latent_wrapper_takes_the_same_arguments() -> None:
         assert positional == list(theirs)[: len(positional)], name
     # plan() refuses what is not one of its own unless it reads as nothing; these are dropped before.
     plan = SOURCES.parameters(path, f"{wrapper.__name__}.plan", last=True)
-    rest = {key: value for key, value in plan.items() if key not in own_parameters(wrapper.plan)}
-    assert not any(value not in ("none", "default") and value for value in rest.values())
+    defaults = {key: value for key, value in plan.items() if key not in own_parameters(wrapper.plan)}
+    assert not any(value not in ("none", "default") and value for value in defaults.values())
 
 
 def test_constructor_takes_the_same_arguments() -> None:

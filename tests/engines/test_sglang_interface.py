@@ -71,9 +71,9 @@ def test_methods_override_the_base_class() -> None:
     ],
 )
 def test_attributes_exist(variable, path, classes) -> None:
-    used = attributes_of(ast.parse(inspect.getsource(attention)), variable)
-    assert used, variable
-    assert used <= SOURCES.members(path, *classes), variable
+    names = attributes_of(ast.parse(inspect.getsource(attention)), variable)
+    assert names, variable
+    assert names <= SOURCES.members(path, *classes), variable
 
 
 def test_a_model_with_recurrent_layers_is_known_by_its_pool() -> None:

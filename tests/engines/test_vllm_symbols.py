@@ -138,9 +138,9 @@ def test_methods_override(file: str, name: str) -> None:
 
 @pytest.mark.parametrize(("file", "variable"), OWNERS)
 def test_attributes_exist(file: str, variable: str) -> None:
-    used = attributes_of(FILES[file], variable)
-    assert used
-    assert used <= SOURCES.members(*OWNERS[file, variable])
+    names = attributes_of(FILES[file], variable)
+    assert names
+    assert names <= SOURCES.members(*OWNERS[file, variable])
 
 
 def test_the_runners_attributes_exist() -> None:

@@ -32,7 +32,7 @@ PROMPTS = token_prompts()
 @pytest.fixture
 def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
     """For each step with trees: the drafts scheduled, and the drafts proposed, of the requests that have some."""
-    seen: list[tuple[list[int], list[int]]] = []
+    records: list[tuple[list[int], list[int]]] = []
     lay_out = TreeRunner._lay_out_trees
 
     def spy(runner, batch, *args):
@@ -41,14 +41,14 @@ def steps(monkeypatch) -> list[tuple[list[int], list[int]]]:
             proposed = runner.req_states.draft_tokens[batch.idx_mapping] >= 0
             counts = batch.num_draft_tokens_per_req.tolist()
             found = [int(row[:count].sum()) for row, count in zip(proposed, counts, strict=True)]
-            seen.append((found, proposed.sum(dim=1).tolist()))
+            records.append((found, proposed.sum(dim=1).tolist()))
         elif step is not None:
             ids = [i for i, count in zip(runner.input_batch.req_ids, step.num_drafts, strict=True) if count]
-            seen.append(([int(n) for n in step.num_drafts if n], [len(runner._proposed[i]) - 1 for i in ids]))
+            records.append(([int(n) for n in step.num_drafts if n], [len(runner._proposed[i]) - 1 for i in ids]))
         return step
 
     monkeypatch.setattr(TreeRunner, "_lay_out_trees", spy)
-    return seen
+    return records
 
 
 @pytest.mark.parametrize("drafter", [None, "ngram", "model"])
@@ -136,7 +136,7 @@ def test_longest_sequences_and_stop_tokens(stock):
 @pytest.fixture
 def depths_left(monkeypatch) -> list[int]:
     """Tells how much deeper each request's tree could be: the last token of a text is generated, but never read."""
-    seen: list[int] = []
+    rooms: list[int] = []
     set_positions = TreeRunner._set_positions
 
     def spy(runner, step):
@@ -145,10 +145,10 @@ def depths_left(monkeypatch) -> list[int]:
         for i, request_id in enumerate(runner.input_batch.req_ids):
             request = runner.requests[request_id]
             end = min(len(request.prompt_token_ids) + request.sampling_params.max_tokens, 96)
-            seen.append(end - 2 - max(positions[offsets[i] : offsets[i + 1]]))
+            rooms.append(end - 2 - max(positions[offsets[i] : offsets[i + 1]]))
 
     monkeypatch.setattr(TreeRunner, "_set_positions", spy)
-    return seen
+    return rooms
 
 
 @V1_ONLY
@@ -213,10 +213,10 @@ def test_absent_nodes_are_left_out():
     parents = np.array([-1, 0, 0, 2, 1, 4], dtype=np.int32)
     depths = np.array([0, 1, 1, 2, 2, 3], dtype=np.int32)
     log_probs = -np.arange(6, dtype=np.float32)
-    ids, tree, left = present_nodes(tokens, parents, depths, log_probs)
+    ids, tree, scores = present_nodes(tokens, parents, depths, log_probs)
     assert ids == [5, 9, 8]
     assert tree.tolist() == [-1, 0, 1, 2]
-    assert left.tolist() == [0, -1, -4, -5]
+    assert scores.tolist() == [0, -1, -4, -5]
     assert present_nodes(tokens[:0], parents[:0], depths[:0]).tokens == []
 
 

@@ -126,7 +126,7 @@ def priced_engine(**options: Any) -> Iterator[LLM]:
 
 def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
     """vLLM chooses how many by its costs; which, as `select_nodes` does."""
-    reallocate, seen = adaptive_verification.AdaptiveVerificationManager.reallocate_drafts, []
+    reallocate, records = adaptive_verification.AdaptiveVerificationManager.reallocate_drafts, []
 
     def spy(manager, req_ids, idx_mapping):
         drafts = [manager._batch_budget[0][request_id] for request_id in req_ids]
@@ -141,7 +141,7 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
         # Nodes of no probability are kept where all others are; whose they are does not matter.
         if (torch.cat(chances) > 0).sum() >= len(drafts) + budget:
             assert best.cu_nodes.tolist() == offsets.tolist()
-        seen.append((offsets.diff().tolist(), budget, sum(drafts)))
+        records.append((offsets.diff().tolist(), budget, sum(drafts)))
         return offsets, starts, budget
 
     monkeypatch.setattr(adaptive_verification.AdaptiveVerificationManager, "reallocate_drafts", spy)
@@ -150,8 +150,8 @@ def test_the_batch_keeps_its_best_nodes(adaptive, monkeypatch):
     with priced_engine(**adaptive) as llm:
         assert generate(llm, PROMPTS) == expected
         assert accepted(llm) > len(PROMPTS)
-    assert any(0 < budget < scheduled for _, budget, scheduled in seen)
-    assert any(len(set(sizes)) > 1 for sizes, _, _ in seen)
+    assert any(0 < budget < scheduled for _, budget, scheduled in records)
+    assert any(len(set(sizes)) > 1 for sizes, _, _ in records)
 
 
 def test_options_of_trees_that_were_trimmed(adaptive):

@@ -57,7 +57,7 @@ class Recorder(BlockDrafter):
         """Tells of each pass whether its logits are those without any cache."""
         dense = [dense_logits(model, self.model, text) for text in self.texts]
         pairs = zip(self.logits, dense, strict=True)
-        return [torch.allclose(logits, whole[: len(logits)], rtol=1e-3, atol=1e-3) for logits, whole in pairs]
+        return [torch.allclose(logits, right[: len(logits)], rtol=1e-3, atol=1e-3) for logits, right in pairs]
 
 
 def decode(model, drafter, texts, **options):

@@ -54,13 +54,13 @@ def problems(draw):
 @given(problems())
 def test_no_tree_has_a_higher_rate(problem):
     levels, costs, level_cost = problem
-    chosen = choose_tree(levels, lambda n: costs[n - 1], max_nodes=6, level_cost=level_cost)
+    tree = choose_tree(levels, lambda n: costs[n - 1], max_nodes=6, level_cost=level_cost)
     rates = [
         rate(DraftTree(parents_of(forest)), levels, costs, level_cost)
         for size in range(6)
         for forest in all_forests(size, len(levels), 0, levels.shape[1])
     ]
-    assert rate(chosen, levels, costs, level_cost) == pytest.approx(max(rates), rel=1e-9)
+    assert rate(tree, levels, costs, level_cost) == pytest.approx(max(rates), rel=1e-9)
 
 
 def test_every_depth_takes_the_same_row_of_one():

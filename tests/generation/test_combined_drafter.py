@@ -222,14 +222,14 @@ def test_more_tokens_for_what_they_cost(model, costs, asked):
     prompts = prompts_of((9, 7, 11, 5), seed=5)
     texts = [greedy(model, prompt, 60) for prompt in prompts]
     readers = [Reader(texts, right) for right in ([0, 2, 2, 0], [2, 1, 0, 3])]
-    drafter, chosen = CombinedDrafter(*readers, costs=costs), []
+    drafter, choices = CombinedDrafter(*readers, costs=costs), []
 
     def note(step):
-        chosen.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None)
+        choices.append(tuple(drafter._chosen) if len(step.sequences) == 4 else None)
 
     found, _ = generate(model, prompts, drafter=drafter, max_new_tokens=60, tree=None, on_step=note)
     assert lists(found) == texts
-    usual = [choice for choice in chosen[9:] if choice is not None]
+    usual = [choice for choice in choices[9:] if choice is not None]
     assert len(usual) > 3 and all(choice == asked for choice in usual)
 
 
@@ -263,10 +263,10 @@ def test_refusals(arguments, message):
 
 
 def test_drawn_drafts_are_refused(model):
-    drawn = ModelDrafter(model, law="swor", num_nodes=4, depth=2, width=2)
+    drafter = ModelDrafter(model, law="swor", num_nodes=4, depth=2, width=2)
     with pytest.raises(ValueError, match='drafter: expected draft_law "onehot" beside n-grams, got "swor"'):
-        CombinedDrafter(drawn)
+        CombinedDrafter(drafter)
     with pytest.raises(ValueError, match='drafter: expected draft_law "swor" beside ModelDrafter, got "onehot"'):
-        CombinedDrafter(Recorder(), drawn)
+        CombinedDrafter(Recorder(), drafter)
     with pytest.raises(TypeError, match="drafter: expected an object with propose"):
         CombinedDrafter(np.zeros(3))

@@ -24,11 +24,11 @@ OURS = [name for name in NAMES["full"] if isinstance(SUBJECTS["full"].drafter(na
 
 def steps(subject, drafter, **options):
     """What is drafted in each step, and what the drafter says of it."""
-    seen = []
-    options["on_step"] = lambda result: seen.append((result.draft_tokens.tolist(), drafter.confidence()))
+    records = []
+    options["on_step"] = lambda result: records.append((result.draft_tokens.tolist(), drafter.confidence()))
     sequences, _ = generate(subject.model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS, **options)
     assert lists(sequences) == subject.texts
-    return seen
+    return records
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -79,21 +79,21 @@ def best_tree(head, features, text, num_nodes, depth, width):
 @pytest.mark.parametrize("tree", [{"num_nodes": 8, "depth": 3, "width": 2}, {"num_nodes": 4, "depth": 3, "width": 1}])
 def test_trees_are_those_of_a_head_without_a_cache(model, head, options, tree):
     """In chunks, after evictions and with shared prompts; a wrong row in the head's cache or a wrong state shows."""
-    seen = []
+    records = []
 
     def collect(result):
         bounds = list(pairwise(result.trees.cu_nodes.tolist()))
         tokens, parents, room = result.draft_tokens.tolist(), result.trees.parents.tolist(), room_of(result)
         for b in range(result.num_read, len(result.sequences)):
             text, rows = result.sequences[b].tokens[: int(result.start[b]) + 1], slice(*bounds[b])
-            seen.append((text, tokens[rows], parents[rows], room[b]))
+            records.append((text, tokens[rows], parents[rows], room[b]))
 
     drafter, options = EagleDrafter(head, **tree), {**options, "params": SAMPLING, "on_step": collect}
     generate(model, prompts(), drafter=drafter, max_new_tokens=8, **options)
-    grown = [record for record in seen if len(record[1]) > 1]
-    assert len(grown) > len(seen) / 2
+    trees = [record for record in records if len(record[1]) > 1]
+    assert len(trees) > len(records) / 2
     compared = 0
-    for text, draft_tokens, parents, room in grown[:: max(len(grown) // 24, 1)]:
+    for text, draft_tokens, parents, room in trees[:: max(len(trees) // 24, 1)]:
         expected, gap = best_tree(head, features_of(model, text), text, **tree)
         if gap > 1e-3:  # nearer ones are decided by rounding
             assert {*paths_of(draft_tokens, parents)[1:]} == {path for path in expected if len(path) <= room}

@@ -77,14 +77,14 @@ def test_a_text_ends_with_its_grammar(model, drafts):
     """Without a stop token, and inside of an accepted path, too; a stop token that is no EOS token ends it as well."""
     options = {"count": 40, "params": SAMPLING}
     plain, stats = generated(model, grammars=matchers(4), eos_token_id=[], **options)
-    whole = [text[len(prompt) :] for text, prompt in zip(plain, PROMPTS, strict=True)]
+    answers = [text[len(prompt) :] for text, prompt in zip(plain, PROMPTS, strict=True)]
     for i in (0, 2, 3):
-        assert whole[i][-1] == STOP and stats.sequences[i].finish_reason == "grammar"
+        assert answers[i][-1] == STOP and stats.sequences[i].finish_reason == "grammar"
     for eos in ([], STOP):
         drafter = Oracle([[*text, 3, 4, 5] for text in plain], 1.0) if drafts else None
         texts, stats = generated(model, drafter, grammars=matchers(4, needs_stop=False), eos_token_id=eos, **options)
         for i in (0, 2, 3):
-            assert texts[i][LENGTHS[i] :] == whole[i][:-1]
+            assert texts[i][LENGTHS[i] :] == answers[i][:-1]
             assert stats.sequences[i].finish_reason == "grammar"
 
 

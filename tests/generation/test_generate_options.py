@@ -149,9 +149,9 @@ def test_a_list_of_processors(model):
     params = replace(params, temperature=0.7, top_k=20, repetition_penalty=1.3)
     options = TokenOptions(bias={9: 2.0, 4: 1.0}, bad_words=[[8], [77], [3, 60], [50]])
     assert texts == generated(model, params=params, options=options)[0]
-    batch, whole = PROMPTS[1][None, :12], [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=12)]
-    expected = model.generate(batch, max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=whole)
-    assert generated(model, prompts=batch, logits_processor=whole)[0] == expected.tolist()
+    batch, rules = PROMPTS[1][None, :12], [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=12)]
+    expected = model.generate(batch, max_new_tokens=NEW_TOKENS, do_sample=False, logits_processor=rules)
+    assert generated(model, prompts=batch, logits_processor=rules)[0] == expected.tolist()
 
 
 # Log-probabilities ----------------------------------------------------------------------------------------------------
@@ -187,16 +187,16 @@ def test_logprobs(model, monkeypatch, mode, is_fixed):
     """Of accepted drafts and bonus tokens alike; evictions and the cut at EOS leave no gap."""
     monkeypatch.setattr(FixedStep, "captures", False)
     arguments = asked(EVERYTHING, 0.8, top_k=40)
-    (plain, _), seen = generated(model, **arguments), [[] for _ in PROMPTS]
+    (plain, _), streams = generated(model, **arguments), [[] for _ in PROMPTS]
     drafter = ModelDrafter(model, num_nodes=12, depth=4, width=3) if is_fixed else Oracle(plain, 0.9)
-    few = {"page_size": 4, "num_pages": 17, "cuda_graph": is_fixed, "callback": lambda b, new: seen[b].extend(new)}
+    few = {"page_size": 4, "num_pages": 17, "cuda_graph": is_fixed, "callback": lambda b, new: streams[b].extend(new)}
     texts, stats = generated(model, drafter, logprobs=3, logprobs_mode=mode, **few, **arguments)
     assert texts == plain and stats.evictions > 0 and stats.mean_accepted > 0.1
     for b, (prompt, text) in enumerate(zip(PROMPTS, plain, strict=True)):
         found, at = stats.sequences[b].logprobs, len(prompt)
         new = text[at:]
         assert len(found.logprobs) == len(found.ranks) == len(found.top_tokens) == len(found.top_logprobs) == len(new)
-        assert new == seen[b]
+        assert new == streams[b]
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0, at - 1 : -1]
         request = of_prompt(arguments, b)

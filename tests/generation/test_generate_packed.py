@@ -98,7 +98,7 @@ def test_a_loaded_model_is_packed_and_not_copied(load, tmp_path):
 def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
     """The other call may be of another model that shares a layer."""
     model, packed, leave, unpacked = tiny(0), threading.Event(), threading.Event(), threading.Event()
-    used = model.get_submodule(part)
+    module = model.get_submodule(part)
 
     def hold():
         with packed_weights(model):
@@ -107,12 +107,12 @@ def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
         unpacked.set()
 
     thread, check = threading.Thread(target=hold), threading.Thread(target=check_packable, args=(model,))
-    with in_turn(used):
+    with in_turn(module):
         thread.start()
         check.start()
         assert not packed.wait(0.1) and not packed_layers(model) and check.is_alive()
     assert packed.wait(60)
-    with in_turn(used):
+    with in_turn(module):
         leave.set()
         assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
     assert unpacked.wait(60) and not packed_layers(model)

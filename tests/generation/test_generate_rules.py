@@ -269,8 +269,8 @@ def test_rules_in_any_batch(model, draft_model, rule, drafter):
     prompts = prompts_of(LENGTHS)
 
     def texts(prompts, seeds, **options):
-        made, fixed = DRAFTERS[drafter](model, draft_model), {"params": SAMPLING, "n": 2, "page_size": 7}
-        return generated(model, made, prompts, 14, rule=rule, seeds=seeds, **fixed, **options)
+        subject, fixed = DRAFTERS[drafter](model, draft_model), {"params": SAMPLING, "n": 2, "page_size": 7}
+        return generated(model, subject, prompts, 14, rule=rule, seeds=seeds, **fixed, **options)
 
     whole, _ = texts(prompts, range(8))
     alone = [texts([prompt], range(2 * b, 2 * b + 2))[0] for b, prompt in enumerate(prompts)]

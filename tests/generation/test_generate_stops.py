@@ -116,18 +116,18 @@ def test_stop_strings_in_a_long_text():
 def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
     """True ends its sequence; what was generated stays, and the others go on."""
     monkeypatch.setattr(FixedStep, "captures", False)
-    seen = [[] for _ in PROMPTS]
+    answers = [[] for _ in PROMPTS]
 
     def callback(sequence, tokens):
-        seen[sequence] += tokens
-        return len(seen[sequence]) >= 5 if sequence in (1, 3) else 1  # nothing but True does it
+        answers[sequence] += tokens
+        return len(answers[sequence]) >= 5 if sequence in (1, 3) else 1  # nothing but True does it
 
     sequences, stats = generated(model, NgramDrafter(8), callback=callback, cuda_graph=cuda_graph)
     for b, (sequence, of) in enumerate(zip(sequences, stats.sequences, strict=True)):
-        assert sequence == PROMPTS[b].tolist() + seen[b] == texts[b][: len(sequence)]
+        assert sequence == PROMPTS[b].tolist() + answers[b] == texts[b][: len(sequence)]
         assert of.finish_reason == ("callback" if b in (1, 3) else "length")
-        assert of.num_tokens == len(seen[b])
-        assert (5 <= len(seen[b]) < 5 + 8) == (b in (1, 3))
+        assert of.num_tokens == len(answers[b])
+        assert (5 <= len(answers[b]) < 5 + 8) == (b in (1, 3))
     assert stats.wall_time > 0.0
 
 

@@ -285,10 +285,10 @@ def calls(new):
 
 def test_arguments_of_the_call_replace_fields(model, configure, plain):
     """Params its sampling and penalty, a rule its sampling alone, a least length both of its own; options are added."""
-    for fields, call, same in calls(plain[1]):
+    for fields, call, keywords in calls(plain[1]):
         configure(**fields)
         found, _ = generated(model, NgramDrafter(8), **call)
-        assert found == generated(model, generation_config=False, **same)[0] != generated(model)[0], call
+        assert found == generated(model, generation_config=False, **keywords)[0] != generated(model)[0], call
 
 
 def test_logits_processors_replace_fields_of_their_type(model, configure, plain):

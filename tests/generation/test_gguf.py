@@ -99,14 +99,14 @@ def test_a_file_is_read_once(file, folder, model, monkeypatch, tmp_path, capfd):
 
 
 def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeypatch, tmp_path):
-    read, cache = gguf_module._read, tmp_path / "kept"
+    reader, cache = gguf_module._read, tmp_path / "kept"
 
     class Cut(AutoTokenizer):
         @staticmethod
         def save_pretrained(_):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(gguf_module, "_read", lambda path: (read(path)[0], Cut))
+    monkeypatch.setattr(gguf_module, "_read", lambda path: (reader(path)[0], Cut))
     with pytest.raises(KeyboardInterrupt):
         dequantized(file, cache)
     assert list(cache.iterdir()) == []
@@ -114,7 +114,7 @@ def test_interrupted_and_parallel_runs_leave_whole_folders(file, folder, monkeyp
     def slower(path):
         """Another process has written the folder meanwhile."""
         shutil.copytree(folder, cache / folder.name)
-        return read(path)
+        return reader(path)
 
     monkeypatch.setattr(gguf_module, "_read", slower)
     assert dequantized(file, cache) == cache / folder.name and list(cache.iterdir()) == [cache / folder.name]
@@ -145,9 +145,9 @@ def test_files_that_will_not_do(file, model, tmp_path):
     """One line names the file, whatever the readers stumble over, and nothing is kept."""
     (tmp_path / "text").write_text("some text")
     (tmp_path / "empty").touch()
-    whole = file.read_bytes()
+    content = file.read_bytes()
     for name, size in (("tensors", -1000), ("header", 1000), ("start", 5)):
-        (tmp_path / f"cut_{name}").write_bytes(whole[:size])
+        (tmp_path / f"cut_{name}").write_bytes(content[:size])
     write_gguf(tmp_path / "unknown", model, "F32", architecture="nonsense")
     write_gguf(tmp_path / "missing", model, "F32", leave_out=["model.layers.1.mlp.up_proj.weight"])
     reasons = {

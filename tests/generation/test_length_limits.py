@@ -53,11 +53,11 @@ def repeated(length, width=7, seed=3):
 
 def positions_read(model):
     """The largest position of each pass of the model, as it is run."""
-    seen = []
+    positions = []
     model.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+        lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())), with_kwargs=True
     )
-    return seen
+    return positions
 
 
 def check_depths(result):
@@ -114,10 +114,10 @@ def test_in_fixed_steps(model, name, monkeypatch):
     prompts = [repeated(20), repeated(9, 5), repeated(14, 3)]
     options = {"count": NEW_TOKENS, "params": params, "n": 2}
     plain, _ = generated(model, None, prompts, **options)
-    read = positions_read(model)
+    positions = positions_read(model)
     found, stats = generated(model, DRAFTERS[name](), prompts, cuda_graph=True, on_step=check_depths, **options)
     assert found == plain
-    assert max(read) == 20 + NEW_TOKENS - 2
+    assert max(positions) == 20 + NEW_TOKENS - 2
     if name == "itself":
         assert stats.mean_accepted > 1.0
 
@@ -138,13 +138,13 @@ def test_up_to_the_last_position_of_a_table(name):
     expected = [greedy(model, prompt, count + 1 - len(prompt), pad_token_id=0) for prompt in prompts]
     with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):  # there is nothing further on
         model(input_ids=torch.tensor([[5]]), position_ids=torch.tensor([[count]]), use_cache=False)
-    read, read_by_draft = positions_read(model), positions_read(draft)
+    positions, read_by_draft = positions_read(model), positions_read(draft)
     for drafter in (None, NgramDrafter(8), ModelDrafter(draft, num_nodes=8, depth=4, width=2)):
         with pytest.warns(UserWarning, match=f"max_new_tokens: prompt 0 of {count - 8} tokens gets at most 9 more, as"):
             found, stats = generated(model, drafter, prompts, 40, eos_token_id=[])
         assert found == expected
         assert [s.finish_reason for s in stats.sequences] == ["length", "length"]
-    assert max(read) == count - 1
+    assert max(positions) == count - 1
     assert max(read_by_draft) == count - 4
 
 
@@ -179,7 +179,7 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
     if not is_fixed and law == "topk":
         drafters.append(CombinedDrafter(ModelDrafter(draft, depth=4), min_match=2, costs=(0, 0)))
     for drafter in drafters:
-        read, drafted = positions_read(draft), []
+        positions, drafted = positions_read(draft), []
 
         def check(result, drafted=drafted):
             check_depths(result)
@@ -190,7 +190,7 @@ def test_a_draft_model_with_fewer_positions(is_fixed, law, monkeypatch):
 
         found, _ = generated(model, drafter, prompts, 30, params=params, cuda_graph=is_fixed, on_step=check)
         assert found == plain
-        assert max(read) == 39
+        assert max(positions) == 39
         if isinstance(drafter, ModelDrafter):
             assert max(drafted) == 40  # its parent stands at the draft model's last position
 
@@ -209,10 +209,10 @@ def with_draft_group(group, texts):
     model, draft = tiny(0), gpt2(40, seed=1)
     shards = tensor_parallel(model, group=group)
     drafts = DraftGroup(lambda _: ModelDrafter(draft, num_nodes=9, depth=4, width=2), 1, shards=shards)
-    read = positions_read(draft)
+    positions = positions_read(draft)
     prompts, options = [repeated(30), repeated(60, 5)], {"shards": shards, "on_step": check_depths}
     assert generated(model, drafts, prompts, NEW_TOKENS, **options)[0] == texts
-    return max(read, default=None)
+    return max(positions, default=None)
 
 
 @pytest.mark.slow

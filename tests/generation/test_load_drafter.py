@@ -99,12 +99,12 @@ def test_the_format_is_found(model, texts, tmp_path, name):
 
 def test_what_a_parallel_head_guesses(model, texts):
     """Each level by the text, the tokens that are not known before it, and nothing of the levels themselves."""
-    head, seen = parallel_head(model), []
+    head, records = parallel_head(model), []
     drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
-    note = lambda result: seen.append((result, drafter.confidence()))  # noqa: E731
+    note = lambda result: records.append((result, drafter.confidence()))  # noqa: E731
     generate(model, prompts_of((5, 12))[1:], drafter=drafter, max_new_tokens=8, tree=None, on_step=note)
     features, checked = features_of(model, texts[1], (0, 1)), 0
-    for result, log_probs in seen[1:]:
+    for result, log_probs in records[1:]:
         if result.trees.max_nodes < 9 or len(result.draft_tokens) < 9:
             continue
         root = int(result.start[0])

@@ -66,21 +66,21 @@ def test_the_text_stays(case):
 def test_what_is_drafted(case):
     """Each node of each tree, by the layer's dense pass over the text and the node's path."""
     name, model, head, _ = case
-    drafter, seen = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
+    drafter, records = MtpDrafter(head, num_nodes=7, depth=3, width=2), []
     prompt = prompts_of(LENGTHS)[2]
     text = greedy(model, prompt, 14)
-    note = lambda result: seen.append((result, drafter.confidence()))  # noqa: E731
+    note = lambda result: records.append((result, drafter.confidence()))  # noqa: E731
     generate(model, [prompt], drafter=drafter, max_new_tokens=14, on_step=note)
     features, checked = features_of(model, text), 0
     assert torch.allclose(head.fuse(outputs_of_layers(model, text, (-1,))), features, atol=1e-4)
-    for result, log_probs in seen[1:-3]:
+    for result, log_probs in records[1:-3]:
         root, paths = int(result.start[0]), paths_of(result.draft_tokens.tolist(), result.trees.parents.tolist())
         for node, path in enumerate(paths[1:], 1):
             states, joint = features[:root], 0.0
-            read = [*text[1 : root + 1], *path]
+            tokens = [*text[1 : root + 1], *path]
             with torch.no_grad():
                 for step, token in enumerate(path):
-                    out = head(torch.tensor(read[: root + step]), states, torch.arange(root + step))
+                    out = head(torch.tensor(tokens[: root + step]), states, torch.arange(root + step))
                     joint += float(head.logits(out[-1]).log_softmax(-1)[token])
                     states = torch.cat([states, out[-1:]])
             assert abs(joint - float(log_probs[node])) < 2e-3, (name, node)
@@ -100,8 +100,8 @@ def test_a_checkpoint_with_another_embedding_or_output_layer(tmp_path, name):
     path, layer = tmp_path / "model.safetensors", head._of_target[place]
     tensors, weight = load_file(path), layer.weight.detach().clone()
     del tensors["model.layers.3.shared_head.head.weight" if is_output else "model.layers.3.embed_tokens.weight"]
-    for same in (weight, torch.cat([weight, weight[:5]]), weight[:-5].double()):
-        save_file({**tensors, name: same.contiguous()}, path)
+    for matrix in (weight, torch.cat([weight, weight[:5]]), weight[:-5].double()):
+        save_file({**tensors, name: matrix.contiguous()}, path)
         assert MtpHead.from_pretrained(tmp_path, model)._of_target[place] is layer
     save_file({**tensors, name: weight.flip(0).contiguous()}, path)
     loaded, tokens, states = MtpHead.from_pretrained(tmp_path, model), torch.arange(9), torch.randn(9, 128)

@@ -193,11 +193,11 @@ def test_a_weight_that_others_hold_keeps_its_memory(name, copy_held):
 def test_an_exception_while_packing_undoes(monkeypatch):
     model = tiny(0)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    made, make = [], PackedLinear.__setattr__
+    names, make = [], PackedLinear.__setattr__
 
     def limited(self, name, value):
-        made.append(name)
-        if len(made) == 4:
+        names.append(name)
+        if len(names) == 4:
             raise MemoryError("no more")
         make(self, name, value)
 

@@ -90,13 +90,13 @@ def test_passes_are_those_of_plain_loops(prompts, n, page_size, spare, max_seque
         assert [s.index for s in scheduler.running] == sorted(s.index for s in loops.running)
         assert [s.index for s in scheduler.waiting] == sorted(s.index for s in loops.waiting)
         assert [caches[0].pages(i) for i in range(len(texts[0]))] == [caches[1].pages(i) for i in range(len(texts[0]))]
-        grown = [(sequence, new_tokens[step % len(new_tokens)]) for sequence in batch.decode]
+        growth = [(sequence, new_tokens[step % len(new_tokens)]) for sequence in batch.decode]
         for sequence, count in batch.prefill:
             sequence.cached += count
             texts[1][sequence.index].cached += count
             if sequence.cached == len(sequence.tokens):
-                grown.append((sequence, 1))
-        for sequence, count in grown:
+                growth.append((sequence, 1))
+        for sequence, count in growth:
             other = texts[1][sequence.index]
             for state in (sequence, other):
                 state.tokens += [0] * count

@@ -28,8 +28,8 @@ KHMER = "ភាសាខ្មែរ" * 30
 @pytest.fixture(scope="module", params=TOKENIZERS, ids=lambda make: make.__name__)
 def tokenizer(request):
     """A tokenizer and the tokens of a text."""
-    made = request.param()
-    return made, made.encode(OROMO if request.param is unigram else TEXT, add_special_tokens=False)
+    result = request.param()
+    return result, result.encode(OROMO if request.param is unigram else TEXT, add_special_tokens=False)
 
 
 class Counted:
@@ -111,9 +111,9 @@ def test_wrong_bytes_lose_no_letter():
 def test_tokens_of_parts_of_two_characters():
     """Each but the last ends within a character, so none of them ends a text."""
     (name, _), *_ = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str("中")  # one letter for each byte
-    made = Tokenizer(models.WordLevel({name[0]: 0, name[1:] + name[0]: 1, name[1:]: 2}, unk_token=name))
-    made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    core = Tokenizer(models.WordLevel({name[0]: 0, name[1:] + name[0]: 1, name[1:]: 2}, unk_token=name))
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core)
     parts = pieces(tokenizer, [0, *[1] * 100, 2], lambda: 1)
     assert "".join(parts) == "中" * 101 and parts[MAX_MISSING + 1 :] == ["中"] * (101 - MAX_MISSING) + [""]
 

@@ -117,9 +117,9 @@ def test_every_child_of_an_accepted_node_tells_something():
     selection = plan.keep(proposal._replace(draft_tokens=tokens))
     part = replace(selection, rows=torch.tensor([0, 2], dtype=torch.int32), num_drafted=1)
     tuner.learn(plan, Outcome(1.0, torch.tensor([[0, 1]]), torch.tensor([[8, 12]]), 0.0, part))
-    seen = {kind: counts for kind, counts in tuner.odds._seen.items()}
+    counts_by_kind = {kind: counts for kind, counts in tuner.odds._seen.items()}
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
-    assert seen == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
+    assert counts_by_kind == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
 
 

@@ -23,13 +23,13 @@ def differing(name: str, given: np.ndarray | None = None) -> int:
     expected = VECTORS[f"{name}.out"]
     if name.startswith("wgmma"):
         _, kind, dtype, columns = name.split("_")
-        instruction, used = KINDS[kind].format(dtype, columns), int(columns) // 2
+        instruction, width = KINDS[kind].format(dtype, columns), int(columns) // 2
         shape, table = (instructions_sm90.THREADS, -1), instructions_sm90.TABLE
     else:
         instruction = "/".join(name.rsplit("_", 1)) if name.startswith("mma") else name
-        shape, table, used = (64, -1), instructions.TABLE, 4
+        shape, table, width = (64, -1), instructions.TABLE, 4
     out, _ = instructions.run_instruction(instruction, words.reshape(shape), PLACE, table)
-    return int((out[..., :used] != expected.reshape(shape[0], -1)[:, :used]).sum())
+    return int((out[..., :width] != expected.reshape(shape[0], -1)[:, :width]).sum())
 
 
 def test_the_vectors_are_all_there() -> None:

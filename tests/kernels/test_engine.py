@@ -108,10 +108,10 @@ def test_two_who_store_at_once_are_safe() -> None:
     writers = [threading.Thread(target=store, args=(said,)) for said in (PASSED, FAILED)]
     for writer in writers:
         writer.start()
-    seen = set()
+    verdicts = set()
     while any(writer.is_alive() for writer in writers):
-        seen.add(verdict(on_simt()))
-    assert seen <= {PASSED, FAILED} and len(seen) > 0
+        verdicts.add(verdict(on_simt()))
+    assert verdicts <= {PASSED, FAILED} and len(verdicts) > 0
 
 
 # What is told ---------------------------------------------------------------------------------------------------------

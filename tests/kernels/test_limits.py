@@ -142,8 +142,8 @@ def test_each_broken_limit_would_be_found(recorded: Recorded) -> None:
         "whole clusters": (replace(launch, cluster=8, grid=(12, 1, 1)), kernel, bound, HOPPER),
         "early start": (replace(launch, early=True, shared_bytes=0), kernel, bound, DEVICES[0]),
     }
-    for limit, (changed, of_kernel, most, device) in wrong.items():
-        assert faults_of(changed, of_kernel, most, device) == [limit]
+    for limit, (variant, of_kernel, most, device) in wrong.items():
+        assert faults_of(variant, of_kernel, most, device) == [limit]
     static = replace(
         kernel, shared_bytes=kernel.shared_bytes + (HOPPER.block_kilobytes << 10) - launch.shared_bytes + 1
     )

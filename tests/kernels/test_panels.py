@@ -114,15 +114,15 @@ def faults_of(words: Words, sizes: Sizes) -> list[str]:
     faults: list[str] = []
     if (chunks[:, : head_dim_v // 8] != v_chunks).any():
         faults.append("K and V lie in different ways")
-    read = {"K": set[int](), "V": set[int]()}
+    columns = {"K": set[int](), "V": set[int]()}
     for group in multiplications(words):
         left, right = [x[0] for x in group], [x[1] for x in group]
         if any(x[3] & N_MAJOR for x in group):
-            panel = (right[0] & 0x3FFF) * 16 - min(read["K"]) if latent else 0
+            panel = (right[0] & 0x3FFF) * 16 - min(columns["K"]) if latent else 0
             of_group = v_steps[panel % (head_dim // 64 * PANEL) // (4 * PANEL)] if latent else v_steps[0]
-            read["V"].add(begin_of(right, of_group, group[0][2] > 64, faults))
+            columns["V"].add(begin_of(right, of_group, group[0][2] > 64, faults))
         else:
-            read["K"].add(begin_of(right, k_steps, True, faults))
+            columns["K"].add(begin_of(right, k_steps, True, faults))
             if not group[0][3] & LEFT_IN_REGISTERS:
                 begin_of(left, k_steps, True, faults)
         if len({x[2:] for x in group}) != 1:
@@ -143,11 +143,11 @@ def faults_of(words: Words, sizes: Sizes) -> list[str]:
             continue
         else:
             continue
-        if to - place not in read["K"] | read["V"]:
+        if to - place not in columns["K"] | columns["V"]:
             faults.append(f"TMA of slot {slot}, column {column} to {to}, where no matrix has them")
     for name in "KV":
-        if filled[name] - read[name]:
-            faults.append(f"{name} is copied to stages at {sorted(filled[name])}, and read at {sorted(read[name])}")
+        if filled[name] - columns[name]:
+            faults.append(f"{name} is copied to stages at {sorted(filled[name])}, and read at {sorted(columns[name])}")
     return faults
 
 
