@@ -61,8 +61,8 @@ def write_layer(model, head, name, folder):
     _, prefix, names = FORMS[name]
     tensors = {"model.norm.weight": model.get_decoder().norm.weight}
     for label, tensor in head.state_dict().items():
-        part, _, rest = label.partition(".")
-        tensors |= _one_by_one(f"{prefix}{names[part]}{'' if part == 'layer' else '.'}{rest}", tensor)
+        part, _, suffix = label.partition(".")
+        tensors |= _one_by_one(f"{prefix}{names[part]}{'' if part == 'layer' else '.'}{suffix}", tensor)
     if names is DEEPSEEK:  # it repeats what it shares with the model
         tensors[f"{prefix}embed_tokens.weight"] = model.get_input_embeddings().weight
         tensors[f"{prefix}self_attn.rotary_emb.inv_freq"] = torch.ones(32)

@@ -64,18 +64,18 @@ def main() -> None:
     for name in ("csrc", "cmake", "python", "tests/simt"):
         shutil.copytree(ROOT / name, BUILD / name)
     shutil.copy(ROOT / "CMakeLists.txt", BUILD)
-    chosen = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
-    for backend in sorted({mutant.backend for mutant in chosen}):
+    mutants = [mutant for mutant in MUTANTS if not sys.argv[1:] or mutant.name in sys.argv[1:]]
+    for backend in sorted({mutant.backend for mutant in mutants}):
         build(backend)
-        for only in sorted({mutant.only for mutant in chosen if mutant.backend == backend}):
-            tests = {test for mutant in chosen if mutant.only == only for test in mutant.tests}
+        for only in sorted({mutant.only for mutant in mutants if mutant.backend == backend}):
+            tests = {test for mutant in mutants if mutant.only == only for test in mutant.tests}
             unbroken = failed_test(tuple(sorted(tests)), only)
             if unbroken is not None:
                 sys.exit(f"fails unbroken: {unbroken}")
     survivors = []
-    for i, mutant in enumerate(chosen):
-        if i and mutant.backend != chosen[i - 1].backend:
-            build(chosen[i - 1].backend)  # unbroken again
+    for i, mutant in enumerate(mutants):
+        if i and mutant.backend != mutants[i - 1].backend:
+            build(mutants[i - 1].backend)  # unbroken again
         start = time.monotonic()
         source = BUILD / ("python/pagedtree" if mutant.backend == "python" else "csrc") / mutant.file
         text = source.read_text()
@@ -88,8 +88,8 @@ def main() -> None:
         print(f"{time.monotonic() - start:5.0f} s  {mutant.name}: {killer or 'SURVIVES'}", flush=True)
         survivors += [mutant.name] * (killer is None)
     if survivors:
-        sys.exit(f"{len(survivors)} of {len(chosen)} mutants survive: {', '.join(survivors)}")
-    print(f"{len(chosen)} of {len(chosen)} mutants found")
+        sys.exit(f"{len(survivors)} of {len(mutants)} mutants survive: {', '.join(survivors)}")
+    print(f"{len(mutants)} of {len(mutants)} mutants found")
 
 
 if __name__ == "__main__":

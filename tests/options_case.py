@@ -105,15 +105,15 @@ HOSTILE = [-(2**31), -5, -1, 0, 1, 2, 3, 5, 8, 31, 32, 39, 40, 41, 1000, 2**31 -
 
 
 def hostile_options(case: Case, generator: torch.Generator) -> RequestOptions:
-    made = {}
+    tensors = {}
     for name, t in case.options.tensors().items():
         assert t is not None
         if t.dtype == torch.float32:
             strange = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1.0, -2.0])
-            made[name] = strange[torch.randint(0, 7, t.shape, generator=generator)].to(t.device)
+            tensors[name] = strange[torch.randint(0, 7, t.shape, generator=generator)].to(t.device)
             continue
         values = torch.tensor(HOSTILE if t.dtype == torch.int32 else [*HOSTILE, -(2**63), 2**63 - 1, 2**32 + 1])
         picked = values[torch.randint(0, len(values), t.shape, generator=generator)].to(t.dtype)
         keep = torch.rand(t.shape, generator=generator) < (0.6 if torch.rand((), generator=generator) < 0.5 else 0)
-        made[name] = torch.where(keep.to(t.device), t, picked.to(t.device))
-    return RequestOptions(**made)
+        tensors[name] = torch.where(keep.to(t.device), t, picked.to(t.device))
+    return RequestOptions(**tensors)

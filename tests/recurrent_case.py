@@ -84,11 +84,11 @@ class Layer:
 
     def advance(self, op: Callable = pt.advance_state, *path: Tensor) -> Tensor:
         options = {name: value for name, value in self.options.items() if name != "scale"}
-        rest = (self.state_index, self.k, self.v, self.g, self.beta, self.trees, *path)
+        arguments = (self.state_index, self.k, self.v, self.g, self.beta, self.trees, *path)
         if op is not pt.advance_state:
-            return op(self.state, *rest, **options)
+            return op(self.state, *arguments, **options)
         state = torch.empty_strided(self.state.shape, self.state.stride()).copy_(self.state)
-        op(state, *rest, **options)
+        op(state, *arguments, **options)
         return state
 
 

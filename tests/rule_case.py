@@ -243,11 +243,11 @@ def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, 
     first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
     with np.errstate(divide="ignore"):
         table = torch.tensor(np.log([[float(x) for x in pair.p((t,))] for t in range(pair.vocab)])).float()
-    rest = sample(table[first].to(device), SamplingParams(), seeds=seeds, positions=positions + 1).cpu()
-    second = torch.where(second >= 0, second, rest)
-    seen = np.bincount((first * pair.vocab + second).numpy(), minlength=pair.vocab**2)
+    samples = sample(table[first].to(device), SamplingParams(), seeds=seeds, positions=positions + 1).cpu()
+    second = torch.where(second >= 0, second, samples)
+    counts = np.bincount((first * pair.vocab + second).numpy(), minlength=pair.vocab**2)
     joint = pair.joint(2)
-    return excess(seen, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
+    return excess(counts, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
 
 
 def excess(seen: np.ndarray, distribution: np.ndarray) -> float:
@@ -295,5 +295,5 @@ def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positi
         last = tokens.gather(1, positions[:, None] - 1)[:, 0]
     p = target.exp().double()
     distribution = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
-    seen = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
-    return excess(seen, distribution.flatten().numpy())
+    counts = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
+    return excess(counts, distribution.flatten().numpy())

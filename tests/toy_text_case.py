@@ -91,13 +91,13 @@ def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evicti
 
 def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
     """Counts how often each of the VOCAB ** COUNT texts came up."""
-    seen, evicted = np.zeros(VOCAB**COUNT), 0
+    counts, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):
         options = {"params": SamplingParams(**TOY_PARAMS), "n": 500, "seeds": range(first, first + 500), **pages}
         found, stats = generated(toy, drafter, [PROMPT], COUNT, rule=rule, **options)
         texts = torch.tensor(found)[:, len(PROMPT) :]
-        seen += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=seen.size)
+        counts += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=counts.size)
         evicted += stats.evictions
     assert evicted >= evictions
-    return seen
+    return counts

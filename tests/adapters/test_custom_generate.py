@@ -142,8 +142,8 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
     statistic, cells = 0.0, 0
     first = model.generate(prompt, **options, output_scores=True).scores[0][0].softmax(-1)
     for token in first.nonzero()[:, 0]:
-        grown = torch.cat([prompt, token.view(1, 1)], dim=1)
-        second = model.generate(grown, **options, output_scores=True).scores[0][0].softmax(-1)
+        longer_prompt = torch.cat([prompt, token.view(1, 1)], dim=1)
+        second = model.generate(longer_prompt, **options, output_scores=True).scores[0][0].softmax(-1)
         for other in second.nonzero()[:, 0]:
             expected = float(first[token] * second[other]) * draws
             observed = int(counts[(pairs == torch.stack([token, other])).all(1)].sum())

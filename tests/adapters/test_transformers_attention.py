@@ -48,13 +48,13 @@ def inputs(padded=True):
 
 def test_layers_share_the_words_of_a_mask(monkeypatch):
     """Until somebody writes to it, or another part of it is wanted."""
-    made = []
+    packs = []
     pack = attention._pack_mask
-    monkeypatch.setattr(attention, "_pack_mask", lambda *args: made.append(args) or pack(*args))
+    monkeypatch.setattr(attention, "_pack_mask", lambda *args: packs.append(args) or pack(*args))
     ours, _ = pair()
     with torch.no_grad():
         ours(**inputs())
-    assert ours.config.num_hidden_layers > 1 and len(made) == 1
+    assert ours.config.num_hidden_layers > 1 and len(packs) == 1
     mask = torch.ones(1, 1, 3, 40, dtype=torch.bool)
     first = attention._mask_words(mask, 1, 3, 40)
     assert attention._mask_words(mask, 1, 3, 40) is first

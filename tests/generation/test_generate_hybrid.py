@@ -94,8 +94,8 @@ def on_a_rank(group, name, texts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_two_ranks(name, ranks):
-    whole = tiny_hybrid(name)
-    texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
+    target = tiny_hybrid(name)
+    texts = [greedy(target, prompt) for prompt in prompts_of(LENGTHS)]
     outcomes = ranks.run(on_a_rank, 2, name, texts)
     assert outcomes == [[text for text in texts for _ in range(2)]] * 2
 

@@ -65,9 +65,9 @@ def on_a_rank(group, name, texts):
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v2", "glm4_moe_lite"])
 def test_two_ranks(name, ranks):
     """By transformers' plans the ranks split the heads, but those of DeepSeek-V3 stay whole on each."""
-    whole = tiny_latent(name)
-    texts = [greedy(whole, prompt) for prompt in prompts_of(LENGTHS)]
-    rows = latent_layers(whole)[0].kv_b_proj.weight.shape[0]
+    target = tiny_latent(name)
+    texts = [greedy(target, prompt) for prompt in prompts_of(LENGTHS)]
+    rows = latent_layers(target)[0].kv_b_proj.weight.shape[0]
     outcomes = ranks.run(on_a_rank, 2, name, texts)
     assert outcomes == [(texts, rows if name == "deepseek_v3" else rows // 2)] * 2
 

@@ -109,11 +109,11 @@ HEEDLESS = [
 def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
     """The larger excess of two: of all tokens together, and of the first two tokens that come from a tree."""
     target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(*DRAFT)
-    distribution, seen = distribution_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
+    distribution, sums = distribution_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
     pairs = [
-        counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (seen, distribution)
+        counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (sums, distribution)
     ]
-    return max(excess(seen, distribution), excess(*pairs))
+    return max(excess(sums, distribution), excess(*pairs))
 
 
 @pytest.mark.parametrize("law", ["iid", "swor"])

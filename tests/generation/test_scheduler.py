@@ -127,8 +127,8 @@ def test_work_is_linear_in_the_number_of_sequences(n):
         try:
             for _ in range(6):
                 batch = scheduler.schedule(4)
-                for sequence, read in batch.prefill:
-                    sequence.cached += read
+                for sequence, rows in batch.prefill:
+                    sequence.cached += rows
                 for sequence in batch.decode:
                     sequence.cached += 1
                     sequence.tokens.append(0)

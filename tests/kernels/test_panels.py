@@ -176,7 +176,7 @@ def test_each_wrong_place_would_be_found() -> None:
     ]:
         wrong = list(words)
         at = next(i for i, (of, *_) in enumerate(words) if of == kind and (kind != COPY or words[i][3]))
-        changed = list(words[at])
-        changed[2 + number] += change
-        wrong[at] = tuple(changed)
+        entry = list(words[at])
+        entry[2 + number] += change
+        wrong[at] = tuple(entry)
         assert faults_of(wrong, sizes), (kind, number, change)

@@ -53,10 +53,10 @@ LISTINGS: dict[Kernel, list[str]] = {}
 
 def listings(architecture: str, pattern: str, number: int) -> dict[str, list[str]]:
     """The instructions of the kernels whose names match, so many; to disassemble one takes half a second."""
-    chosen = [k for k in kernels() if k.architecture == architecture and re.match(pattern, k.name)]
-    assert LIBRARY is not None and len(chosen) == number
-    LISTINGS.update(list_instructions(LIBRARY, [kernel for kernel in chosen if kernel not in LISTINGS]))
-    return {kernel.name: LISTINGS[kernel] for kernel in chosen}
+    matches = [k for k in kernels() if k.architecture == architecture and re.match(pattern, k.name)]
+    assert LIBRARY is not None and len(matches) == number
+    LISTINGS.update(list_instructions(LIBRARY, [kernel for kernel in matches if kernel not in LISTINGS]))
+    return {kernel.name: LISTINGS[kernel] for kernel in matches}
 
 
 def instructions(architecture: str, pattern: str, number: int) -> dict[str, Counter[str]]:
@@ -305,9 +305,9 @@ def test_a_spill_would_be_found() -> None:
 def test_a_shortfall_of_registers_would_be_found() -> None:
     name = "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >"
     (name,) = (kernel.name for kernel in kernels() if kernel.name.startswith(name))
-    for registers, missing in ((0xE8, 0), (0xF0, 8 * 256)):
+    for registers, shortfall in ((0xE8, 0), (0xF0, 8 * 256)):
         opcodes = {f"USETMAXREG.TRY_ALLOC.CTAPOOL UP0, {registers:#x}": 1, "USETMAXREG.DEALLOC.CTAPOOL 0x28": 1}
-        assert missing_registers(name, Counter(opcodes)) == missing
+        assert missing_registers(name, Counter(opcodes)) == shortfall
 
 
 def test_info_lists_the_kernels() -> None:

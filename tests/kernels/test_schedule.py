@@ -28,8 +28,8 @@ def sharers_of(plan: torch.Tensor, which: int = ALL) -> int:
 def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: range) -> range:
     """The KV tiles with a key that one of these rows, of two heads each, may see."""
     if tree_len < 0:
-        seen = [keys - queries + row // 2 + 1 for row in (rows[0], rows[-1])]
-        low, high = seen[0] - window, seen[1]
+        ends = [keys - queries + row // 2 + 1 for row in (rows[0], rows[-1])]
+        low, high = ends[0] - window, ends[1]
     else:
         low, high = keys - tree_len - window, keys
     first = max(low, 0) // KV_TILE if window else 0
@@ -46,27 +46,27 @@ def check_balance(starts: list[tuple[int, int, int]], queries: list[int], keys: 
     assert starts[0] == (first, 0, 0) and starts == sorted(starts)
     cuts = [start for start in starts if start[2] > 0]
     assert len(cuts) == len(set(cuts))  # two ranges may begin with one row tile: the first of them is empty
-    begin, begins, seen = 0, {}, {}
+    begin, begins, tiles = 0, {}, {}
     for b, n in enumerate(listed):
         heads = 2 if n * 2 <= few_rows else 1
         m_tiles = [range(row, min(row + m_tile, 2 * n)) for row in range(0, 2 * n, m_tile)]
         for row, rows in enumerate(m_tiles * (2 // heads)):
             begins[b, row] = begin, heads
-            seen[b, row] = visible_tiles(n, keys[b], -1 if trees is None else trees[b], window, rows)
-            begin += (len(seen[b, row]) + PIECE_COST) * heads
+            tiles[b, row] = visible_tiles(n, keys[b], -1 if trees is None else trees[b], window, rows)
+            begin += (len(tiles[b, row]) + PIECE_COST) * heads
         begins[b, 2 // heads * len(m_tiles)] = begin, heads  # the end, that is the next sequence
 
     def cost_before(start: tuple[int, int, int]) -> int:
         b, row, kv = start
         before, heads = begins[b, row]
-        return before + (kv - seen[b, row].start) * heads if kv > 0 else before
+        return before + (kv - tiles[b, row].start) * heads if kv > 0 else before
 
     costs = [cost_before(start) for start in starts]
     sizes = np.diff([*costs, begin])
     mean, min_piece = begin / len(starts), 4 if few_rows else 2
     assert all(abs(size - mean) <= 2 * (4 + PIECE_COST + 1) for size in sizes), sizes
     for b, row, kv in starts:
-        assert kv == 0 or seen[b, row].start + min_piece <= kv <= seen[b, row].stop - min_piece
+        assert kv == 0 or tiles[b, row].start + min_piece <= kv <= tiles[b, row].stop - min_piece
 
 
 def mixed(target: Target, *prefixes: int) -> dict:

@@ -103,13 +103,13 @@ def test_gradients(backend: str, device: torch.device, name: str) -> None:
 def test_versions(backend: str, device: torch.device, name: str, mode: Callable[[], Any]) -> None:
     """The version counter goes up of what a call writes, and of nothing else."""
     call = call_on(device, name).on_memory(Tensor.clone)
-    written = {id(t) for key in call.written if key != "plan" for t in tensors_of(call.arguments[key])}
+    ids = {id(t) for key in call.written if key != "plan" for t in tensors_of(call.arguments[key])}
     tensors = [*tensors_of(call.arguments)]
     before = [t._version for t in tensors]
     with mode():
         call.function(**call.arguments)
     for t, version in zip(tensors, before, strict=True):
-        assert (t._version > version) == (id(t) in written)
+        assert (t._version > version) == (id(t) in ids)
 
 
 def in_graph(call: Call, written: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -132,10 +132,10 @@ def test_ops_of_integers(device: torch.device) -> None:
     of_floats = set()
     for call in raw_calls(device):
         result = call()
-        written = [
+        outputs = [
             call.arguments.get(argument.name) for argument in call.function._schema.arguments if argument.is_write
         ]
-        if any(t.is_floating_point() for t in tensors_of([result, written])):
+        if any(t.is_floating_point() for t in tensors_of([result, outputs])):
             of_floats.add(call.name.partition(".")[0])
     assert of_floats == {name.partition(".")[0] for name in op_names()} - OPS_OF_INTEGERS
 

@@ -81,8 +81,8 @@ def test_prepared_caches_follow_their_tensors(device) -> None:
     def agree(prepared: PreparedCompaction, others: list[Tensor]) -> bool:
         twins, clones = [cache.clone() for cache in caches], [other.clone() for other in others]
         with torch.inference_mode():
-            same = torch.equal(prepared(**arguments), compact_kv(twins, **arguments))
-        return same and all(map(torch.equal, caches, twins)) and all(map(torch.equal, others, clones))
+            is_same = torch.equal(prepared(**arguments), compact_kv(twins, **arguments))
+        return is_same and all(map(torch.equal, caches, twins)) and all(map(torch.equal, others, clones))
 
     data, size = [cache.clone() for cache in caches], caches[0].untyped_storage().nbytes()
     for cache in caches:

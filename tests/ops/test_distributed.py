@@ -71,15 +71,15 @@ def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, 
             whole_mask = as_words(allowed) if packed else allowed
             limit = {"tokens_left": torch.arange(case.trees.batch_size).int() % 4 - 1 if packed else None}
             masked = {"grammar_mask": whole_mask, **limit}
-            whole = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams, **masked)
+            right = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams, **masked)
             greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, **masked)
             for fractions in SPLITS[size]:
                 shards = shards_of(group, fractions, vocab)
                 part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed), **limit}
                 logits = shards.own(case.logits)
                 got = distributed.verify_sampled(logits, case.drafts, case.trees, params, **case.streams, **part)
-                if not same(got, whole):
-                    wrong.append(f"verify_sampled {fractions} mask {mask} packed {packed}: {got} {whole}")
+                if not same(got, right):
+                    wrong.append(f"verify_sampled {fractions} mask {mask} packed {packed}: {got} {right}")
                 got = distributed.verify_greedy(logits, case.drafts, case.trees, **part) if with_greedy else greedy
                 if not same(got, greedy):
                     wrong.append(f"verify_greedy {fractions} mask {mask} packed {packed}: {got} {greedy}")

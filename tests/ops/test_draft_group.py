@@ -55,10 +55,10 @@ class ToyDrafter:
 def propose(group: dist.ProcessGroup, size: int, with_probs: bool) -> tuple:
     rank = dist.get_rank(group)
     shards = VocabShards([3, 0, 5, 2][rank], group=group)
-    made = []
+    sizes = []
 
     def make(draft_ranks: dist.ProcessGroup | None) -> ToyDrafter:
-        made.append(1 if draft_ranks is None else dist.get_world_size(draft_ranks))
+        sizes.append(1 if draft_ranks is None else dist.get_world_size(draft_ranks))
         return ToyDrafter(with_probs)
 
     drafts = DraftGroup(make, size, shards=shards)
@@ -78,18 +78,18 @@ def propose(group: dist.ProcessGroup, size: int, with_probs: bool) -> tuple:
         assert draft.draft_probs is None
     facts = (drafts.max_nodes, drafts.draft_law, drafts.needs_hidden, drafts.is_chain)
     assert drafts.stats.ms_per_token > 0
-    return made, facts, drafts.stats.tokens, drafts.drafter.seen if drafts.drafter else None
+    return sizes, facts, drafts.stats.tokens, drafts.drafter.seen if drafts.drafter else None
 
 
 @pytest.mark.parametrize("with_probs", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_get_the_proposal(ranks, size, with_probs):
-    for rank, (made, facts, tokens, seen) in enumerate(ranks.run(propose, 4, size, with_probs)):
+    for rank, (sizes, facts, tokens, record) in enumerate(ranks.run(propose, 4, size, with_probs)):
         drafting = rank < size
-        assert made == ([size] if drafting else [])
+        assert sizes == ([size] if drafting else [])
         assert facts == (4, "swor", False, False)
         assert tokens == 2 + 3 + 2
-        assert seen == (["what became of it"] if drafting else None)
+        assert record == (["what became of it"] if drafting else None)
 
 
 def work_meanwhile(group: dist.ProcessGroup) -> int:

@@ -139,9 +139,9 @@ def test_drawn_drafts_are_independent_of_their_verification(
         draft_probs=draft.draft_probs, draft_rows=draft.draft_rows, seeds=seeds, positions=positions,
     )  # fmt: skip
     first, second = verdict.tokens[:, 0], verdict.tokens[:, 1]
-    rest = sample(target[first], sampling, seeds=seeds, positions=positions + 1)
+    samples = sample(target[first], sampling, seeds=seeds, positions=positions + 1)
     pairs = np.zeros((vocab, vocab))
-    np.add.at(pairs, (first.cpu().numpy(), torch.where(second >= 0, second, rest).cpu().numpy()), 1)
+    np.add.at(pairs, (first.cpu().numpy(), torch.where(second >= 0, second, samples).cpu().numpy()), 1)
     p = target.softmax(-1).double().cpu().numpy()
     assert_distribution(pairs, count * p[vocab][:, None] * p[:vocab])
     assert 0.2 < float(verdict.num_accepted.float().mean()) < 1.9

@@ -47,8 +47,8 @@ def test_appended_rows_of_no_sequence(backend: str, device: torch.device) -> Non
     flashinfer.append_paged_kv_cache(
         rows, rows, sequences, positions, cache, pages, int32([0, 1, 3], device), int32([1, 1], device)
     )
-    written = cache[:, 0].flatten(1).any(1)
-    assert written.tolist() == [False, True, False, False] and cache[1, :, 1].all() and not cache[1, :, 0].any()
+    mask = cache[:, 0].flatten(1).any(1)
+    assert mask.tolist() == [False, True, False, False] and cache[1, :, 1].all() and not cache[1, :, 0].any()
     for offsets in (int32([-5, -1, 99], device), int32([99, 3, 1], device)):
         flashinfer.append_paged_kv_cache(rows, rows, sequences, positions, cache.clone(), pages, offsets, offsets[1:])
     with pytest.raises(ValueError, match="batch_indices: expected shape"):

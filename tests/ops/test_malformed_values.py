@@ -56,8 +56,8 @@ def test_bad_values_give_the_same_on_every_backend(name: str, monkeypatch: pytes
         call = rng.choice(calls).on_memory(Tensor.clone)
         left_out = LEFT_OPEN.get(name, ()) + (SUMMED if name in ROUNDED else ())
         names = [key for key in call.tensors() if key not in left_out]
-        changed = rng.sample(names, min(len(names), rng.randrange(1, 3)))
-        for key in changed:
+        keys = rng.sample(names, min(len(names), rng.randrange(1, 3)))
+        for key in keys:
             bad = with_bad_values(rng, call.arguments[key])
             # Decays above 0 or NaN are unspecified.
             call.arguments[key] = bad.nan_to_num(nan=-1.0, neginf=-torch.inf).clamp(max=0) if key == "g" else bad
@@ -67,4 +67,4 @@ def test_bad_values_give_the_same_on_every_backend(name: str, monkeypatch: pytes
                 results.append(call.named_results())
         for key, expected in results[0].items():
             got = results[1][key]
-            assert same(name, expected, got), ({k: call.arguments[k] for k in changed}, key, expected, got)
+            assert same(name, expected, got), ({k: call.arguments[k] for k in keys}, key, expected, got)

@@ -34,8 +34,8 @@ def texts_of(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
 def expected(rows: list[int], names: set[str]) -> RequestOptions:
     idle = {"prompts": [], "outputs": [], "min_positions": 0}
     lists = {"prompts": PROMPTS, "outputs": OUTPUTS, **{name: LISTS[name] for name in names}}
-    chosen = {name: [*of, idle.get(name)] for name, of in lists.items()}
-    return RequestOptions.from_lists(VOCAB, **{name: [of[row] for row in rows] for name, of in chosen.items()})
+    values = {name: [*of, idle.get(name)] for name, of in lists.items()}
+    return RequestOptions.from_lists(VOCAB, **{name: [of[row] for row in rows] for name, of in values.items()})
 
 
 def check(options: RequestOptions, wanted: RequestOptions) -> None:
@@ -54,16 +54,16 @@ def test_selections(left_out) -> None:
     lists = {"prompts": PROMPTS, **{name: LISTS[name] for name in names}}
     rows = OptionRows(VOCAB, lists, list(map(len, PROMPTS)), has_counts=True, device=CPU)
     assert rows.is_used and rows.idle_row == IDLE and rows.tail == (2 if "bad_words" in names else 0)
-    for chosen in ([0, 1, 2, 3, 4], [3], [4, 1, 4], [2, 0], []):
-        options = rows.of(chosen, *texts_of(chosen))
-        check(options, expected(chosen, names))
-        assert rows.of(chosen, *texts_of(chosen)).output_counts is options.output_counts  # `commit` advances them
+    for numbers in ([0, 1, 2, 3, 4], [3], [4, 1, 4], [2, 0], []):
+        options = rows.of(numbers, *texts_of(numbers))
+        check(options, expected(numbers, names))
+        assert rows.of(numbers, *texts_of(numbers)).output_counts is options.output_counts  # `commit` advances them
     buffers = rows.buffers(4)
     check(rows.with_text(buffers, *texts_of([IDLE] * 4)), expected([IDLE] * 4, names))
-    for chosen in ([2, 0, IDLE, IDLE], [4, 3, 1, 0], [1, IDLE, IDLE, IDLE]):
-        history, lengths = texts_of(chosen)
-        rows.refresh(buffers, chosen, texts_of([*range(IDLE + 1)])[0], lengths.tolist())
-        check(rows.with_text(buffers, history, lengths), expected(chosen, names))
+    for numbers in ([2, 0, IDLE, IDLE], [4, 3, 1, 0], [1, IDLE, IDLE, IDLE]):
+        history, lengths = texts_of(numbers)
+        rows.refresh(buffers, numbers, texts_of([*range(IDLE + 1)])[0], lengths.tolist())
+        check(rows.with_text(buffers, history, lengths), expected(numbers, names))
 
 
 def test_what_is_not_asked_for_is_not_made() -> None:

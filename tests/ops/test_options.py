@@ -68,10 +68,10 @@ def test_rounding_is_that_of_torch(device):
     count = 2000
     logits, frequency = torch.randn(count, generator=generator) * 5, torch.rand(count, generator=generator) * 4 - 2
     times = torch.randint(1, 40, (count,), generator=generator)
-    same = logits - frequency * times
+    result = logits - frequency * times
     zeros = torch.zeros(count, dtype=torch.int64, device=device)
     for flip in (False, True):
-        rows, counts = torch.stack([same, logits], 1), torch.stack([torch.zeros_like(times), times], 1).int()
+        rows, counts = torch.stack([result, logits], 1), torch.stack([torch.zeros_like(times), times], 1).int()
         if flip:
             rows, counts = rows.flip(1), counts.flip(1)
         options = RequestOptions(output_counts=counts.contiguous().to(device))
@@ -122,10 +122,10 @@ def test_filters_where_penalties_take_the_likeliest(device, top_k):
         "seeds": torch.arange(count, device=device),
         "positions": torch.zeros(count, dtype=torch.int64, device=device),
     }
-    drawn = sample(logits.to(device).expand(count, -1), params, **at, options=options)
-    assert torch.equal(drawn, sample(row.to(device).expand(count, -1), SamplingParams(**plain), **at))
-    assert {vocab - 5, vocab - 2500} <= set(drawn.tolist())
-    assert top_k == 3 or len(drawn.unique()) > 20
+    tokens = sample(logits.to(device).expand(count, -1), params, **at, options=options)
+    assert torch.equal(tokens, sample(row.to(device).expand(count, -1), SamplingParams(**plain), **at))
+    assert {vocab - 5, vocab - 2500} <= set(tokens.tolist())
+    assert top_k == 3 or len(tokens.unique()) > 20
 
 
 def test_deep_paths(device):

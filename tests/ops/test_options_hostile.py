@@ -82,15 +82,15 @@ def test_tensors_that_do_not_fit_are_named(device, op):
     run(op, case)
     for name, value in wrong_tensors(case.options, device):
         is_of_group = value is None or value.dim() == 1
-        named = next((group for group in GROUPS if is_of_group and name in group), (name,))
-        with pytest.raises(ValueError, match=rf"{op.__name__}: `({'|'.join(named)})` must be"):
+        group_names = next((group for group in GROUPS if is_of_group and name in group), (name,))
+        with pytest.raises(ValueError, match=rf"{op.__name__}: `({'|'.join(group_names)})` must be"):
             run(op, case, options=replace(case.options, **{name: value}))
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         for value in (torch.ones(3, device=device), torch.ones(6, device=device).double()):
             with pytest.raises(ValueError, match=f"{op.__name__}: `{name}` must be of"):
                 run(op, case, params=SamplingParams(**{name: value}))
-    for t, same in zip(case.options.tensors().values(), before, strict=True):
-        assert torch.equal(t.view(torch.uint8), same.view(torch.uint8))
+    for t, copy in zip(case.options.tensors().values(), before, strict=True):
+        assert torch.equal(t.view(torch.uint8), copy.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ def test_tensors_of_another_kind(wrong: Tensor) -> None:
         for name in call.tensor_arguments():
             value = call.arguments.get(name)
             is_list = isinstance(value, list)
-            named = refusal(call, **{name: [value[0], wrong] if is_list else wrong})
+            answer = refusal(call, **{name: [value[0], wrong] if is_list else wrong})
             # A tensor that was not given may be one that does without another.
-            assert named == (f"{name}[1]" if is_list else name) or value is None, (call.name, name, named)
+            assert answer == (f"{name}[1]" if is_list else name) or value is None, (call.name, name, answer)
 
 
 def test_the_device_of_each_tensor() -> None:
@@ -79,17 +79,17 @@ def test_addresses_between_elements(backend: str) -> None:
 @pytest.mark.parametrize("byte", [2, 128, 255])
 def test_bools_of_any_byte(backend: str, device: torch.device, byte: int) -> None:
     """Every byte but 0 is True."""
-    seen = set()
+    pairs = set()
     for call in raw_calls(device):
         for name, t in call.tensors().items():
             if t.dtype != torch.bool:
                 continue
-            seen.add((call.name, name))
+            pairs.add((call.name, name))
             expected, call.arguments[name] = call.named_results(), (t.view(torch.uint8) * byte).view(torch.bool)
             for result, found in call.named_results().items():
-                same = found.view(torch.uint8).equal(expected[result].view(torch.uint8))
-                assert same or result.startswith(f"{name}["), (call.name, name, result)
-    assert {("select_nodes", "valid"), ("sample", "grammar_mask"), ("rerank_tree", "active")} <= seen
+                is_same = found.view(torch.uint8).equal(expected[result].view(torch.uint8))
+                assert is_same or result.startswith(f"{name}["), (call.name, name, result)
+    assert {("select_nodes", "valid"), ("sample", "grammar_mask"), ("rerank_tree", "active")} <= pairs
 
 
 def of(name: str, **changes: Any) -> Callable[[], Any]:

@@ -55,8 +55,8 @@ def test_infinities_stay_on_their_paths(what: str, with_beta: bool) -> None:
     found, below = of.run(), of.trees.mask[:, 0] & (1 << 3) != 0  # type: ignore[union-attr]
     below[64:] = False
     assert 2 < below.sum() < 60
-    changed = found.isfinite().all(2).all(1).logical_not()
-    assert (changed <= below).all() and changed[3]
+    rows = found.isfinite().all(2).all(1).logical_not()
+    assert (rows <= below).all() and rows[3]
     assert torch.equal(found[~below], out[~below])
     large = of_larger_trees(of).run()
     assert torch.equal(found.isnan(), large.isnan()) and torch.equal(found.nan_to_num(), large.nan_to_num())

@@ -494,15 +494,15 @@ def refuses(device: torch.device, name: str, changes: Changes, message: str) -> 
     for key, change in changes.items():
         new = change(call.arguments[key]) if callable(change) else change
         call.arguments[key] = new.to(device) if isinstance(new, Tensor) else new
-    written = [t for key in call.written for t in tensors_of(call.arguments[key])]
-    before = [raw(t).clone() for t in written]
+    outputs = [t for key in call.written for t in tensors_of(call.arguments[key])]
+    before = [raw(t).clone() for t in outputs]
     op = call.function.__name__
     said = message if "must have" in message else message.replace("` ", "` must be ", 1)
     expected = f"^{op}: {re.escape(said)}".replace(re.escape("..."), ".*")
     for form in (call.function, *(FORMS[op] for _ in range(op in FORMS))):
         with pytest.raises(ValueError, match=expected):
             form(**call.arguments)
-        assert all(torch.equal(raw(t), old) for t, old in zip(written, before, strict=True))
+        assert all(torch.equal(raw(t), old) for t, old in zip(outputs, before, strict=True))
 
 
 def each_row(table: Table) -> pytest.MarkDecorator:

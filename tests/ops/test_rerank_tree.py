@@ -48,7 +48,7 @@ def test_rerank_survives_garbage(backend: str, seed: int) -> None:
             draft.trees.tree(b)
     frontier = torch.randint(-5, 60, (4, 2), generator=generator, dtype=torch.int32)
     mask = torch.zeros(8, 1, dtype=torch.int32)
-    grown = expand_tree(
+    result = expand_tree(
         replace(state, frontier=frontier, mask=mask, num_kv=2), torch.randn(8, 20), num_children=4, num_frontier=3
     )
-    assert not grown.scores[:, 30:].isnan().any()
+    assert not result.scores[:, 30:].isnan().any()

@@ -62,8 +62,8 @@ def test_noise_of_a_token(device):
     tie = torch.from_numpy(noise[:, 1] - noise[:, 0])
     for sign, winner in ((1, 0), (-1, 1)):
         logits = torch.stack([tie + sign * shift, torch.zeros_like(tie)], dim=1).float()
-        drawn = sample(logits.to(device), SamplingParams(), seeds=seeds.to(device), positions=positions.to(device))
-        assert (drawn.cpu() == winner).all()
+        tokens = sample(logits.to(device), SamplingParams(), seeds=seeds.to(device), positions=positions.to(device))
+        assert (tokens.cpu() == winner).all()
 
 
 @pytest.mark.parametrize("vocab", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 16)), 33])
@@ -72,10 +72,10 @@ def test_chi_square(device, draws, vocab, sampling):
     count = draws(20_000)
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(vocab)) * 1.5
     p = reference.distribution(reference.clean_logits(row), **sampling)
-    seen = np.bincount(draw_many(row, count, device, **sampling), minlength=vocab)
-    assert seen[p == 0].sum() == 0
+    counts = np.bincount(draw_many(row, count, device, **sampling), minlength=vocab)
+    assert counts[p == 0].sum() == 0
     bins = p * count >= 5
-    expected, observed = p[bins] * count, seen[bins]
+    expected, observed = p[bins] * count, counts[bins]
     statistic = ((observed - expected) ** 2 / expected).sum()
     assert statistic < chi_square_limit(max(int(bins.sum()) - 1, 1))
 
@@ -86,8 +86,8 @@ def test_seeds_and_positions_are_independent_streams(device, draws):
     rows = torch.zeros(count + 1, 4, device=device)
     ascending, fixed = torch.arange(count + 1, device=device), torch.full((count + 1,), 5, device=device)
     for seeds, positions in ((ascending, fixed), (fixed, ascending)):
-        drawn = sample(rows, SamplingParams(), seeds=seeds, positions=positions).cpu().numpy()
-        pairs = np.bincount(drawn[:-1] * 4 + drawn[1:], minlength=16)
+        tokens = sample(rows, SamplingParams(), seeds=seeds, positions=positions).cpu().numpy()
+        pairs = np.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16)
         statistic = ((pairs - count / 16) ** 2 / (count / 16)).sum()
         assert statistic < chi_square_limit(15)
 
@@ -129,8 +129,8 @@ def test_top_k_of_either_integer_type(device):
     rows, stream = torch.randn(6, 40, device=device), torch.arange(6, device=device)
     wide = torch.tensor([1, 3, 0, -1, -(2**40), 2**40], device=device)
     narrow = torch.tensor([1, 3, 0, -1, -1, 2**31 - 1], dtype=torch.int32, device=device)
-    drawn = [sample(rows, SamplingParams(top_k=k), seeds=stream, positions=stream) for k in (wide, narrow)]
-    assert torch.equal(*drawn) and wide.tolist()[-1] == 2**40
+    tokens = [sample(rows, SamplingParams(top_k=k), seeds=stream, positions=stream) for k in (wide, narrow)]
+    assert torch.equal(*tokens) and wide.tolist()[-1] == 2**40
 
 
 def test_tensor_parameters_are_clamped(device):

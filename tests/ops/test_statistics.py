@@ -71,8 +71,8 @@ def test_sample_far_tail(device):
     """A hundred thousand tokens of 1.5e-8 each: the far end of the noise, a word in 2^26."""
     row = torch.full((100_001,), -18.0)
     row[0] = 0.0
-    seen = sum(draw(row, device, count=4000, first=4000 * i) for i in range(15))
-    assert excess(np.array([seen[0], seen[1:].sum()]), grouped_tail()) < LIMIT
+    counts = sum(draw(row, device, count=4000, first=4000 * i) for i in range(15))
+    assert excess(np.array([counts[0], counts[1:].sum()]), grouped_tail()) < LIMIT
 
 
 def grouped_tail() -> np.ndarray:
@@ -109,8 +109,8 @@ def pairs_of(device: torch.device, sampling: dict, count: int = COUNT) -> tuple[
         positions = torch.full((chunk,), 7, device=device)
         verdict = verify_sampled(logits, drafts, trees, params, seeds=seeds, positions=positions)
         first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
-        rest = sample(TABLE[first].to(device), params, seeds=seeds, positions=positions + 1).cpu()
-        second = torch.where(second >= 0, second, rest)
+        samples = sample(TABLE[first].to(device), params, seeds=seeds, positions=positions + 1).cpu()
+        second = torch.where(second >= 0, second, samples)
         counts += np.bincount((first * VOCAB + second).numpy(), minlength=VOCAB * VOCAB)
     return counts, verdict
 
@@ -158,5 +158,5 @@ def test_one_draft_in_a_hundred_is_seen() -> None:
     tokens = torch.multinomial(target, COUNT, replacement=True, generator=generator)
     drafts = torch.multinomial((-TABLE[VOCAB]).softmax(0), COUNT, replacement=True, generator=generator)
     wrong = torch.rand(COUNT, generator=generator) < 0.01
-    seen = np.bincount(torch.where(wrong, drafts, tokens).numpy(), minlength=VOCAB)
-    assert excess(seen, exact(TABLE[VOCAB])) > LIMIT
+    counts = np.bincount(torch.where(wrong, drafts, tokens).numpy(), minlength=VOCAB)
+    assert excess(counts, exact(TABLE[VOCAB])) > LIMIT

@@ -67,10 +67,10 @@ def test_bits_do_not_depend_on_pages(target: Target, kind: str) -> None:
 @pytest.mark.parametrize(("page_size", "options"), [(1, {}), (7, {}), (7, LATENT)], ids=["1", "7", "latent"])
 def test_every_phase_of_the_length(target: Target, page_size: int, options: dict[str, Any]) -> None:
     lengths = {"1": range(55, 67), "7": range(7, 132, 5), "7 latent": [*range(28, 36), *range(58, 68)]}
-    chosen = [*lengths[f"{page_size}{' latent' if options else ''}"]]
-    trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in chosen]
+    sizes = [*lengths[f"{page_size}{' latent' if options else ''}"]]
+    trees = [DraftTree([-1, 0, 0, 1, 2, 2]) for _ in sizes]
     options = {"poison": float("nan"), **options, "heads": (2, 1)}
-    check(target.case(chosen, trees, page_size=page_size, **options).build())
+    check(target.case(sizes, trees, page_size=page_size, **options).build())
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[s
         offsets, lengths = case["cu_seqlens_q"].tolist(), case["seq_lens"].tolist()
         for b, length in enumerate(lengths):
             words = case["tree_mask"][offsets[b] : offsets[b + 1]].cpu()
-            seen = reference.visible_keys(length, len(words), int(case["tree_lens"][b]), words, 40)
-            unseen = torch.nonzero(~seen.any(0)).flatten().to(case["page_table"].device)
+            mask = reference.visible_keys(length, len(words), int(case["tree_lens"][b]), words, 40)
+            unseen = torch.nonzero(~mask.any(0)).flatten().to(case["page_table"].device)
             assert len(unseen) > 10
             slots = case["page_table"][b].long()[unseen // 16], unseen % 16
             for cache in (case["k_cache"], case["v_cache"]):
@@ -225,9 +225,9 @@ def test_a_million_keys_in_a_window(target: Target, dtype: torch.dtype) -> None:
 def test_reference_on_a_known_tree() -> None:
     """The reference itself, where the answer can be written down: root 0; 1, 2 below it; 3 below 1."""
     words = as_words(DraftTree([-1, 0, 0, 1]).mask, 1)
-    seen = reference.visible_keys(6, 4, 4, words, 0)
-    assert seen.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
-    seen = reference.visible_keys(6, 4, 4, words, 3)
-    assert seen.int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 1]]
-    seen = reference.visible_keys(5, 2, -1, words, 2)
-    assert seen.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]
+    mask = reference.visible_keys(6, 4, 4, words, 0)
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 0], [1, 1, 1, 1, 0, 1]]
+    mask = reference.visible_keys(6, 4, 4, words, 3)
+    assert mask.int().tolist() == [[1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 1, 0], [0, 0, 1, 1, 0, 1]]
+    mask = reference.visible_keys(5, 2, -1, words, 2)
+    assert mask.int().tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 1, 1]]

@@ -140,6 +140,6 @@ def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dty
                 is_finite = logprobs(order[middle : middle + 1]).isfinite().item()
                 first, end = (middle + 1, end) if is_finite else (first, middle)
             assert 0 < first < row.numel()
-            chosen = order[max(first - 3, 0) : first + 3]
-            expected = logprobs(chosen).tolist()
-        assert logprobs(chosen.to(device)).tolist() == expected, sampling
+            samples = order[max(first - 3, 0) : first + 3]
+            expected = logprobs(samples).tolist()
+        assert logprobs(samples.to(device)).tolist() == expected, sampling

@@ -30,15 +30,15 @@ def test_distribution_of_the_first_tokens(device, draws, dtype):
     )
     first = verdict.tokens[:, 0].cpu()
     second = verdict.tokens[:, 1].cpu()
-    rest = sample(
+    samples = sample(
         table[first].to(device), SamplingParams(**params), seeds=at["seeds"], positions=at["positions"] + 1
     ).cpu()
     assert (second >= 0).float().mean() > 0.05
-    second = torch.where(second >= 0, second, rest)
+    second = torch.where(second >= 0, second, samples)
     distributions = np.stack([reference.distribution(reference.clean_logits(row), **params) for row in table])
     expected = distributions[vocab][:, None] * distributions[:vocab] * count
-    seen = np.bincount((first * vocab + second).numpy(), minlength=vocab * vocab).reshape(vocab, vocab)
-    assert seen[expected == 0].sum() == 0
+    counts = np.bincount((first * vocab + second).numpy(), minlength=vocab * vocab).reshape(vocab, vocab)
+    assert counts[expected == 0].sum() == 0
     bins = expected >= 5
-    statistic = ((seen[bins] - expected[bins]) ** 2 / expected[bins]).sum()
+    statistic = ((counts[bins] - expected[bins]) ** 2 / expected[bins]).sum()
     assert statistic < bins.sum() + 10 * math.sqrt(2 * bins.sum())

@@ -68,16 +68,16 @@ MUTANTS = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_enumeration_sees_broken_rules(monkeypatch, mutant):
-    part, broken, rule, law, drawn, tree = MUTANTS[mutant]
+    part, broken, rule, law, draw_law, tree = MUTANTS[mutant]
     if part is not None:
         monkeypatch.setattr(reference.verify, part, broken)
-    errors = [ToyPair(4, seed).error(RULES[rule][0], tree, law, drawn) for seed in range(2)]
+    errors = [ToyPair(4, seed).error(RULES[rule][0], tree, law, draw_law) for seed in range(2)]
     assert max(errors) > Fraction(1, 1000)
 
 
 def test_onehot_forgives_how_drafts_were_chosen():
-    for drawn in ("iid", "swor"):
-        assert ToyPair(3, 1).error(reference.rejection, PAIR, "onehot", drawn) == 0
+    for manner in ("iid", "swor"):
+        assert ToyPair(3, 1).error(reference.rejection, PAIR, "onehot", manner) == 0
 
 
 def mean_accepted(rule: Callable, pair: ToyPair, tree: list[int], law: str) -> Fraction:

@@ -59,7 +59,7 @@ def test_hostile_values_stay_inside(device, seed):
     )
     logits, probs = (floats(rows, VOCAB), floats(rows, VOCAB)) if seed % 5 else (case.logits, case.probs)
     coins = {"coins": floats(rows), "final_coins": floats(batch)}
-    drawn = {"draft_probs": probs, "draft_rows": garbage(rows)}
+    law_tensors = {"draft_probs": probs, "draft_rows": garbage(rows)}
     for drafts, table in ((case.drafts, None), (garbage(rows) % 6, garbage(5))):
         arguments, mapped = (logits, drafts, trees), {"draft_to_target": table}
         verdicts = [
@@ -68,7 +68,7 @@ def test_hostile_values_stay_inside(device, seed):
             verify_sampled(*arguments, case.params, **case.streams, options=case.options, **mapped),
         ]
         for op, law in WEIGHED:
-            weighed = {"draft_law": law, **coins, **({} if law == "onehot" else drawn), **mapped}
+            weighed = {"draft_law": law, **coins, **({} if law == "onehot" else law_tensors), **mapped}
             verdicts.append(op(*arguments, case.params, **case.streams, options=case.options, **weighed))
             verdicts.append(op(*arguments, SamplingParams(), **case.streams, **weighed))
         for verdict in verdicts:
@@ -172,10 +172,10 @@ def test_refusals(name: str) -> None:
 )
 def test_distributions_of_chosen_drafts(name: str, key: str, value: object) -> None:
     call = calls.make(name)
-    chosen = {**call.arguments, "draft_law": "onehot", "draft_probs": None, "draft_rows": None, "draft_params": None}
-    call.function(**chosen)
+    arguments = {**call.arguments, "draft_law": "onehot", "draft_probs": None, "draft_rows": None, "draft_params": None}
+    call.function(**arguments)
     with pytest.raises(ValueError, match=f"{name}: `{key}` must be None"):
-        call.function(**{**chosen, key: value})
+        call.function(**{**arguments, key: value})
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,10 @@ class PeerSource:
         What they do on "cuda" is done on "cpu".
         """
         tree = ast.parse((self.folder / path).read_text(encoding="utf-8").replace('"cuda"', '"cpu"'))
-        chosen = [node for node in tree.body if names_of(node) & {*names}]
-        missing = {*names}.difference(*map(names_of, chosen))
+        nodes = [node for node in tree.body if names_of(node) & {*names}]
+        missing = {*names}.difference(*map(names_of, nodes))
         assert not missing, f"{path} defines no {', '.join(sorted(missing))}"
-        code = compile(ast.Module(chosen, type_ignores=[]), str(self.folder / path), "exec")
+        code = compile(ast.Module(nodes, type_ignores=[]), str(self.folder / path), "exec")
         exec(code, known)
         return {name: known[name] for name in names}
 

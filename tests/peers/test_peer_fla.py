@@ -23,10 +23,10 @@ def recurrent(q, k, v, *, g, beta, scale, initial_state, output_final_state, use
     offsets = torch.arange(batch + 1, dtype=torch.int32) * rows
     index, state = torch.arange(batch, dtype=torch.int32), initial_state.detach().clone()
     q, k, v, g, beta = (x.detach().flatten(0, 1) for x in (q, k, v, g, beta))
-    rest = k.to(dtype), v, g.float(), beta.float()
+    tensors = k.to(dtype), v, g.float(), beta.float()
     options = {"cu_seqlens": offsets, "l2norm": use_qk_l2norm_in_kernel}
-    out = tree_delta_rule(q.to(dtype), *rest, state, index, None, scale=scale, **options)
-    advance_state(state, index, *rest, None, **options)
+    out = tree_delta_rule(q.to(dtype), *tensors, state, index, None, scale=scale, **options)
+    advance_state(state, index, *tensors, None, **options)
     return out.view(batch, rows, *out.shape[1:]), state if output_final_state else None
 
 

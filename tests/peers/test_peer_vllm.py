@@ -68,8 +68,8 @@ class RejectionSampler:
         found = verdict.tokens.clone()
         bonus = self.sampler().sampled_token_ids.flatten().to(found.dtype)
         places = counts[:, None]
-        whole = verdict.num_accepted[:, None] == places
-        found.scatter_(1, places, torch.where(whole, bonus[:, None], found.gather(1, places)))
+        mask = verdict.num_accepted[:, None] == places
+        found.scatter_(1, places, torch.where(mask, bonus[:, None], found.gather(1, places)))
         return SimpleNamespace(sampled_token_ids=found.int())
 
     @staticmethod

@@ -80,8 +80,8 @@ def test_peers_that_cannot_be_had_are_left_out_with_a_sentence(checkout, monkeyp
     status, said, manifest = prepare(checkout)
     assert status == 0, said
     assert re.search(r"^wheel: made in \d+ s$", said, re.M) and re.search(r"^vllm: made in", said, re.M)
-    missing = ["flashinfer_kernel.so", "flashinfer_sampling.so", "python/flash_attn_3"]
-    assert sorted(manifest["absent"]) == missing
+    paths = ["flashinfer_kernel.so", "flashinfer_sampling.so", "python/flash_attn_3"]
+    assert sorted(manifest["absent"]) == paths
     assert all(
         "pip cannot download" in reason and "no such package" in reason for reason in manifest["absent"].values()
     )

@@ -58,7 +58,7 @@ def symptoms() -> dict[str, list[str]]:
     """The rows of the page's table."""
     section = PAGE.read_text(encoding="utf-8").partition("## Test your integration")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (.*?) \| (right|wrong) \| (right|wrong) \| (?:`(\w+)` )?\|$", section, re.MULTILINE)
-    return {name: rest for name, *rest in rows}
+    return {name: cells for name, *cells in rows}
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

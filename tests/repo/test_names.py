@@ -46,8 +46,8 @@ def strays(family: str, op: str, files: dict[str, str]) -> list[str]:
     """Files that implement the op, but whose path lacks the word of its family; a message if no file has both."""
     body = re.compile(rf"^\w[^\n;]*\b{op}\([^;{{]*\)(?: const)?\s*{{", re.MULTILINE)
     wrong = [path for path, text in files.items() if family not in path and body.search(text)]
-    named = any(family in path and re.search(rf"\b{op}\b", text) for path, text in files.items())
-    return wrong if named else [*wrong, f"no file with {family} in its path has {op}"]
+    has_both = any(family in path and re.search(rf"\b{op}\b", text) for path, text in files.items())
+    return wrong if has_both else [*wrong, f"no file with {family} in its path has {op}"]
 
 
 def test_every_op_has_a_family() -> None:
