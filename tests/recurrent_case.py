@@ -28,7 +28,7 @@ def plain_dtype(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 0) -> TreeBatch:
     """Random trees; a node's parent is one of the `reach` nodes before it."""
-    generator, parents = seeded(seed), []
+    generator, parents = torch.Generator("cpu").manual_seed(seed), []
     for size in sizes:
         for i in range(size):
             parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator, device="cpu")) if i else -1)
