@@ -5,6 +5,7 @@ Each function takes a result and the name of its file, and gives Markdown.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from tables import Result, Row, Show, fastest_other, field, listing, machine_line, op_name, others, over_floor
@@ -70,26 +71,33 @@ def remarks(rows: list[Row]) -> str:
     return f"Furthest from the floor of {len(rows)} points: {points}. {faster}"
 
 
-def on_gpu(result: Result, name: str) -> str:
-    """The rows of headline.py: the times of our two kernels, and the fastest peer's time over ours."""
+# Of the kept rows those that the page shows; the JSON has all.
+ON_GPU = re.compile(
+    r"R \d+, (256 MB|1 GB|fp8)|B 1, L [18]k, T 1|B 1, L (8k, T 16|32k, T 64)|B 8, L 2k, T 16?|B 32, L 8k, T 64|eight.*"
+    r"|ragged.*|head dim .*|one KV.*|latent, (R.*|B 1.*)|(compact|expand|verify).*, B 32|(ngram|recurrent).*, B 8"
+    r"|.*, 256 chains of 8|rope.*, 16 tokens|.*, 2048 rows|(temp|top-p).*, (8|256) rows"
+)
 
-    def of_wgmma(row: Row) -> str:
-        ratio = row["ratio"].get("pagedtree by wgmma")
-        return f"{row['ms'] * 1e3 * ratio:.0f}" if ratio else ""
+
+def on_gpu(result: Result, name: str) -> str:
+    """Rows of headline.py: the time, and the fastest peer's and FlashInfer's with a tree mask over ours."""
+
+    def of_trees(row: Row) -> str:
+        return next((f"{ratio:.2f} x" for peer, ratio in row["ratio"].items() if "(custom mask)" in peer), "")
 
     def of_fastest(row: Row) -> str:
         ratio, peer = fastest_other(row)
         return f"{ratio:.2f} x {peer.removesuffix(' on gathered KV').removesuffix(' on gathered rows')}" if peer else ""
 
     machine = result["machine"]
-    rows = [row for row in result["rows"] if not row["point"].startswith("page size")]  # in words on the page
+    rows = [row for row in result["rows"] if ON_GPU.fullmatch(row["point"])]
     columns: dict[str, Show] = {
         "op": op_name,
-        "point": field("point"),
+        "point": lambda row: row["point"].removeprefix(f"{row['op']}, "),
         "us": lambda row: f"{row['ms'] * 1e3:.0f}",
-        "by wgmma": of_wgmma,
         "floor / time": over_floor,
         "vs fastest peer": of_fastest,
+        "vs FlashInfer, tree mask": of_trees,
     }
     spread = max(row["spread_ms"] / row["ms"] for row in rows)
     note = (
