@@ -262,16 +262,16 @@ def memory_bytes(entry: str = "MemAvailable") -> int:
 
 
 def commit() -> str | None:
-    """The commit of this checkout, with "-dirty" if more was changed than what benchmarks write themselves.
+    """The environment's COMMIT, else the checkout's, with "-dirty" if more than results and pages was changed.
 
-    Where there is no git, or no checkout of it, the environment's COMMIT, or None.
+    COMMIT comes first because a copy of a tree may stand in another commit's checkout. None: neither is there.
     """
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=RESULTS.parent, check=False)
         return run.stdout.strip()
 
-    if shutil.which("git") is None or not git("rev-parse", "--git-dir"):
+    if "COMMIT" in os.environ or shutil.which("git") is None or not git("rev-parse", "--git-dir"):
         return os.environ.get("COMMIT")
 
     written = ":(top,exclude)benchmarks/results", ":(top,exclude)docs"

@@ -82,7 +82,7 @@ class Bench {
     Attributes attributes;
     const cudaLaunchConfig_t config = configured(how, attributes);
     int count = 0;
-    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : 0;
+    return cudaOccupancyMaxActiveClusters(&count, kernel, &config) == cudaSuccess ? count : -1;
   }
   template <typename... Expected>
   void allow(int shared, void (*kernel)(Expected...)) {

@@ -228,7 +228,7 @@ void measure_clusters(Bench& bench) {
   bench.allow(200 * kKb, nothing);
   for (const int cluster : {2, 4, 8, 16}) {
     for (const int kb : {0, 100, 200}) {
-      bench.figure("clusters at once", bench.clusters_at_once({1, 512, kb * kKb, cluster}, nothing), "clusters",
+      bench.figure("clusters at once", bench.clusters_at_once({cluster, 512, kb * kKb, cluster}, nothing), "clusters",
                    {{"cluster", cluster}, {"shared kb", kb}});
     }
   }
