@@ -26,7 +26,7 @@ namespace pagedtree {
 constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it
 constexpr int kMaxPlanRanges = 1024;  // the most of any backend
 constexpr int kMostSharers = 8;       // CTAs that share a row tile
-constexpr int kPlanEntry = 4;         // int32 words: sequence, row tile, KV tile; entry 0 is {ranges, sharers of each}
+constexpr int kPlanEntry = 16;  // int32 words: sequence, row tile, KV tile, ...; entry 0 is {ranges, sharers of each}
 constexpr int kListSize = kPlanEntry * (kMaxPlanRanges + 1);
 
 // Which sequences: all, those with at most kSmallRows rows per KV head, the others. A plan has room for each list.

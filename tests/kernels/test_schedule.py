@@ -17,12 +17,12 @@ SMALL_ROWS = 32
 
 
 def ranges_of(plan: torch.Tensor, which: int = ALL) -> list[tuple[int, int, int]]:
-    entries = plan.view(3, -1, 4)[which]
+    entries = plan.view(3, 1025, -1)[which]
     return [tuple(entry[:3].tolist()) for entry in entries[1 : 1 + int(entries[0, 0])]]
 
 
 def sharers_of(plan: torch.Tensor, which: int = ALL) -> int:
-    return int(plan.view(3, -1, 4)[which, 0, 1])
+    return int(plan.view(3, 1025, -1)[which, 0, 1])
 
 
 def visible_tiles(queries: int, keys: int, tree_len: int, window: int, rows: range) -> range:
@@ -175,11 +175,11 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
     plan = plan_of(short_case, 8)
     generator = torch.Generator().manual_seed(0)
     shuffled, shifted = plan.clone(), plan.clone()
-    for entries in shuffled.view(3, -1, 4):
+    for entries in shuffled.view(3, 1025, -1):
         count = int(entries[0, 0])
         order = torch.randperm(count, generator=generator, device="cpu")
         entries[1 : 1 + count] = entries[1 : 1 + count][order]
-    shifted.view(-1, 4)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
+    shifted.view(3 * 1025, -1)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     plans = [
         shuffled,
         shifted,
@@ -187,7 +187,7 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
         torch.full_like(plan, -1),
         torch.full_like(plan, 2**31 - 1),
     ]
-    dense = plan.clone().view(3, -1, 4)  # 200 cuts in one sequence
+    dense = plan.clone().view(3, 1025, -1)  # 200 cuts in one sequence
     dense[:, 0, 0] = 256
     dense[:, 1:257] = 0
     dense[:, 1:257, 2] = torch.arange(256) // 2
@@ -203,12 +203,12 @@ def test_no_plan_gives_wrong_results(target: Target, short_case: dict) -> None:
 def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
     """However many CTAs share its ranges, the plan gives the same; most of these plans are not for this call."""
     alone = plan.clone()
-    alone.view(3, -1, 4)[:, 0, 1] = 1
+    alone.view(3, 1025, -1)[:, 0, 1] = 1
     expected = tree_attention(**case, plan=alone, return_lse=True)
     check(dict(case, plan=plan))
     for sharers in (2, 8):
         shared = plan.clone()
-        shared.view(3, -1, 4)[:, 0, 1] = sharers
+        shared.view(3, 1025, -1)[:, 0, 1] = sharers
         result = tree_attention(**case, plan=shared, return_lse=True)
         torch.testing.assert_close(result[0], expected[0], **target.tolerance)
         torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
@@ -251,7 +251,7 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
     starts = [(b, row, kv) for b, count in enumerate(tiles) for row in range(2) for kv in range(count)]
     for keep in (starts, starts[::2], [s for s in starts if s[2] != 3]):
-        plan = torch.zeros(3, 1025, 4, dtype=torch.int32)
+        plan = torch.zeros_like(plan_of(case)).view(3, 1025, -1)
         plan[ALL, 0, 0] = len(keep)
         plan[ALL, 1 : 1 + len(keep), :3] = torch.tensor(keep)
         result = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)

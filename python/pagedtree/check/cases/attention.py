@@ -412,14 +412,14 @@ def _plan(name: str, batch: Batch, window: int = 0) -> Case:
 
     def run(place: Place) -> Results:
         inputs = batch.build(place)
-        plan = plan_of(inputs, window=window).cpu().view(3, -1, 4)
+        plan = plan_of(inputs, window=window).cpu().view(3, 1025, -1)
         lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
         queries = inputs["cu_seqlens_q"].diff().tolist()
         first = next((b for b, n in enumerate(queries) if n), 0)
         ends = [(64 * kv, int(inputs["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
         truths = [
             all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
-            plan.numel() == 3 * 4 * 1025,
+            plan.numel() == 3 * 16 * 1025,
             all(starts == sorted(starts) and len(starts) <= 1024 for starts in lists),
             all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
             (first, 0, 0) in [starts[0] for starts in lists if starts],
