@@ -124,8 +124,8 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int
 }
 
 // The KV tiles outside which none of `rows` rows of a head, from `first_row` on, sees a key.
-PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t first_row,
-                                      int64_t rows) {
+PT_HOST_DEVICE_CALL TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b,
+                                           int64_t first_row, int64_t rows) {
   const int64_t queries = work.tokens.size();
   const int64_t tree_len = shape.tree_lens == nullptr ? -1 : min_of<int64_t>(shape.tree_lens[b], work.seq_len);
   int64_t lowest = 0, highest = work.seq_len;
@@ -167,10 +167,11 @@ struct WorkSum {
   int64_t cost;
   int64_t row_tiles;
   int64_t different;  // KV tiles, each counted once for all row tiles of a head
+  int64_t dearest;    // the cost of a row tile that no other exceeds
   int32_t m_tiles;    // the most of a head
 
   PT_HOST_DEVICE WorkSum operator+(const WorkSum& other) const {
-    return {cost + other.cost, row_tiles + other.row_tiles, different + other.different,
+    return {cost + other.cost, row_tiles + other.row_tiles, different + other.different, max_of(dearest, other.dearest),
             max_of(m_tiles, other.m_tiles)};
   }
 };
@@ -205,7 +206,8 @@ struct RowCosts {
   // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
   PT_HOST_DEVICE WorkSum sum() const {
     const int64_t heads = m_tiles > 0 ? row_tiles / m_tiles : 0;
-    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles, heads * last, m_tiles};
+    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles, heads * last,
+            m_tiles > 0 ? tile_heads * (max_of(first, last) + kPieceCost) : 0, m_tiles};
   }
   // The last M tile of a head that begins at this cost or before.
   PT_HOST_DEVICE int32_t tile_at(int64_t cost) const {
@@ -236,24 +238,6 @@ struct WorkPosition {
   }
 };
 
-// The place in a sequence's work, about `cost` from its start, where a range may begin: the nearest that leaves no
-// piece of less than `min_piece` KV tiles with a key that is seen.
-PT_HOST_DEVICE WorkPosition cut_position(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
-                                         int32_t sequence, int64_t cost, int32_t min_piece) {
-  const int64_t head = cost / costs.of_head(), of_head = cost - head * costs.of_head();
-  const int32_t m = costs.tile_at(of_head);
-  const auto row = static_cast<int32_t>(head * work.m_tiles + m);
-  const TileSpan seen = visible_tiles(shape, work, sequence, m);
-  const int64_t wanted = (of_head - costs.before(m)) / work.tile_heads - kPieceCost, size = seen.size();
-  const int64_t near = size < 2 * min_piece ? size : min_piece;  // a row tile as small as that is not cut
-  if (2 * wanted < near) return {sequence, row, 0};
-  if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
-  const auto cut = seen.first + static_cast<int32_t>(clamp_to<int64_t>(wanted, min_piece, size - min_piece));
-  const TileSpan common = common_tiles(shape, work, sequence, m);
-  if (common.size() < 2 * min_piece) return {sequence, row, 0};
-  return {sequence, row, clamp_to(cut, common.first + min_piece, common.end - min_piece)};
-}
-
 // How many ranges a backend wants.
 struct RangeLimits {
   int32_t most;
@@ -279,27 +263,64 @@ PT_HOST_DEVICE bool can_share(const WorkSum& alone, const WorkSum& shared, int32
   return shared.cost <= (alone.cost + alone.cost / 32) / sharers;
 }
 
-// Where a few ranges more or less make each row tile a whole number of them, no range of a batch of equal sequences
-// crosses from one row tile to the next, which would leave others with more KV tiles.
-PT_HOST_DEVICE int32_t num_ranges_of(const WorkSum& total, const RangeLimits& limits, int32_t sharers) {
-  const int64_t wanted = min_of<int64_t>(total.cost / limits.min_cost, limits.most) * sharers;
-  int64_t ctas = clamp_to<int64_t>(wanted, 1, limits.most);
-  const bool is_small = ctas < limits.multiple;
-  if (!is_small) ctas -= ctas % limits.multiple;
-  const int64_t count = max_of<int64_t>(ctas / sharers, 1), most = max_of(limits.most / sharers, 1);
-  if (total.row_tiles < 1 || total.row_tiles > count) return static_cast<int32_t>(count);
-  int64_t even = (count + total.row_tiles / 2) / total.row_tiles * total.row_tiles;
-  if (even > most) even -= total.row_tiles;
-  const int64_t change = even > count ? even - count : count - even;
-  return static_cast<int32_t>(is_small || 20 * change <= count ? even : count);
-}
+// How the work is cut: where row tiles are about as large, into equally many ranges of each, so that none crosses from
+// one row tile to the next; otherwise into ranges of equal cost.
+struct Cuts {
+  int64_t total;  // cost
+  int32_t num_ranges;
+  int32_t each;  // ranges of a row tile; 0: of equal cost
 
-// The cost before range i. Every range begins a piece; what row tiles cost beside their KV tiles is the further
-// pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are not
-// shorter.
-PT_HOST_DEVICE int64_t range_target(int64_t total_cost, int32_t num_ranges, int32_t i) {
-  return kPieceCost + scaled(total_cost - kPieceCost, i, num_ranges);
-}
+  PT_HOST_DEVICE Cuts(const WorkSum& work, const RangeLimits& limits, int32_t sharers) : total(work.cost), each(0) {
+    const int64_t wanted = min_of<int64_t>(total / limits.min_cost, limits.most) * sharers;
+    int64_t ctas = clamp_to<int64_t>(wanted, 1, limits.most);
+    if (ctas >= limits.multiple) ctas -= ctas % limits.multiple;
+    num_ranges = static_cast<int32_t>(max_of<int64_t>(ctas / sharers, 1));
+    if (work.row_tiles < 1 || work.row_tiles > num_ranges) return;
+    const auto row_tiles = static_cast<int32_t>(work.row_tiles), most = max_of(limits.most / sharers, 1);
+    const int32_t nearest = (num_ranges + row_tiles / 2) / row_tiles;
+    const int32_t even = nearest * row_tiles > most ? nearest - 1 : nearest;
+    // Ranges of equal cost have about one KV tile more than their mean, as cuts are rounded.
+    if (work.dearest * num_ranges > (total + num_ranges) * even) return;
+    each = even;
+    num_ranges = even * row_tiles;
+  }
+
+  // What is counted up to a range's start: the ranges of row tiles, or cost.
+  PT_HOST_DEVICE int64_t progress(const WorkSum& work) const { return each > 0 ? work.row_tiles * each : work.cost; }
+  // That before range i. By cost, every range begins a piece; what row tiles cost beside their KV tiles is the further
+  // pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are not
+  // shorter.
+  PT_HOST_DEVICE int64_t target(int32_t i) const {
+    return each > 0 ? i : kPieceCost + scaled(total - kPieceCost, i, num_ranges);
+  }
+  // The start of a range, `offset` from the begin of the sequence's work. By cost, it is the nearest place that leaves
+  // no piece of less than `min_piece` KV tiles with a key that is seen; a row tile with few is not cut.
+  PT_HOST_DEVICE WorkPosition start(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
+                                    int32_t sequence, int64_t offset, int32_t min_piece) const {
+    const int64_t of_head = each > 0 ? int64_t{work.m_tiles} * each : costs.of_head();
+    const int64_t head = offset / of_head, rest = offset - head * of_head;
+    const int32_t m = each > 0 ? static_cast<int32_t>(rest) / each : costs.tile_at(rest);
+    const auto row = static_cast<int32_t>(head * work.m_tiles + m);
+    const TileSpan seen = visible_tiles(shape, work, sequence, m), common = common_tiles(shape, work, sequence, m);
+    const int64_t size = seen.size();
+    int64_t wanted, low = min_piece, high = min_piece;
+    if (each > 0) {
+      const int32_t piece = static_cast<int32_t>(rest) % each;
+      const int32_t pieces = clamp_to(common.size() / min_piece, 1, each);  // the ranges behind these are empty
+      if (piece == 0 || piece >= pieces) return {sequence, row + (piece > 0), 0};
+      wanted = size * piece / pieces;
+      low *= piece;
+      high *= pieces - piece;
+    } else {
+      wanted = (rest - costs.before(m)) / work.tile_heads - kPieceCost;
+      const int64_t near = size < 2 * min_piece ? size : min_piece;
+      if (2 * wanted < near) return {sequence, row, 0};
+      if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
+      if (common.size() < 2 * min_piece) return {sequence, row, 0};
+    }
+    return {sequence, row, static_cast<int32_t>(clamp_to(seen.first + wanted, common.first + low, common.end - high))};
+  }
+};
 
 // A list's part of a plan, [kListSize].
 template <typename Int>
@@ -326,21 +347,20 @@ PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limit
   const WorkSum shared = sharers > 1 ? sum_of(sharers) : total;
   if (!can_share(total, shared, sharers)) sharers = 1;
   if (sharers > 1) total = shared;
-  const int32_t num_ranges = num_ranges_of(total, limits, sharers);
+  const Cuts cuts(total, limits, sharers);
   for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
-  ranges[0] = num_ranges;
+  ranges[0] = cuts.num_ranges;
   ranges[1] = sharers;
   int32_t range = 0;
   int64_t before = 0;
   for (int64_t b = 0; b < shape.batch; ++b) {
     const SequenceWork work = sequence_work(shape, b, sharers);
     const RowCosts costs(shape, work, b);
-    const int64_t after = before + costs.sum().cost;
-    for (; range < num_ranges; ++range) {
-      const int64_t target = range_target(total.cost, num_ranges, range);
-      if (target >= after) break;
+    const int64_t after = before + cuts.progress(costs.sum());
+    for (; range < cuts.num_ranges && cuts.target(range) < after; ++range) {
       const auto sequence = static_cast<int32_t>(b);
-      set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, limits.min_piece));
+      const int64_t offset = cuts.target(range) - before;
+      set_range_start(ranges, range, cuts.start(shape, work, costs, sequence, offset, limits.min_piece));
     }
     before = after;
   }

@@ -68,6 +68,12 @@ def test_balance_and_idle_ctas() -> None:
     # No key is in sight: nobody has work, and nothing is read.
     blind = explain([1] * 4, [0] * 4, **SIZES)
     assert (blind.balance, blind.idle, blind.kv_reads) == (1.0, blind.launches[0].ranges, 1.0)
+    # Row tiles of 32 and 33 KV tiles each have 11 ranges, or with wgmma 5.
+    for engine in ("mma.sync", "wgmma"):
+        assert (
+            explain([5, 16, 64], [700, 90_000, 2049], **SIZES, window=2048, max_seqlen_q=64, engine=engine).balance
+            < 1.1
+        )
     mixed = explain([1] * 30 + [500] * 2, [4096] * 32, **SIZES, max_seqlen_q=500)
     small, large = mixed.launches
     assert min(small.balance, large.balance) < mixed.balance < max(small.balance, large.balance)

@@ -177,7 +177,7 @@ BUDGETS = {
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (8696, 7277, 1964, 4112, 1507),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (9280, 7430, 1921, 3730, 2541),
     "join_kernel<__nv_bfloat16>": (920,),
-    "plan_kernel": (3136,),
+    "plan_kernel": (2896,),
     "sample_kernel<(DType)2>": (11368,),
     "draw_rows_kernel<(DType)2>": (11184,),
     "walk_kernel<(DType)2>": (11768,),

@@ -48,24 +48,24 @@ __global__ void __launch_bounds__(kScheduleThreads)
     if (pass == 0) alone = total;
     wanted = pass == 0 ? sharers_of(alone, limits) : pass == 1 && can_share(alone, total, sharers) ? sharers : 1;
   }
-  const int32_t num_ranges = num_ranges_of(total, limits, sharers);
-  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? num_ranges : i == 1 ? sharers : 0;
+  const Cuts cuts(total, limits, sharers);
+  for (int32_t i = thread; i < kListSize; i += threads) ranges[i] = i == 0 ? cuts.num_ranges : i == 1 ? sharers : 0;
   __syncthreads();
-  for (int32_t range = thread; range < num_ranges && total.cost > 0; range += threads) {
-    const int64_t target = range_target(total.cost, num_ranges, range);
+  for (int32_t range = thread; range < cuts.num_ranges && total.cost > 0; range += threads) {
+    const int64_t target = cuts.target(range);
     int32_t low = 0, high = threads - 1;  // finds the first run whose end is past the target
     while (low < high) {
       const int32_t middle = (low + high) / 2;
-      shared.sums[middle].cost > target ? high = middle : low = middle + 1;
+      cuts.progress(shared.sums[middle]) > target ? high = middle : low = middle + 1;
     }
-    int64_t b = int64_t{low} * run, before = low == 0 ? 0 : shared.sums[low - 1].cost;
+    int64_t b = int64_t{low} * run, before = low == 0 ? 0 : cuts.progress(shared.sums[low - 1]);
     while (true) {
       const SequenceWork work = sequence_work(shape, b, sharers);
       const RowCosts costs(shape, work, b);
-      const int64_t after = before + costs.sum().cost;
+      const int64_t after = before + cuts.progress(costs.sum());
       if (target < after) {
         const auto sequence = static_cast<int32_t>(b);
-        set_range_start(ranges, range, cut_position(shape, work, costs, sequence, target - before, limits.min_piece));
+        set_range_start(ranges, range, cuts.start(shape, work, costs, sequence, target - before, limits.min_piece));
         break;
       }
       before = after;
