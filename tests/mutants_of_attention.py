@@ -49,7 +49,7 @@ WGMMA = [
     ),
     of_wgmma(
         "no proxy fence behind decoded codes", "stage",
-        "ptx::fence_proxy_async();\n    ptx::mbar_arrive", "ptx::mbar_arrive",
+        "ptx::fence_proxy_async();\n      ptx::mbar_arrive", "ptx::mbar_arrive",
     ),
     of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),

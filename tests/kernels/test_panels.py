@@ -33,8 +33,7 @@ INSTANCES = [
     pytest.param(sizes, rows, dtype, fp8, marks=[] if core else pytest.mark.slow)
     for sizes, tiles in [*WGMMA_TILES.items(), ((576, 512), (64,))]
     for rows, (dtype, fp8) in product(tiles, product((torch.bfloat16, torch.float16), (False, True)))
-    if sizes[0] != 576 or not fp8
-    for core in [dtype == torch.bfloat16 and not fp8 and rows == tiles[-1]]
+    for core in [dtype == torch.bfloat16 and fp8 <= (sizes[0] == 576) and rows == tiles[-1]]
 ]
 
 

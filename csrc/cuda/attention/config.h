@@ -76,9 +76,9 @@ struct TileShape {
     return header_bytes() + q_bytes() + weight_bytes() + stages * stage_bytes(kv_bytes);
   }
   // The output takes the place of Q and the stages when they are used up. With wgmma the next K arrives while the
-  // stages of one K and one V are multiplied.
+  // stages of one K and one V are multiplied; e4m3 arrives two stages before it is decoded.
   constexpr int min_stages(int kv_bytes) const {
-    if (is_wgmma()) return is_latent() ? 2 : 3;
+    if (is_wgmma()) return is_latent() ? 2 : kv_bytes == 1 ? 4 : 3;
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
@@ -169,18 +169,13 @@ struct ListTile {
   TileShape tile;
 };
 
-// Whether the call is for tiles of latent rows, which have no way to decode e4m3. A plan does not know the cache's
-// type: for e4m3 it balances the other tiles then.
-constexpr bool is_latent(const TreeAttentionParams& p) { return p.latent && p.kv_dtype != DType::kFloat8E4M3; }
-constexpr bool is_latent(const AttentionPlanParams& p) { return p.latent; }
-
 // The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
 // to the host.
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_bytes) {
   const int64_t all_rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
   const int64_t rows = list == WorkList::kSmall ? min_of(all_rows, kSmallRows) : all_rows;
-  return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, is_latent(p), rows, max_shared_bytes)};
+  return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, rows, max_shared_bytes)};
 }
 
 // The lists of a call in the order of their launches.

@@ -101,12 +101,7 @@ void launch_attention_sm90(const AttentionParams& p, const CallShape& call, unsi
 template <typename T, typename Kv>
 AttentionLauncher wgmma_launcher(const TileShape& shape) {
   const auto make = [&]<int kHeadDim, int kMTile, int kHeadDimV>() -> AttentionLauncher {
-    using I = Sm90Instance<T, Kv, kHeadDim, kMTile, kHeadDimV>;
-    if constexpr (I::kLatent && I::kDecodes) {
-      return nullptr;  // mma.sync takes latent caches of e4m3, see list_tile()
-    } else {
-      return launch_attention_sm90<I>;
-    }
+    return launch_attention_sm90<Sm90Instance<T, Kv, kHeadDim, kMTile, kHeadDimV>>;
   };
   return find_launcher<MatrixEngine::kWgmma>(shape, make);
 }

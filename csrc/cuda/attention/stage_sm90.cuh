@@ -18,21 +18,16 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   // Scores are weighed while values are multiplied, but where registers do not suffice for both: there are two groups
   // then, and one weighs while the other multiplies.
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
-  // Of each thread, at most what the SM's CTAs have at the start. Producers that decode hold codes.
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
-  static constexpr int kConsumerRegisters = kLatent                       ? 224
-                                            : kTwoGroups                  ? (kDecodes ? 224 : 232)
-                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 192 : 200)
-                                                                          : 240;
+  static constexpr int kConsumerRegisters = kLatent ? 224 : kTwoGroups ? 232 : Base::kShape.max_ctas() > 1 ? 200 : 240;
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
-                                            : Base::kShape.max_ctas() > 1 ? (kDecodes ? 64 : 56)
+                                            : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
   static constexpr int kParts = kLatent ? 3 : 1;  // of a stage, each with a barrier of its own
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
-  using PartRows = Panels<kHeadDim / kParts * 2, Base::kShape.keys>;
-  static_assert(kParts == 1 || PartRows::kWide * 8 == PartRows::kChunks, "parts lie one behind the other");
+  static_assert(kHeadDim % (64 * kParts) == 0, "parts are whole panels");
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
   // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
   static constexpr int kFirstRegisters = min_of(255, 65536 / (Base::kThreads * Base::kShape.max_ctas())) / 8 * 8;
@@ -146,45 +141,6 @@ __device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const
   return bounds.over_warp();
 }
 
-// Codes of e4m3 that a producing thread has loaded and not stored yet: of up to 128 columns, a part of a stage.
-template <typename I>
-struct Codes {
-  static constexpr int kParts = ceil_div(I::kHeadDim, 128);
-  using Rows = Panels<I::kHeadDim / kParts, I::kShape.keys>;
-  uint4 chunks[Rows::kBytes / 16 / I::kProducers];
-
-  __device__ __forceinline__ void load(const KeyRow (&rows)[I::kShape.keys], const char* KeyRow::* which,
-                                       uint32_t thread, uint32_t part) {
-    int i = 0;
-    Rows::template for_each_chunk<I::kProducers>(
-        thread, [&](uint32_t key) { return rows[key].*which; },
-        [&](const char* row, uint32_t chunk, uint32_t) {
-          const uint4* from = reinterpret_cast<const uint4*>(row) + part * Rows::kChunks + chunk;
-          chunks[i++] = row != nullptr ? __ldcg(from) : make_uint4(0, 0, 0, 0);
-        });
-  }
-
-  // Stores them as halves. Lanes with the second 64 columns store the two chunks of their codes in the other order: so
-  // no two lanes use one bank.
-  __device__ __forceinline__ void store(unsigned char* stage, uint32_t thread, uint32_t part) const {
-    int i = 0;
-    Rows::template for_each_chunk<I::kProducers>(
-        thread, [](uint32_t key) { return key; },
-        [&](uint32_t key, uint32_t chunk, uint32_t) {
-          const uint4& codes = chunks[i++];
-          const uint32_t first = chunk / 4 % 2;
-          const auto put = [&](uint32_t which, uint32_t low, uint32_t high) {
-            const uint32_t column = (part * Rows::kChunks + chunk) * 2 + which;
-            const uint2 left = decode_neighbours(low), right = decode_neighbours(high);
-            *reinterpret_cast<uint4*>(stage + I::KvRows::offset(key, column)) =
-                make_uint4(left.x, left.y, right.x, right.y);
-          };
-          put(first, first == 0 ? codes.x : codes.z, first == 0 ? codes.y : codes.w);
-          put(first ^ 1, first == 0 ? codes.z : codes.x, first == 0 ? codes.w : codes.y);
-        });
-  }
-};
-
 // Fills the ring for one row tile after another. Stages that all rows see come by TMA where there are maps, the others
 // row by row.
 template <typename I>
@@ -241,10 +197,7 @@ class Producer {
       page_before = page;
       page = next_page;
     }
-    if constexpr (I::kDecodes) {
-      store_codes(Codes<I>::kParts - 1);
-      has_codes_ = false;
-    }
+    if constexpr (I::kDecodes) decode_parts(0);
   }
 
   // All that was produced arrives before the thread ends.
@@ -252,12 +205,15 @@ class Producer {
 
  private:
   static constexpr int kKeys = I::kShape.keys;
+  static constexpr int32_t kPanels = I::kHeadDim / 64 / I::kParts;  // of a part, of 64 columns
+  static constexpr int kPartsAhead = 2;                             // that arrive while one is decoded
+  using PanelRows = Panels<128, kKeys>;
   // Read each time, instead of being kept in a register. The producers' threads come last.
   __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
 
   // A warp finds the addresses of the rows that it copies itself: those of kRowsAtOnce neighbouring keys in each step.
   static constexpr uint32_t kOwnKeys = kKeys / I::kShape.producer_warps();
-  static constexpr uint32_t kRowsAtOnce = I::kDecodes && I::kHeadDim == 64 ? 8 : 4;
+  static constexpr uint32_t kRowsAtOnce = I::kDecodes ? 8 : 4;
 
   __device__ __forceinline__ int32_t own_key() const {
     const uint32_t warp = thread() / 32, lane = thread() % kOwnKeys;
@@ -286,7 +242,6 @@ class Producer {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    constexpr int32_t kPanels = I::PartRows::kChunks / 8;
     const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKeys + key)));
@@ -308,42 +263,74 @@ class Producer {
     place_.advance(stages_);
   }
 
-  // Fills the next stage with K or V. What must be decoded is stored at the next call, while its own loads go on.
+  // The thread's chunks of each panel: of every kRowsAtOnce * kShape.producer_warps()th key.
+  static constexpr uint32_t kWidth = 32 / kRowsAtOnce, kStep = I::kProducers / kWidth, kSteps = kKeys / kStep;
+  // Where the thread's first chunk of the first panel lies. Codes arrive where the first half of what they become will
+  // be, so that each thread decodes in place, and alone, what it has copied.
+  __device__ __forceinline__ static uint32_t first_chunk() {
+    return PanelRows::offset(thread() / kWidth, thread() % kWidth * (8 / kWidth));
+  }
+
+  // Fills the next stage with K or V.
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
-    if constexpr (I::kDecodes) {
-      constexpr uint32_t kParts = Codes<I>::kParts;
+    constexpr uint32_t kRowBytes = 64 * sizeof(typename I::Kv);  // of a panel
+    wait_until_empty();
+    const char* from[kSteps];
 #pragma unroll
-      for (uint32_t part = 0; part < kParts; ++part) {
-        Codes<I> codes;
-        codes.load(rows, which, thread(), part);
-        if (has_codes_) store_codes(part == 0 ? kParts - 1 : part - 1);
-        codes_ = codes;
-        has_codes_ = true;
-      }
-    } else {
-      wait_until_empty();
+    for (uint32_t i = 0; i < kSteps; ++i) from[i] = rows[thread() / kWidth + i * kStep].*which;
+    const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
 #pragma unroll 1  // few registers are left to producers
-      for (uint32_t part = 0; part < I::kParts; ++part) {
-        const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + part * I::PartRows::kBytes;
-        const uint32_t first = part * I::PartRows::kChunks;
-        I::PartRows::template for_each_chunk<I::kProducers>(
-            thread(), [&](uint32_t key) { return rows[key].*which; },
-            [&](const char* row, uint32_t chunk, uint32_t offset) {
-              if (I::kLatent && first + chunk >= static_cast<uint32_t>(num_panels()) * 8) return;
-              ptx::cp_async_16(to + offset, row + (first + chunk) * 16, row != nullptr);
-            });
+    for (int32_t part = 0; part < I::kParts; ++part) {
+#pragma unroll
+      for (int32_t i = 0; i < kPanels; ++i) {
+        const int32_t panel = part * kPanels + i;
+        if (I::kLatent && panel >= num_panels()) break;
+#pragma unroll
+        for (uint32_t step = 0; step < kSteps; ++step) {
+          ptx::cp_async_16(to + panel * kPanelBytes + step * kStep * 128,
+                           from[step] + panel * kRowBytes + thread() % kWidth * 16, from[step] != nullptr);
+        }
+      }
+      if constexpr (I::kDecodes) {
+        ptx::cp_async_commit();
+      } else {
         ptx::cp_async_mbar_arrive(&shared_.full[place_.stage][part]);
       }
-      place_.advance(stages_);
+    }
+    place_.advance(stages_);
+    if constexpr (I::kDecodes) {
+      copied_ += I::kParts;
+      decode_parts(I::kLatent ? 0 : kPartsAhead);
     }
   }
-  __device__ __forceinline__ void store_codes(uint32_t part) {
-    if (part == 0) wait_until_empty();
-    codes_.store(shared_.stage(place_.stage), thread(), part);
-    if (part + 1 < Codes<I>::kParts) return;
-    ptx::fence_proxy_async();
-    ptx::mbar_arrive(&shared_.full[place_.stage][0]);
-    place_.advance(stages_);
+
+  // Decodes the oldest parts that have been copied, until `left` are left.
+  __device__ __forceinline__ void decode_parts(int left) {
+#pragma unroll 1
+    for (; copied_ > left; --copied_) {
+      wait_for_stage(copied_ + 1);
+      const int back = place_.stage - ceil_div(copied_, I::kParts), stage = back < 0 ? back + stages_ : back;
+      const int part = I::kLatent ? I::kParts - copied_ : 0;
+      unsigned char* at = shared_.stage(stage) + part * kPanels * kPanelBytes;
+      const uint32_t first = first_chunk();
+#pragma unroll 1
+      for (int panels = min_of(kPanels, num_panels() - part * kPanels); panels > 0; --panels, at += kPanelBytes) {
+        uint4 codes[kSteps];
+#pragma unroll
+        for (uint32_t i = 0; i < kSteps; ++i) codes[i] = *reinterpret_cast<const uint4*>(at + first + i * kStep * 128);
+#pragma unroll
+        for (uint32_t i = 0; i < kSteps; ++i) {
+          const auto put = [&](uint32_t to, uint32_t low, uint32_t high) {
+            const uint2 left = decode_neighbours(low), right = decode_neighbours(high);
+            *reinterpret_cast<uint4*>(at + to + i * kStep * 128) = make_uint4(left.x, left.y, right.x, right.y);
+          };
+          put(first, codes[i].x, codes[i].y);
+          put(first ^ 16, codes[i].z, codes[i].w);
+        }
+      }
+      ptx::fence_proxy_async();
+      ptx::mbar_arrive(&shared_.full[stage][part]);
+    }
   }
   // Of 64 columns: latent rows may have fewer than the stage has room for.
   __device__ __forceinline__ int32_t num_panels() const { return (I::kLatent ? p_.head_dim : I::kHeadDim) / 64; }
@@ -357,8 +344,7 @@ class Producer {
   Sm90Shared<I>& shared_;
   RingPlace place_;
   uint32_t calls_ = 0;  // of any_row_sees()
-  bool has_codes_ = false;
-  std::conditional_t<I::kDecodes, Codes<I>, char> codes_;
+  int copied_ = 0;      // parts with codes that are not decoded yet
 };
 
 }  // namespace pagedtree::cuda

@@ -302,9 +302,9 @@ def wgmma_cases() -> Iterator[Case]:
             yield _attention(f"{name}/options", batch, engine=WGMMA, scale=-0.2, sinks=_sinks(heads[0]), **OPTIONS)
         batch = Batch([random_tree(6, 12), 1, 30], [3000, 1500, 900], "bf16", "", 128, heads, layout="packed")
         yield _attention(f"{heads[0]} heads/long prefix", batch, engine=WGMMA)
-    for sizes, dtype, page_size in product(((512, 512), (576, 512)), ("fp16", "bf16"), (7, 64)):
-        batch = replace(LATENT, dtype=dtype, head_dim=sizes[0], heads=(16, 1), page_size=page_size)
-        yield _attention(f"latent/page {page_size}/{dtype}/{_sizes(sizes)}", batch, engine=WGMMA)
+    for sizes, dtype, cache, page_size in product(((512, 512), (576, 512)), ("fp16", "bf16"), ("", "fp8"), (7, 64)):
+        batch = replace(LATENT, dtype=dtype, cache=cache, head_dim=sizes[0], heads=(16, 1), page_size=page_size)
+        yield _attention(f"latent/page {page_size}/{_types(dtype, cache)}/{_sizes(sizes)}", batch, engine=WGMMA)
 
 
 def _attention(
