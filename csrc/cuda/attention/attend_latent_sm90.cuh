@@ -63,7 +63,7 @@ class LatentConsumer : public ConsumerBase<I> {
   // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
-    begin(at, of_rows);
+    begin(at, of_rows, kv_end);
     const RowTile& tile = Base::current().tile;
     const KeyBounds& bounds = Base::current().bounds;
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
@@ -118,7 +118,7 @@ class LatentConsumer : public ConsumerBase<I> {
 
   // Starts scores = Q K, part by part as they arrive.
   __device__ __forceinline__ void start_scores(Scores<I>& scores, const RingPlace& place, bool plain) {
-    constexpr uint32_t kPanels = I::kHeadDim / 64, kInPart = kPanels / I::kParts, kPanel = kPanelBytes / 16;
+    constexpr uint32_t kPanels = I::kHeadDim / 64, kInPart = kPanels / I::kParts, kPanel = I::kPanelBytes / 16;
     // From one lane, so that the compiler finds descriptors once per warp.
     const unsigned char* const stage = shared_.stage(__shfl_sync(kWholeWarp, place.stage, 0));
     uint64_t keys = ptx::matrix_descriptor(stage, 16, kEightRows);
@@ -215,7 +215,7 @@ class LatentConsumer : public ConsumerBase<I> {
     for (int part = 0; part < I::kParts; ++part) wait_for(place_, part, plain);
     const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
     place_.advance(call_.stages);
-    start_values<I>(sums, weights, shared_.stage(stage) + column() / 64 * kPanelBytes);
+    start_values<I>(sums, weights, shared_.stage(stage) + column() / 64 * I::kPanelBytes);
     ptx::wgmma_wait<0>();
     ptx::wgmma_results(sums.out[0]);
     release(stage);

@@ -61,7 +61,7 @@ __device__ __forceinline__ void store_q_fragments(const QFragments<I>& q, uint32
   }
 }
 
-constexpr uint32_t kEightRows = 8 * 128;  // in a panel
+constexpr uint32_t kEightRows = 8 * 128, kQPanelBytes = 8 * kEightRows;  // in a panel of 64 columns
 
 // Starts scores = Q K, with Q in registers or in shared memory.
 template <typename I>
@@ -73,12 +73,12 @@ __device__ __forceinline__ void start_scores(Scores<I>& scores, const QFragments
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
-    const uint32_t at = (step / 4 * kPanelBytes + step % 4 * 32) / 16;
-    const uint64_t keys = first_keys + at;
+    const uint64_t keys = first_keys + (step / 4 * I::kPanelBytes + step % 4 * 32) / 16;
     if constexpr (I::kShape.q_in_registers()) {
       ptx::wgmma_rs<typename I::M, I::kShape.keys, false>(scores[0], q[step], keys, step > 0);
     } else {
-      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], first_rows + at, keys, step > 0);
+      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], first_rows + (step / 4 * kQPanelBytes + step % 4 * 32) / 16, keys,
+                                                   step > 0);
     }
   }
   ptx::wgmma_commit();
@@ -91,7 +91,7 @@ using WeightFragments = uint32_t[I::kShape.keys / 16][4];
 template <typename I>
 __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
                                              const unsigned char* v) {
-  const uint64_t first_values = ptx::matrix_descriptor(v, kPanelBytes, kEightRows);
+  const uint64_t first_values = ptx::matrix_descriptor(v, I::kPanelBytes, kEightRows);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
@@ -143,9 +143,9 @@ class ConsumerBase {
 
  protected:
   // Writes down the row tile and what its rows have in common.
-  __device__ __forceinline__ void begin(const WorkPosition& at, const RowTile& tile) {
+  __device__ __forceinline__ void begin(const WorkPosition& at, const RowTile& tile, int32_t kv_end) {
     const uint32_t lane = ptx::thread_index() % 32;
-    const KeyBounds found = tile_bounds(p_, tile, lane);
+    const KeyBounds found = tile_bounds(p_, tile, kv_end, lane);
     __syncwarp();  // the output of the tile before is written
     if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found};
     __syncwarp();
@@ -191,11 +191,11 @@ class Consumer : public ConsumerBase<I> {
   // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
-    begin(at, of_rows);
+    begin(at, of_rows, kv_end);
     const auto& [position, tile, bounds] = Base::current();
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
-    const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
+    const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * kKvTile, I::kShape.keys); };
     if (turns_.group() * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
     const RowView view = RowView::of(row_visibility<false>(p_, tile, row() + own_row(ptx::thread_index() % 32)));
@@ -214,12 +214,13 @@ class Consumer : public ConsumerBase<I> {
 
     Scores<I> scores;
     const auto weigh_stage = [&](int32_t stage, bool plain, RowFactors<I>& rescales) {
-      const int32_t first_key = stage * I::kShape.keys;
       RowFactors<I> factors = {{row_factors[0][0], row_factors[0][1]}};
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
-        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, first_key), reader);
+        VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(view.expand(p_, tile), reader, stage * kKvTile);
+        if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
+        mask_scores(scores[0], keys, reader);
       }
       return weigh<I>(scores, factors, sums, rescales);
     };
@@ -240,7 +241,7 @@ class Consumer : public ConsumerBase<I> {
     release(first_keys);
     weigh_stage(stages.first, plain, rescales);
     // The scores of the next keys are computed and weighed while the values of these are multiplied.
-    for (int32_t stage = stages.first + 1; stage < stages.end; ++stage) {
+    for (int32_t stage = stages.first + I::kTiles; stage < stages.end; stage += I::kTiles) {
       pack();
       turns_.wait(both);
       const bool next_plain = is_plain(stage);
@@ -281,7 +282,9 @@ class Consumer : public ConsumerBase<I> {
   }
   // The other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {
-    for (int32_t i = 0; i < 2 * (stages.end - stages.first); ++i) release(next_stage(true));
+    for (int32_t i = stages.first; i < stages.end; i += I::kTiles) {
+      for (int kind = 0; kind < 2; ++kind) release(next_stage(true));
+    }
   }
 
   Turns<I> turns_;

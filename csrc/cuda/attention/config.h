@@ -52,7 +52,7 @@ struct TileShape {
 
   // Bytes of shared memory: Q (wgmma takes it from registers where they suffice), one stage, with mma.sync with the
   // addresses of its rows, the header, the output of mma.sync in fp32.
-  constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256; }
+  constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256 && keys == kKvTile; }
   constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
   // Bytes of the weights that groups of warps give each other.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
@@ -66,7 +66,7 @@ struct TileShape {
   // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they
   // suffice.
   constexpr int header_bytes() const {
-    if (is_wgmma()) return 3072;
+    if (is_wgmma()) return keys == kKvTile ? 3072 : 5120;
     if (is_wide()) return 1024 + m_tile * keys * 4;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 32 + m_tile * 28;
     return 128 * ceil_div(80 + max_of(of_states, of_views), 128);
@@ -109,11 +109,12 @@ constexpr TileShape kTileShapes[] = {
     // The output of 32 rows fills half of the registers if each warp has a quarter of its columns.
     {576, 512, 16, 1, 1, 32, MatrixEngine::kMmaSync, 4},
     {576, 512, 32, 1, 1, 32, MatrixEngine::kMmaSync, 4},
-    // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused.
+    // Four warps multiply together, 64 rows at a time: fewer rows would leave most of each instruction unused. Stages
+    // of 128 keys halve what a stage costs once; their scores fill half of what registers the output leaves.
     {64, 64, 64, 4, 1, 64, MatrixEngine::kWgmma},
-    {64, 64, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {64, 64, 128, 8, 1, 128, MatrixEngine::kWgmma},
     {128, 128, 64, 4, 1, 64, MatrixEngine::kWgmma},
-    {128, 128, 128, 8, 1, 64, MatrixEngine::kWgmma},
+    {128, 128, 128, 8, 1, 128, MatrixEngine::kWgmma},
     {256, 256, 64, 4, 1, 64, MatrixEngine::kWgmma},
     {256, 256, 128, 8, 1, 64, MatrixEngine::kWgmma},
     // Latent rows of 512 or 576 columns: two groups of four warps share the columns of V, which is part of K.

@@ -131,7 +131,7 @@ struct KeyBounds {
             min_of(plain_end, other.plain_end)};
   }
   __device__ __forceinline__ bool all_see(int32_t first_key, int32_t count) const {
-    return plain_begin <= first_key && first_key + count <= plain_end;
+    return plain_begin <= first_key && first_key <= plain_end - count;
   }
   __device__ __forceinline__ KeyBounds over_warp() const {
     return {__reduce_min_sync(kWholeWarp, lowest), __reduce_max_sync(kWholeWarp, highest),
@@ -144,6 +144,11 @@ struct KeyBounds {
 template <int kWords>
 struct VisibleKeys {
   uint32_t rows[2][kWords];
+
+  __device__ __forceinline__ void hide_from(int key) {
+#pragma unroll
+    for (int w = key / kMaskWordBits; w < kWords; ++w) rows[0][w] = rows[1][w] = 0;
+  }
 };
 
 // `mine` is what the lane's own row (see own_row()) sees, so that each word is computed by one lane only.
@@ -151,13 +156,17 @@ __device__ __forceinline__ uint32_t own_row(uint32_t lane) { return lane / 4 + l
 
 template <int kWords>
 __device__ __forceinline__ VisibleKeys<kWords> visible_keys(const Visibility& mine, uint32_t lane, int32_t first_key) {
-  const uint32_t word = mine.visible32(first_key + (kWords == 2 ? static_cast<int32_t>(lane % 2) * kMaskWordBits : 0));
   VisibleKeys<kWords> keys;
+  constexpr int kAtOnce = min_of(kWords, 2);  // words of a row
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  for (int first = 0; first < kWords; first += kAtOnce) {
+    const uint32_t word = mine.visible32(first_key + (first + static_cast<int32_t>(lane % kAtOnce)) * kMaskWordBits);
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      keys.rows[half][w] = __shfl_sync(kWholeWarp, word, static_cast<int>(lane & ~3u) | half * 2 | w);
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int w = 0; w < kAtOnce; ++w) {
+        keys.rows[half][first + w] = __shfl_sync(kWholeWarp, word, static_cast<int>(lane & ~3u) | half * 2 | w);
+      }
     }
   }
   return keys;

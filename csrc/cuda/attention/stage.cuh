@@ -33,13 +33,14 @@ struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim,
   using VRows = Panels<kHeadDimV* static_cast<int>(sizeof(Kv)), Instance::kShape.keys>;
 };
 
-// The stages [first, end) of a row tile's KV tiles that hold keys which a row sees.
+// The stages [first, end) of a row tile's KV tiles that hold keys which a row sees; where stages are larger than KV
+// tiles, those KV tiles.
 struct StageRange {
   int32_t first, end;
 
   template <typename I>
   __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
-    constexpr int kKeys = I::kShape.keys, kStagesInTile = kKvTile / kKeys;
+    constexpr int kKeys = min_of(I::kShape.keys, kKvTile), kStagesInTile = kKvTile / kKeys;
     return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
             min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
   }

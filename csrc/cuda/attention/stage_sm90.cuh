@@ -1,4 +1,4 @@
-// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 keys, in the order in which they are
+// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 or 128 keys, in the order in which they are
 // multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are both, and
 // come in parts, so that their first columns are multiplied while the others arrive.
 #pragma once
@@ -25,6 +25,8 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
                                             : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
   static constexpr int kParts = kLatent ? 3 : 1;  // of a stage, each with a barrier of its own
+  static constexpr int kTiles = Base::kShape.keys / kKvTile;  // KV tiles of a stage
+  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;  // 64 columns of a stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
   static_assert(kHeadDim % (64 * kParts) == 0, "parts are whole panels");
@@ -43,7 +45,7 @@ struct CacheMaps {
   static CacheMaps of(const AttentionParams& p) {
     CacheMaps maps{};
     if (I::kDecodes || !fits(p, p.k_cache) || !fits(p, p.v_cache)) return maps;
-    int box = I::kShape.keys;
+    int box = kKvTile;  // a stage may begin with any KV tile
     while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
     if (box < kEightSlots) return maps;
     const std::optional<ptx::TensorMap> k = map_of(p, p.k_cache, box);
@@ -76,8 +78,6 @@ struct CacheMaps {
   }
 };
 
-constexpr uint32_t kPanelBytes = 64 * 128;  // of 64 rows or keys
-
 // Named barriers; 0 is that of __syncthreads().
 enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6 };
 
@@ -107,7 +107,7 @@ struct alignas(1024) Sm90Shared {
     return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::KvRows::kBytes;
   }
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
-      [I::kShape.keys] { return rows[I::kLatent ? 0 : stage & 1]; }
+      [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
   // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
   __device__ __forceinline__ void init_barriers(int stages) {
     for (int i = 0; i < stages; ++i) {
@@ -132,13 +132,17 @@ struct RingPlace {
   }
 };
 
-// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another.
-__device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const RowTile& tile, uint32_t lane) {
+// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another. A stage that
+// goes beyond KV tile `kv_end` has keys that do not count.
+__device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
+                                                 uint32_t lane) {
   KeyBounds bounds = KeyBounds::none();
   for (uint32_t row = lane; row < tile.rows; row += 32) {
     bounds = bounds.join(KeyBounds::of(row_visibility<false>(p, tile, row)));
   }
-  return bounds.over_warp();
+  bounds = bounds.over_warp();
+  bounds.plain_end = static_cast<int32_t>(min_of<int64_t>(bounds.plain_end, int64_t{kv_end} * kKvTile));
+  return bounds;
 }
 
 // Fills the ring for one row tile after another. Stages that all rows see come by TMA where there are maps, the others
@@ -152,25 +156,28 @@ class Producer {
 
   __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
     touch_row_tile(p_, tile, kv_begin * kKvTile, 2 * kKeys, thread());
-    const KeyBounds bounds = tile_bounds(p_, tile, thread() % 32);
+    const KeyBounds bounds = tile_bounds(p_, tile, kv_end, thread() % 32);
     const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
     if (stages.first >= stages.end) return;
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
     __syncwarp();                                        // that of the row tile before is not read any more
-    if (thread() % 32 == 0) reader = KeyReader::of(p_, tile);
+    if (thread() % 32 == 0) {
+      reader = KeyReader::of(p_, tile);
+      reader.seq_len = static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile));
+    }
     __syncwarp();
     const RowView view = RowView::of(row_visibility<false>(p_, tile, thread()));
-    const int32_t first_boxes = ceil_div(bounds.plain_begin, kKeys);
-    const int32_t end_of_boxes = maps_.box > 0 ? bounds.plain_end / kKeys : 0;
-    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage < end_of_boxes; };
+    const int32_t first_boxes = ceil_div(bounds.plain_begin, kKvTile);
+    const int32_t last_boxes = maps_.box > 0 ? bounds.plain_end / kKvTile - kTiles : -1;
+    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage <= last_boxes; };
     const auto find_page = [&](int32_t stage) {
-      if (!has_boxes(stage)) return reader.page(p_, stage * kKeys + own_key());
-      return thread() < 32 ? reader.page(p_, stage * kKeys + key_of_box()) : -1;
+      if (!has_boxes(stage)) return reader.page(p_, stage * kKvTile + own_key());
+      return thread() < 32 ? reader.page(p_, stage * kKvTile + key_of_box()) : -1;
     };
     // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
     const auto write_rows = [&](int32_t stage, int32_t page) {
       if (has_boxes(stage)) return;
-      const int32_t first_key = stage * kKeys, key = own_key();
+      const int32_t first_key = stage * kKvTile, key = own_key();
       bool is_seen = true;
       if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
       __syncwarp();  // the rows that stood here before are read
@@ -183,17 +190,16 @@ class Producer {
     };
     int32_t page_before = -1, page = find_page(stages.first);
     write_rows(stages.first, page);
-    for (int32_t stage = stages.first; stage <= stages.end; ++stage) {
-      const bool has_next = stage + 1 < stages.end;
-      const int32_t next_page = has_next ? find_page(stage + 1) : -1;
-      const int32_t last = stage - 1;
+    for (int32_t stage = stages.first; stage < stages.end + kTiles; stage += kTiles) {
+      const int32_t last = stage - kTiles, next = stage + kTiles;
+      const int32_t next_page = next < stages.end ? find_page(next) : -1;
       if (stage < stages.end) {
         has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
       if (!I::kLatent && last >= stages.first) {
         has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
-      if (has_next) write_rows(stage + 1, next_page);
+      if (next < stages.end) write_rows(next, next_page);
       page_before = page;
       page = next_page;
     }
@@ -204,7 +210,8 @@ class Producer {
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
-  static constexpr int kKeys = I::kShape.keys;
+  static constexpr int kKeys = I::kShape.keys, kTiles = I::kTiles;
+  static constexpr uint32_t kPanelBytes = I::kPanelBytes;
   static constexpr int32_t kPanels = I::kHeadDim / 64 / I::kParts;  // of a part, of 64 columns
   static constexpr int kPartsAhead = 2;                             // that arrive while one is decoded
   using PanelRows = Panels<128, kKeys>;
@@ -224,7 +231,7 @@ class Producer {
   // Whether a row of the tile sees the key; each thread knows what its own row sees. All producers meet.
   __device__ __forceinline__ bool any_row_sees(const Visibility& mine, int32_t first_key, int32_t key) {
     auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
-#pragma unroll
+#pragma unroll 1
     for (int w = 0; w < I::kWords; ++w) {
       const uint32_t word = thread() < I::kMTile ? mine.visible32(first_key + w * kMaskWordBits) : 0;
       const uint32_t of_warp = __reduce_or_sync(kWholeWarp, word);
@@ -244,7 +251,7 @@ class Producer {
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
     const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
-    const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKeys + key)));
+    const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
@@ -275,20 +282,23 @@ class Producer {
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
     constexpr uint32_t kRowBytes = 64 * sizeof(typename I::Kv);  // of a panel
     wait_until_empty();
-    const char* from[kSteps];
-#pragma unroll
-    for (uint32_t i = 0; i < kSteps; ++i) from[i] = rows[thread() / kWidth + i * kStep].*which;
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
-#pragma unroll 1  // few registers are left to producers
+    constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // few registers are left to producers
+#pragma unroll 1
     for (int32_t part = 0; part < I::kParts; ++part) {
+#pragma unroll 1
+      for (uint32_t first = 0; first < kSteps; first += kAtOnce) {
+        const char* from[kAtOnce];
 #pragma unroll
-      for (int32_t i = 0; i < kPanels; ++i) {
-        const int32_t panel = part * kPanels + i;
-        if (I::kLatent && panel >= num_panels()) break;
+        for (uint32_t i = 0; i < kAtOnce; ++i) from[i] = rows[thread() / kWidth + (first + i) * kStep].*which;
 #pragma unroll
-        for (uint32_t step = 0; step < kSteps; ++step) {
-          ptx::cp_async_16(to + panel * kPanelBytes + step * kStep * 128,
-                           from[step] + panel * kRowBytes + thread() % kWidth * 16, from[step] != nullptr);
+        for (int32_t panel = part * kPanels; panel < (part + 1) * kPanels; ++panel) {
+          if (I::kLatent && panel >= num_panels()) break;
+#pragma unroll
+          for (uint32_t i = 0; i < kAtOnce; ++i) {
+            ptx::cp_async_16(to + panel * kPanelBytes + (first + i) * kStep * 128,
+                             from[i] + panel * kRowBytes + thread() % kWidth * 16, from[i] != nullptr);
+          }
         }
       }
       if constexpr (I::kDecodes) {
