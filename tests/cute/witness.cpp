@@ -198,7 +198,7 @@ static void wgmma(const char* name) {
   save(std::string(name) + ".out", out);
 }
 
-// ---- a stage of 64 keys: [start, leading, stride] in bytes of each step's descriptor, then where each 16 bytes lie
+// ---- a stage of 64 or 128 keys: [start, leading, stride] in bytes of each step's descriptor, then where each 16 bytes lie
 struct Descriptor {
   uint32_t start, leading, stride;
 };
@@ -216,35 +216,36 @@ static void save_panels(const std::string& name, const std::vector<Descriptor>& 
   save(name + ".chunks", chunks);
 }
 
-// K as the right operand [64 keys, columns], or Q as the left one; chunks [64, columns / 8].
-template <int Columns>
+// K as the right operand [keys, columns], or Q as the left one of 64 rows; chunks [keys, columns / 8].
+template <int Columns, int Keys = 64>
 static void k_panels(const char* name) {
   using namespace SM90::GMMA;
-  static auto* memory = (bfloat16_t*)aligned_alloc(1024, 64 * Columns * 2);
+  static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
   Tensor s =
-      make_tensor(make_smem_ptr(memory), tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<_64, Int<Columns>>{}));
-  auto thr = make_tiled_mma(MMA_Atom<SM90_64x64x16_F32BF16BF16_SS<Major::K, Major::K>>{}).get_thread_slice(0);
+      make_tensor(make_smem_ptr(memory), tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<Int<Keys>, Int<Columns>>{}));
+  using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<Keys>, _64>, Major::K, Major::K>());
+  auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s)), left = thr.make_fragment_A(thr.partition_A(s));
   std::vector<Descriptor> steps;
   for (int k = 0; k < size<2>(d); ++k) {
     steps.push_back(descriptor_of(*d(_, 0, k).data()));
-    if (uint64_t((*d(_, 0, k).data()).desc_) != uint64_t((*left(_, 0, k).data()).desc_)) abort();
+    if (Keys == 64 && uint64_t((*d(_, 0, k).data()).desc_) != uint64_t((*left(_, 0, k).data()).desc_)) abort();
   }
   std::vector<uint32_t> chunks;
-  for (int key = 0; key < 64; ++key)
+  for (int key = 0; key < Keys; ++key)
     for (int c = 0; c < Columns; c += 8) chunks.push_back(uint32_t(&s(key, c) - memory) * 2);
   save_panels(name, steps, chunks);
 }
 
 // V as the right operand, multiplied N columns at a time; chunks as those of K.
-template <int Columns, int N>
+template <int Columns, int N, int Keys = 64>
 static void v_panels(const char* name) {
   using namespace SM90::GMMA;
-  static auto* memory = (bfloat16_t*)aligned_alloc(1024, 64 * Columns * 2);
+  static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
   Tensor s = make_tensor(make_smem_ptr(memory),
-                         tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{}, Shape<Int<Columns>, _64>{}, Step<_2, _1>{}));
+                         tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{}, Shape<Int<Columns>, Int<Keys>>{}, Step<_2, _1>{}));
   using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<N>, _64>, Major::K, Major::MN>());
   auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s));
@@ -252,7 +253,7 @@ static void v_panels(const char* name) {
   for (int n = 0; n < size<1>(d); ++n)
     for (int k = 0; k < size<2>(d); ++k) steps.push_back(descriptor_of(*d(_, n, k).data()));
   std::vector<uint32_t> chunks;
-  for (int key = 0; key < 64; ++key)
+  for (int key = 0; key < Keys; ++key)
     for (int c = 0; c < Columns; c += 8) chunks.push_back(uint32_t(&s(c, key) - memory) * 2);
   save_panels(name, steps, chunks);
 }
@@ -277,10 +278,14 @@ int main(int, char** argv) {
   ALL("rsN", true, true)
   k_panels<64>("k_64");
   k_panels<128>("k_128");
+  k_panels<64, 128>("k_64_128");
+  k_panels<128, 128>("k_128_128");
   k_panels<256>("k_256");
   k_panels<576>("k_576");
   v_panels<64, 64>("v_64");
   v_panels<128, 128>("v_128");
+  v_panels<64, 64, 128>("v_64_128");
+  v_panels<128, 128, 128>("v_128_128");
   v_panels<256, 256>("v_256");
   v_panels<512, 256>("v_512");
 }

@@ -1,6 +1,6 @@
 """Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
 
-A stage has K or V of 64 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz.xz
+A stage has K or V of 64 or 128 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz.xz
 (`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
 """
 
@@ -24,7 +24,7 @@ from pagedtree.testing import backends, use_backend
 
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
-KEYS, PANEL = 64, 64 * 128
+PANEL = 64 * 128
 WGMMA, COMMIT, TMA, COPY = range(4)  # kinds of what is written down; see csrc/simt/ptx_sm90_simt.cpp
 LEFT_IN_REGISTERS, N_MAJOR = 1, 2
 
@@ -48,21 +48,26 @@ def refused_maps() -> Iterator[None]:
         library.pagedtree_simt_refuse_maps(0)
 
 
+def keys_of(sizes: Sizes, rows: int) -> int:
+    """Of a stage."""
+    return 128 if rows == 128 and sizes[0] < 256 else 64
+
+
 def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Words:
-    """What the instance does for one tile and 130 keys: a stage that all rows see, and two that some rows see.
+    """What the instance does for one tile and two stages of keys, the first of which all rows see, and two keys more.
 
     The first words of each 16 bytes of a key are its number, the place of the 16 bytes and 1 for V.
     """
-    (head_dim, head_dim_v), latent = sizes, sizes[0] != sizes[1]
-    halves = torch.zeros(2, 3, KEYS, 1, head_dim, dtype=torch.int16)
-    halves[..., 0::8] = torch.arange(KEYS, dtype=torch.int16)[:, None, None]
+    (head_dim, head_dim_v), latent, keys = sizes, sizes[0] != sizes[1], keys_of(sizes, rows)
+    halves = torch.zeros(2, 3, keys, 1, head_dim, dtype=torch.int16)
+    halves[..., 0::8] = torch.arange(keys, dtype=torch.int16)[:, None, None]
     halves[..., 1::8] = torch.arange(head_dim // 8, dtype=torch.int16)
     halves[1, ..., 2::8] = 1
     caches = torch.zeros(halves.shape).to(torch.float8_e4m3fn) if fp8 else halves.view(dtype)
     k_cache, v_cache = caches[0], caches[0][..., :head_dim_v] if latent else caches[1]
     q = torch.zeros(rows // 16, 16, head_dim, dtype=dtype)
     page_table, ends = torch.arange(3, dtype=torch.int32)[None], torch.tensor([0, rows // 16], dtype=torch.int32)
-    seq_lens = torch.tensor([130], dtype=torch.int32)
+    seq_lens = torch.tensor([2 * keys + 2], dtype=torch.int32)
     library, found = ctypes.CDLL(str(SIMT)), ctypes.c_void_p()
     library.pagedtree_simt_traced.restype = ctypes.c_size_t
     library.pagedtree_simt_trace(1)
@@ -102,14 +107,15 @@ def begin_of(descriptors: list[int], steps: np.ndarray, apart: bool, faults: lis
     return begin
 
 
-def faults_of(words: Words, sizes: Sizes) -> list[str]:
+def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
     """What differs from CuTe."""
     head_dim, head_dim_v = sizes
-    latent = head_dim != head_dim_v
-    k_steps = CUTE[f"k_{head_dim}.steps"].astype(np.int64).reshape(-1, 3)
-    v_steps = CUTE[f"v_{head_dim_v}.steps"].astype(np.int64).reshape(-1, KEYS // 16, 3)
-    chunks = CUTE[f"k_{head_dim}.chunks"].astype(np.int64).reshape(KEYS, -1)
-    v_chunks = CUTE[f"v_{head_dim_v}.chunks"].astype(np.int64).reshape(KEYS, -1)
+    latent, keys = head_dim != head_dim_v, keys_of(sizes, rows)
+    of_keys = "_128" if keys == 128 else ""
+    q_steps, k_steps = (CUTE[f"k_{head_dim}{of}.steps"].astype(np.int64).reshape(-1, 3) for of in ("", of_keys))
+    v_steps = CUTE[f"v_{head_dim_v}{of_keys}.steps"].astype(np.int64).reshape(-1, keys // 16, 3)
+    chunks = CUTE[f"k_{head_dim}{of_keys}.chunks"].astype(np.int64).reshape(keys, -1)
+    v_chunks = CUTE[f"v_{head_dim_v}{of_keys}.chunks"].astype(np.int64).reshape(keys, -1)
     faults: list[str] = []
     if (chunks[:, : head_dim_v // 8] != v_chunks).any():
         faults.append("K and V lie in different ways")
@@ -123,7 +129,7 @@ def faults_of(words: Words, sizes: Sizes) -> list[str]:
         else:
             columns["K"].add(begin_of(right, k_steps, True, faults))
             if not group[0][3] & LEFT_IN_REGISTERS:
-                begin_of(left, k_steps, True, faults)
+                begin_of(left, q_steps, True, faults)
         if len({x[2:] for x in group}) != 1:
             faults.append("multiplications of several forms")
     filled = {"K": set[int](), "V": set[int]()}
@@ -155,17 +161,17 @@ def test_the_kernels_agree_with_cute(sizes: Sizes, rows: int, dtype: torch.dtype
     words = written_down(sizes, rows, dtype, fp8)
     kinds = {kind for kind, *_ in words}
     assert kinds == ({WGMMA, COMMIT} if fp8 else {WGMMA, COMMIT, TMA, COPY})
-    assert faults_of(words, sizes) == []
+    assert faults_of(words, sizes, rows) == []
     if not fp8:
         with refused_maps():
             by_copies = written_down(sizes, rows, dtype, fp8)
-        assert {kind for kind, *_ in by_copies} == {WGMMA, COMMIT, COPY} and faults_of(by_copies, sizes) == []
+        assert {kind for kind, *_ in by_copies} == {WGMMA, COMMIT, COPY} and faults_of(by_copies, sizes, rows) == []
 
 
 def test_each_wrong_place_would_be_found() -> None:
-    sizes = (128, 128)
-    words = written_down(sizes, 64, torch.bfloat16, False)
-    assert faults_of(words, sizes) == []
+    sizes, rows = (128, 128), 64
+    words = written_down(sizes, rows, torch.bfloat16, False)
+    assert faults_of(words, sizes, rows) == []
     for kind, number, change in [
         (WGMMA, 1, 2),
         (WGMMA, 1, 1 << 32),
@@ -178,4 +184,4 @@ def test_each_wrong_place_would_be_found() -> None:
         entry = list(words[at])
         entry[2 + number] += change
         wrong[at] = tuple(entry)
-        assert faults_of(wrong, sizes), (kind, number, change)
+        assert faults_of(wrong, sizes, rows), (kind, number, change)
