@@ -231,7 +231,7 @@ struct WorkPosition {
   }
   // The next of so many row tiles of the sequence, or the next sequence.
   PT_HOST_DEVICE WorkPosition next(int32_t row_tiles) const {
-    return row_tile + 1 < row_tiles ? WorkPosition{sequence, row_tile + 1, 0} : WorkPosition{sequence + 1, 0, 0};
+    return row_tile < row_tiles - 1 ? WorkPosition{sequence, row_tile + 1, 0} : WorkPosition{sequence + 1, 0, 0};
   }
   PT_HOST_DEVICE bool same_row(const WorkPosition& other) const {
     return sequence == other.sequence && row_tile == other.row_tile;

@@ -77,8 +77,8 @@ __device__ __forceinline__ void start_scores(Scores<I>& scores, const QFragments
     if constexpr (I::kShape.q_in_registers()) {
       ptx::wgmma_rs<typename I::M, I::kShape.keys, false>(scores[0], q[step], keys, step > 0);
     } else {
-      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], first_rows + (step / 4 * kQPanelBytes + step % 4 * 32) / 16, keys,
-                                                   step > 0);
+      ptx::wgmma_ss<typename I::M, I::kShape.keys>(
+          scores[0], first_rows + (step / 4 * kQPanelBytes + step % 4 * 32) / 16, keys, step > 0);
     }
   }
   ptx::wgmma_commit();

@@ -87,6 +87,15 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   ptx::cp_async_wait<0>();
 }
 
+// Finds a row tile that the plan's record does not give: another than the range's first, or that of a stale plan.
+template <typename I>
+__device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call, Walk& walk,
+                                                        bool is_behind) {
+  const WorkShape shape = work_of<I>(call.work);
+  if (walk.is_planned || !is_behind) walk.find(p, call, shape);
+  walk.advance(p, shape, is_behind);
+}
+
 // CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
@@ -95,14 +104,19 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
-  const WorkShape shape = work_of<I>(call.work);
   Walk& walk = shared.walk;  // in memory, as accumulators fill the registers
-  CallRanges(shape, p.plan, call.pieces.capacity).find(walk, call.pieces.records());
+  if (ptx::thread_index() == 0) walk.begin(p, call, I::kMTile);
   __syncthreads();
-  for (bool is_behind = false;; is_behind = true) {
-    if (ptx::thread_index() == 0) walk.advance(p, shape, is_behind);
+  if (!walk.is_current(call.work)) {
     __syncthreads();
-    if (walk.tile.rows == 0) break;
+    if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, false);
+    __syncthreads();
+  } else if (ptx::thread_index() == 0) {
+    walk.tell_range(call.pieces);
+    walk.tile.tree_len =
+        static_cast<int32_t>(tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len));
+  }
+  while (walk.tile.rows > 0) {
     const WarpParts<I> parts{shared};
     {
       Accumulator<I> sums;
@@ -114,6 +128,9 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     if (!walk.is_whole()) tell_cut(call.pieces, walk.share.cta, walk.at, walk.tile);
     join<I>(parts, walk.tile.rows, walk.is_whole(), ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
             ToPiece{call.pieces.of(walk.share.cta, walk.at.kv_tile == 0), I::kHeadDimV});
+    if (!walk.has_more) break;
+    __syncthreads();
+    if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, true);
     __syncthreads();
   }
   if (walk.is_empty_piece()) clear_piece(call.pieces.of(walk.share.cta, false), I::kMTile);

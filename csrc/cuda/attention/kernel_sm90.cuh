@@ -77,8 +77,11 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
-  CallRanges(work_of<I>(call.work), p.plan, call.pieces.capacity).find(shared.walk, call.pieces.records());
-  if (threadIdx.x == 0) shared.init_barriers(call.stages);
+  if (threadIdx.x == 0) {
+    shared.walk.begin(p, call, I::kMTile);
+    shared.walk.find(p, call, work_of<I>(call.work));
+    shared.init_barriers(call.stages);
+  }
   __syncthreads();
   if (shared.walk.is_empty_piece()) clear_piece(call.pieces.of(shared.walk.share.cta, false), I::kMTile);
   if (has_padding(p)) clear_padding<I>(p, static_cast<int32_t>(blockIdx.x));

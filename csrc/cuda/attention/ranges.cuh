@@ -5,17 +5,121 @@
 
 namespace pagedtree::cuda {
 
-// Where a CTA is in its range.
+// The first entry of a list's part of a plan.
+struct alignas(16) PlanHeader {
+  int32_t ranges, sharers;
+  int32_t num_kv_heads, group_size;  // that the records are for
+};
+
+// The others: the start of a range, and its first piece, so that a CTA need not find it from lengths.
+struct alignas(16) RangeRecord {
+  WorkPosition begin;
+  int32_t kv_end;
+  int32_t kv_head;
+  uint32_t first_row;  // of the row tile
+  int32_t first_token, num_queries, seq_len;
+  uint32_t kind;          // of row tiles, see kind_of(); 0: there is no piece, or the range begins elsewhere
+  int32_t has_more;       // whether other row tiles may follow
+  int32_t number, count;  // which of its row tile's pieces this one is, and of how many
+  int32_t unused, tickets[2];
+
+  PT_HOST_DEVICE static uint32_t kind_of(int32_t m_tile, int32_t sharers) {
+    return static_cast<uint32_t>(m_tile << 8 | sharers);
+  }
+};
+static_assert(sizeof(RangeRecord) == kPlanEntry * sizeof(int32_t));
+
+// Where a CTA is in its range. One thread changes it.
 struct Walk {
   WorkPosition at, stop;
   Share share;
-  int32_t kv_end;  // of the row tile that begins at `at`
-  RowTile tile;    // the CTA's rows of it; none at the end of the range
+  int32_t kv_end;   // of the row tile that begins at `at`
+  bool is_planned;  // the row tile is the record's
+  bool has_more;    // others may follow
+  RowTile tile;     // the CTA's rows of it; none at the end of the range
 
   __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
 
   // Whether the range is empty and begins inside a row tile.
   __device__ __forceinline__ bool is_empty_piece() const { return at.kv_tile > 0 && !at.before(stop); }
+
+  // Begins with the row tile of the CTA's record. Whatever a plan says, that has rows and pages of the call only;
+  // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
+  // header.
+  __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
+    const int32_t *planned = ranges_of_list(p.plan, call.work.list), capacity = call.pieces.capacity;
+    share = {planned_sharers(planned, capacity), static_cast<int32_t>(blockIdx.x)};
+    is_planned = false;
+    if (reinterpret_cast<uintptr_t>(planned) % alignof(RangeRecord) != 0) return;
+    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(planned);
+    const auto* records = reinterpret_cast<const RangeRecord*>(planned) + 1;
+    RangeRecord record = records[share.cta];
+    if (share.sharers > 1) record = records[share.range()];
+    const auto below = [](int64_t value, int64_t bound) {
+      return static_cast<uint32_t>(value) < static_cast<uint32_t>(bound);
+    };
+    const uint32_t rows = static_cast<uint32_t>(record.num_queries * p.group_size),
+                   first_row = record.first_row + static_cast<uint32_t>(share.part() * m_tile);
+    is_planned = header.num_kv_heads == p.num_kv_heads && header.group_size == p.group_size &&
+                 below(header.ranges - 1, capacity) && header.ranges * share.sharers <= capacity &&
+                 share.range() < header.ranges && record.kind == RangeRecord::kind_of(m_tile, share.sharers) &&
+                 below(record.begin.sequence, p.batch) && below(record.kv_head, p.num_kv_heads) &&
+                 !below(p.num_tokens, record.first_token) &&
+                 !below(p.num_tokens - record.first_token, record.num_queries) && below(first_row, rows) &&
+                 !below(call.work.max_seq_len, record.seq_len) && below(record.begin.kv_tile, record.kv_end) &&
+                 !below(kv_tiles_of(record.seq_len), record.kv_end);
+    if (!is_planned) return;
+    at = record.begin;
+    kv_end = record.kv_end;
+    stop = {at.sequence, at.row_tile, kv_end};
+    has_more = record.has_more != 0;
+    tile = {at.sequence,
+            record.kv_head,
+            min_of(rows - first_row, static_cast<uint32_t>(m_tile)),
+            first_row,
+            record.first_token,
+            record.num_queries,
+            record.seq_len,
+            -1};
+  }
+
+  // Whether the lengths are those that the record is for; if not, all records of the sequence are void. Lanes read an
+  // offset each: see rows_of_search().
+  __device__ __forceinline__ bool is_current(const WorkShape& shape) const {
+    if (!is_planned) return false;
+    const uint32_t b = static_cast<uint32_t>(tile.sequence), bit = 1u << ptx::thread_index() % 32,
+                   offset = (b & (0u - bit)) | bit;
+    const auto tokens = static_cast<int32_t>(shape.num_tokens);
+    const int32_t seq_len = shape.seq_lens[b];
+    int32_t begin = b == 0 ? shape.cu_seqlens_q[0] : 0, end = tokens;
+    if (offset <= static_cast<uint32_t>(shape.batch)) ((b & bit) != 0 ? begin : end) = shape.cu_seqlens_q[offset];
+    begin = min_of(__reduce_max_sync(kWholeWarp, max_of(begin, 0)), tokens);
+    end = max_of(__reduce_min_sync(kWholeWarp, end), begin);
+    return begin == tile.first_token && end - begin == tile.num_queries &&
+           clamp_to(seq_len, 0, static_cast<int32_t>(shape.max_seq_len)) == tile.seq_len;
+  }
+
+  // Finds the range's bounds from the starts in the plan.
+  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, const WorkShape& shape) {
+    const int32_t* planned = ranges_of_list(p.plan, shape.list);
+    const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
+#pragma unroll 1
+    for (int32_t i = 0; i < 2; ++i) {
+      (i == 0 ? at : stop) = range_start(shape, planned, count, share.range() + i, share.sharers);
+    }
+    is_planned = false;
+    has_more = true;
+    tell_range(call.pieces);
+  }
+
+  // Tells the kernel that joins the pieces.
+  __device__ __forceinline__ void tell_range(const Pieces& pieces) const {
+    CtaRecord& record = pieces.records()[share.cta];
+    record.begin = at;
+    record.end = stop;
+    record.sharers = share.sharers;
+    record.cut.rows = 0;
+  }
 
   // Goes to the next row tile that has rows for the CTA, from `at` on or behind it.
   __device__ __forceinline__ void advance(const AttentionParams& p, const WorkShape& shape, bool is_behind) {
@@ -30,63 +134,6 @@ struct Walk {
       }
       now = now.next(work.row_tiles);  // a sequence without any may lie between two others
     }
-  }
-};
-
-// The ranges of a plan; each CTA of a call reads its own.
-struct CallRanges {
-  const WorkShape& shape;
-  const int32_t* planned;
-  int32_t sharers;  // CTAs of a range
-  int32_t count;
-  bool in_order;
-
-  // All threads of a CTA meet here. The entries are loaded without waiting for their number, and so are the lengths of
-  // the first sequences, which all of a small batch are.
-  __device__ __forceinline__ CallRanges(const WorkShape& of_call, const int32_t* plan, int32_t capacity)
-      : shape(of_call),
-        planned(ranges_of_list(plan, shape.list)),
-        sharers(planned_sharers(planned, capacity)),
-        count(planned_ranges(planned, capacity / sharers)) {
-    const auto thread = static_cast<int32_t>(threadIdx.x);
-    if (thread < shape.batch) {
-      ptx::touch(shape.seq_lens + thread);
-      ptx::touch(shape.cu_seqlens_q + thread);
-      if (shape.tree_lens != nullptr) ptx::touch(shape.tree_lens + thread);
-    }
-    bool decreases = false;
-#pragma unroll 1
-    for (int32_t i = 2 + thread; i < capacity; i += static_cast<int32_t>(blockDim.x)) {
-      const bool before_last = planned_start(planned, i).before(planned_start(planned, i - 1));
-      decreases = decreases || (before_last && i < count);
-    }
-    in_order = !__syncthreads_or(decreases);
-  }
-
-  // The first two threads write down where the CTA's range begins, where it ends, and the CTA's share of it; and the
-  // same for the kernel that joins the pieces.
-  __device__ __forceinline__ void find(Walk& walk, CtaRecord* records) const {
-    const auto thread = static_cast<int32_t>(threadIdx.x), cta = static_cast<int32_t>(blockIdx.x);
-    if (thread >= 2) return;
-    const WorkPosition found = start(cta / sharers + thread);
-    (thread == 0 ? walk.at : walk.stop) = found;
-    (thread == 0 ? records[cta].begin : records[cta].end) = found;
-    if (thread == 0) {
-      walk.share = {sharers, cta};
-      records[cta].sharers = sharers;
-      records[cta].cut.rows = 0;
-    }
-  }
-
-  // Only a plan that attention_plan did not write is out of order; for such plans simple code matters more than speed.
-  __device__ __forceinline__ WorkPosition start(int32_t range) const {
-    WorkPosition latest{};
-#pragma unroll 1
-    for (int32_t i = in_order || range >= count ? range : 1; i <= range; ++i) {
-      const WorkPosition start = range_start(shape, planned, count, i, sharers);
-      if (latest.before(start)) latest = start;
-    }
-    return latest;
   }
 };
 

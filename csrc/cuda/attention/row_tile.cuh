@@ -26,15 +26,15 @@ __device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
 // Which of the CTAs that share a range's row tiles one is; `cta` is its index in the launch.
 struct Share {
   int32_t sharers, cta;
-  __device__ __forceinline__ int32_t part() const { return cta % sharers; }
+  __device__ __forceinline__ int32_t range() const { return sharers > 1 ? cta / sharers : cta; }
+  __device__ __forceinline__ int32_t part() const { return cta - range() * sharers; }
 };
 
 struct RowTile {
   int32_t sequence;
   int32_t kv_head;
   uint32_t rows;
-  uint32_t first_head;  // row 0's head in its group
-  int32_t query;        // row 0's query in its sequence
+  uint32_t first_row;   // of the head's rows, each a query and a head of the group
   int32_t first_token;  // of the sequence
   int32_t num_queries;
   int32_t seq_len;
@@ -42,13 +42,13 @@ struct RowTile {
 
   __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
   __device__ __forceinline__ int32_t query_of(const AttentionParams& p, uint32_t row) const {
-    return query + static_cast<int32_t>(p.by_group_size.quotient(first_head + row));
+    return static_cast<int32_t>(p.by_group_size.quotient(first_row + row));
   }
   __device__ __forceinline__ int64_t token(const AttentionParams& p, uint32_t row) const {
     return int64_t{first_token} + query_of(p, row);
   }
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
-    return int64_t{kv_head} * p.group_size + p.by_group_size.remainder(first_head + row);
+    return int64_t{kv_head} * p.group_size + p.by_group_size.remainder(first_row + row);
   }
 };
 
@@ -62,11 +62,8 @@ __device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const Sequ
   tile.num_queries = static_cast<int32_t>(work.tokens.size());
   tile.seq_len = static_cast<int32_t>(work.seq_len);
   // A row of Q and of the output has 256 bytes at least, so there are fewer than 2^31 rows.
-  const auto first_row =
-      static_cast<uint32_t>(index % work.m_tiles * work.tile_rows) + static_cast<uint32_t>(part * m_tile);
-  tile.query = static_cast<int32_t>(p.by_group_size.quotient(first_row));
-  tile.first_head = p.by_group_size.remainder(first_row);
-  tile.rows = static_cast<uint32_t>(clamp_to<int64_t>(work.tokens.size() * p.group_size - first_row, 0, m_tile));
+  tile.first_row = static_cast<uint32_t>(index % work.m_tiles * work.tile_rows) + static_cast<uint32_t>(part * m_tile);
+  tile.rows = static_cast<uint32_t>(clamp_to<int64_t>(work.tokens.size() * p.group_size - tile.first_row, 0, m_tile));
   tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
   return tile;
 }

@@ -1,6 +1,6 @@
-// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 or 128 keys, in the order in which they are
-// multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are both, and
-// come in parts, so that their first columns are multiplied while the others arrive.
+// Hopper: the ring of stages, and the warps that fill it. A stage has K or V of 64 or 128 keys, in the order in which
+// they are multiplied: K 0, K 1, V 0, K 2, V 1 and so on, V of a row tile's last keys at its end. Latent stages are
+// both, and come in parts, so that their first columns are multiplied while the others arrive.
 #pragma once
 
 #include "cuda/attention/stage.cuh"
@@ -24,8 +24,8 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
                                             : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
-  static constexpr int kParts = kLatent ? 3 : 1;  // of a stage, each with a barrier of its own
-  static constexpr int kTiles = Base::kShape.keys / kKvTile;  // KV tiles of a stage
+  static constexpr int kParts = kLatent ? 3 : 1;                    // of a stage, each with a barrier of its own
+  static constexpr int kTiles = Base::kShape.keys / kKvTile;        // KV tiles of a stage
   static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;  // 64 columns of a stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
@@ -132,8 +132,8 @@ struct RingPlace {
   }
 };
 
-// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another. A stage that
-// goes beyond KV tile `kv_end` has keys that do not count.
+// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another. A stage
+// that goes beyond KV tile `kv_end` has keys that do not count.
 __device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
                                                  uint32_t lane) {
   KeyBounds bounds = KeyBounds::none();

@@ -384,12 +384,14 @@ def _plans() -> Iterator[Case]:
 
     def garbage(given: dict[str, Any]) -> Tensor:
         plan = plan_of(given)
-        words = torch.randint(-(2**31), 2**31, plan.shape, generator=seeded(3)).int()
-        return plan.copy_(words.to(plan.device))
+        records = plan.view(-1, 16)[:, 3:]  # behind the starts of ranges
+        words = torch.randint(-(2**31), 2**31, records.shape, generator=seeded(3)).int()
+        records.copy_(words.to(plan.device))
+        return plan
 
     yield _attention("its own plan", batch, plan=plan_of)
     yield _attention("a stale plan", batch, plan=stale)
-    yield _attention("garbage for a plan", batch, plan=garbage)
+    yield _attention("garbage for a plan's records", batch, plan=garbage)
     latent = replace(batch, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
     yield _attention("a latent cache's plan", latent, plan=plan_of)
     batches = {"mixed": batch, "latent": latent, "no sequence": Batch([], []), "no query": Batch([0, 0], [20, 0])}
