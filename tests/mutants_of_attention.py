@@ -34,13 +34,12 @@ WGMMA = [
     of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
     of_wgmma(
         "V given back while it is multiplied", "attend",
-        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      release(values);",
-        "release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);",
+        "if (stage != stages.first) release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
-        "turns_.pass(both);\n      ptx::wgmma_wait<I::",
-        "turns_.pass(both);\n      release(keys);\n      ptx::wgmma_wait<I::",
+        "      ptx::wgmma_wait<I::kWeighs", "      release(keys);\n      ptx::wgmma_wait<I::kWeighs",
     ),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
@@ -56,6 +55,7 @@ WGMMA = [
     of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
+    of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
     of_wgmma("no first turn", "attend", "if (group() == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
@@ -75,7 +75,7 @@ ENGINE = [
     ),
     Mutant(
         "panels of K behind each other's rows", "cuda/attention/attend_sm90.cuh",
-        "(step / 4 * kPanelBytes + step % 4 * 32) / 16", "(step * 32) / 16",
+        "(step / 4 * I::kPanelBytes + step % 4 * 32) / 16", "(step * 32) / 16",
         ("tests/kernels/test_panels.py",), "simt", "agree",
     ),
     Mutant(
@@ -127,7 +127,7 @@ LATENT_WGMMA = [
         "release(stage);\n    ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);",
     ),
     of_latent("weights of a stage that is not there", "if (group_ == 1 && !has_second) hide_all(scores);", ""),
-    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * kPanelBytes",
+    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * I::kPanelBytes",
               "shared_.stage(stage)"),
     of_latent("the sum of one group", "own[half] + other", "own[half]"),
     of_latent("Q beyond its columns", "|| block >= num_blocks", ""),

@@ -88,7 +88,7 @@ def multiplications(words: Words) -> list[Words]:
     for kind, thread, *numbers in words:
         if kind == WGMMA:
             open_groups.setdefault(thread, []).append(tuple(numbers))
-        elif kind == COMMIT:
+        elif kind == COMMIT and thread in open_groups:  # another group is empty
             groups.append(open_groups.pop(thread))
     assert not open_groups
     return groups

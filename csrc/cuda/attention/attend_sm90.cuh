@@ -230,38 +230,37 @@ class Consumer : public ConsumerBase<I> {
       for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
     };
 
-    RowFactors<I> rescales;
+    ptx::wgmma_results(sums.out[0]);
     turns_.wait(both);
     bool plain = is_plain(stages.first);
-    const int first_keys = next_stage(plain);
-    start_scores<I>(scores, q, q_shared, shared_.stage(first_keys));
+    int keys = next_stage(plain), values = 0;
+    start_scores<I>(scores, q, q_shared, shared_.stage(keys));
+    ptx::wgmma_commit();  // no values yet
     turns_.pass(both);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_results(scores[0]);
-    release(first_keys);
-    weigh_stage(stages.first, plain, rescales);
-    // The scores of the next keys are computed and weighed while the values of these are multiplied.
-    for (int32_t stage = stages.first + I::kTiles; stage < stages.end; stage += I::kTiles) {
-      pack();
-      turns_.wait(both);
-      const bool next_plain = is_plain(stage);
-      const int keys = next_stage(next_plain);
-      start_scores<I>(scores, q, q_shared, shared_.stage(keys));
-      const int values = next_stage(plain);
-      start_values<I>(sums, weights, shared_.stage(values));
-      turns_.pass(both);
+    // The scores of the next keys are computed and weighed while the values of the ones before are multiplied.
+    for (int32_t stage = stages.first;;) {
       ptx::wgmma_wait<I::kWeighsBesideValues ? 1 : 0>();
       if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
       ptx::wgmma_results(scores[0]);
       release(keys);
-      const bool changed = weigh_stage(stage, next_plain, rescales);
+      RowFactors<I> rescales;
+      const bool changed = weigh_stage(stage, plain, rescales);
       ptx::wgmma_wait<0>();
       ptx::wgmma_results(sums.out[0]);
-      release(values);
+      if (stage != stages.first) release(values);
       if (changed) rescale<I>(sums, rescales);
+      pack();
+      stage += I::kTiles;
+      if (stage >= stages.end) break;
+      turns_.wait(both);
+      const bool next_plain = is_plain(stage);
+      keys = next_stage(next_plain);
+      start_scores<I>(scores, q, q_shared, shared_.stage(keys));
+      values = next_stage(plain);
+      start_values<I>(sums, weights, shared_.stage(values));
+      turns_.pass(both);
       plain = next_plain;
     }
-    pack();
     const int last_values = next_stage(plain);
     start_values<I>(sums, weights, shared_.stage(last_values));
     ptx::wgmma_wait<0>();
