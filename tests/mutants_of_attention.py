@@ -15,7 +15,8 @@ def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/attention/{file}_sm90.cuh", line, broken, ATTENTION, "simt", "simt and wgmma")
 
 
-def of_join(name: str, file: str, line: str, broken: str, tests: tuple[str, ...] = ATTENTION) -> Mutant:
+def of_join(name: str, file: str, line: str, broken: str) -> Mutant:
+    tests = ("tests/kernels/test_schedule.py",)
     return Mutant(name, f"cuda/attention/{file}.cuh", line, broken, tests, "simt", "simt and not wgmma")
 
 
@@ -85,14 +86,10 @@ ENGINE = [
 ]  # fmt: skip
 
 JOINED = [
-    of_join(
-        "ranges that begin with a row tile are its pieces", "join", "begin.kv_tile > 0 && begin.same", "begin.same"
-    ),
-    of_join("wrong row tiles told to be cut", "output", "&& at.kv_tile == 0) pieces", "&& at.kv_tile > 0) pieces"),
-    of_join(
-        "pieces of other rows joined", "join", "static_cast<int32_t>(threadIdx.x)) * sharers;", "threadIdx.x);",
-        ("tests/kernels/test_schedule.py",),
-    ),
+    of_join("empty ranges counted as pieces", "ranges", "order.count += begin < end;", "order.count += 1;"),
+    of_join("neighbours joined in place of groups", "join", "first + begin * step;", "first + begin * sharers;"),
+    of_join("a ticket for all levels", "join", "ticket(cta + level * sharers,", "ticket(cta,"),
+    of_join("tickets that stay taken", "join", "increment(ticket, last)", "increment(ticket, ~0u)"),
 ]  # fmt: skip
 
 WIDE = [

@@ -32,7 +32,7 @@ struct TreeAttentionParams {
   const float* sinks;           // [Hq] or null
   const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
   const float* v_scale;         // likewise
-  const int32_t* plan;          // [kPlanSize], see schedule.h
+  int32_t* plan;                // [kPlanSize], see schedule.h
   void* out;                    // [T, Hq, Dv]
   float* lse;                   // [T, Hq] or null
   void* scratch;                // Backend::tree_attention_scratch() bytes

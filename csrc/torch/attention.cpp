@@ -140,7 +140,10 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
   check.that(std::isfinite(a.scale.value_or(1.0)), "scale", "finite", a.scale.value_or(1.0));
   check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
   check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
-  p.plan = check.read<int32_t>(a.plan, "plan", {{"plan", kPlanSize}});
+  if (a.plan.has_value()) {
+    check.tensor(*a.plan, "plan", {ScalarType::Int}, {{"plan", kPlanSize}});
+    p.plan = mutable_pointer<int32_t>(*a.plan);
+  }
 
   p.window = a.window;
   p.max_seqlen_q = a.max_seqlen_q.value_or(-1);
@@ -258,7 +261,7 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
   if (p.plan == nullptr) {
     plan = empty_on(q, {kPlanSize}, ScalarType::Int);
     backend.attention_plan(plan_params(p, *plan), ctx);
-    p.plan = const_pointer<int32_t>(*plan);
+    p.plan = mutable_pointer<int32_t>(*plan);
   }
   Tensor scratch = empty_on(q, {backend.tree_attention_scratch(p, ctx)}, ScalarType::Byte);
   p.scratch = scratch.mutable_data_ptr();
@@ -299,23 +302,26 @@ void tree_attention_out(PT_ATTENTION_PARAMETERS, Tensor out, OptionalTensor lse)
 struct PreparedStep : Prepared {
   StepOf<Tensor, OptionalTensor> step;
   TreeAttentionParams params;  // for the tensors as they were
-  KeptTensors<false> tensors;  // all of the step's
+  KeptTensors<false> tensors;  // all of the step's but the plan
+  KeptTensors<true> plan;
 
   PreparedStep(const StepArguments& a, const TreeAttentionParams& p)
       : step{a.page_table,   a.seq_lens, a.cu_seqlens_q, a.tree_mask, a.tree_lens,
              a.max_seqlen_q, a.scale,    a.softcap,      a.window,    a.plan},
         params(p),
-        tensors(given(a)) {}
+        tensors(given(a)),
+        plan(a.plan.has_value() ? std::vector<Tensor>{*a.plan} : std::vector<Tensor>{}) {}
 
   StepArguments arguments() const {
     return {step.page_table,   step.seq_lens, step.cu_seqlens_q, step.tree_mask, step.tree_lens,
             step.max_seqlen_q, step.scale,    step.softcap,      step.window,    step.plan};
   }
+  bool are_unchanged() const { return tensors.are_unchanged() && plan.are_unchanged(); }
 
  private:
   static std::vector<Tensor> given(const StepArguments& a) {
     std::vector<Tensor> all{a.page_table, a.seq_lens, a.cu_seqlens_q};
-    for (const auto* optional : {&a.tree_mask, &a.tree_lens, &a.plan}) {
+    for (const auto* optional : {&a.tree_mask, &a.tree_lens}) {
       if (optional->has_value()) all.push_back(**optional);
     }
     return all;
@@ -339,7 +345,7 @@ void attend_out(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, i
   const auto kept = prepared<PreparedStep>(check, step, "step");
   check.device(kept->step.page_table, "page_table");
   const StepArguments arguments = kept->arguments();
-  attend(check, arguments, kept->tensors.are_unchanged() ? kept->params : step_params(check, arguments, kAnySize),
+  attend(check, arguments, kept->are_unchanged() ? kept->params : step_params(check, arguments, kAnySize),
          {q, k_cache, v_cache, sinks, k_scale, v_scale}, out, std::nullopt);
 }
 
@@ -433,14 +439,14 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q,"   \
   " Tensor? tree_mask=None, *, Tensor? tree_lens=None, SymInt? max_seqlen_q=None, float? scale=None,"    \
   " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
-  " Tensor? plan=None"
+  " Tensor(a!)? plan=None"
 #define PT_LAYER_ARGUMENTS                                                                 \
   "Tensor q, Tensor k_cache, Tensor v_cache, SymInt step, Tensor? sinks, Tensor? k_scale," \
   " Tensor? v_scale"
 
 constexpr Op kOps[] = {
     {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", PT_BOX(&tree_attention)},
-    {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
+    {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(b!) out, Tensor(c!)? lse=None) -> ()",
      PT_BOX(&tree_attention_out)},
     {"tree_attention.without_lse", "(" PT_ATTENTION_ARGUMENTS ") -> Tensor", PT_BOX(&tree_attention_without_lse)},
     {"_prepare_attention",

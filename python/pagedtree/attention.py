@@ -12,7 +12,7 @@ from pagedtree._ops import Prepared, call, has_no_values, ops, refusal, register
 
 __all__ = ["PreparedAttention", "attention_plan", "merge_states", "tree_attention"]
 
-PLAN_SIZE = 3 * 4 * (1024 + 1)
+PLAN_SIZE = 3 * 16 * (1024 + 1)
 
 
 def tree_attention(
@@ -68,7 +68,8 @@ def tree_attention(
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
             heads); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths. A plan for other lengths costs speed only.
+        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only. A call on
+            CUDA writes to it and restores it, so calls that share a plan must be ordered by one stream.
         out: [T, Hq, Dv] of q's dtype, written and returned; last dimension contiguous.
         return_lse: also return lse.
 
@@ -222,6 +223,7 @@ def attention_plan(
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
     or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host.
+    After an aborted call make a new plan.
 
     The order (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler, is cut into
     ranges of equal cost: one per visible key tile, plus a constant per piece of a row tile. The plan holds their

@@ -68,7 +68,7 @@ class AttentionCost:
 
     Attributes:
         launches: none without queries, else one or two: sequences of at most 32 rows (query tokens x heads of a KV
-            head) get small tiles, the others large ones. One more launch joins the pieces.
+            head) get small tiles, the others large ones.
         balance: balance of the launches, run one after the other; 1.0 is even.
         kv_reads: bytes of K and V read from memory in all launches, over their size.
         idle, bytes, executed_flops: the sums over all launches.

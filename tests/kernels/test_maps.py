@@ -61,7 +61,7 @@ def maps_of(cache: list[int]) -> CacheMaps | None:
         except ValueError as error:
             assert "multiples of 16 bytes" in str(error)
             return None
-    _, of_attention, _ = launches  # after the plan, before the join
+    _, of_attention = launches  # after the plan
     return CacheMaps.from_buffer_copy(of_attention[-ctypes.sizeof(CacheMaps) :])
 
 

@@ -188,7 +188,10 @@ def test_plans_for_other_calls_give_right_results(target: Target, short_case: di
         dict(k_cache=short_case["k_cache"][:, :, :1], q=short_case["q"][:, :2]),
     ]
     plans = [plan_of({**short_case, "tree_lens": None, **other}, 8) for other in planned_for]
-    plans += [plan, dense.view(-1), plan_of(short_case, 71), *(torch.full_like(plan, n) for n in (0, -1, 2**31 - 1))]
+    plans += [plan, dense.view(-1), plan_of(short_case, 71)]
+    for value in (0, -1, 2**31 - 1):
+        plans.append(torch.zeros_like(plan))
+        plans[-1].view(3 * 1025, -1)[:, :14] = value  # the last words are 0 between calls
     for other in plans:
         check(dict(short_case, plan=other))
     for window in (1, 100, 700):
@@ -209,7 +212,7 @@ def test_hostile_plans_come_to_an_end(target: Target, short_case: dict) -> None:
     shifted.view(3 * 1025, -1)[1:, 2] += 1  # pieces of every size, row tiles cut anywhere
     garbage = torch.randint(-(2**31), 2**31, plan.shape, generator=generator, device="cpu").int().to(plan.device)
     plans = [shuffled, shifted, garbage]
-    words = 3 if target.backend == "cpu" else 14  # that are read
+    words = 3 if target.backend == "cpu" else 16  # that are read
     for word, value in product(range(words), (-(2**31), -1, 1, 5, 2**31 - 1)):
         plans.append(plan.clone())
         plans[-1].view(3 * 1025, -1)[:, word] = value
@@ -261,24 +264,41 @@ def test_shared_wide_row_tiles(target: Target) -> None:
     check_sharing(target, case, plan_of(case, 9))
 
 
-def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut before every KV tile of every row tile: up to 20 pieces are joined."""
+# Prefixes and kinds of sequences with at most two row tiles, how many of these are cut, by how many CTAs, the hint.
+MANY_PIECES = {
+    "20": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 4, {}),
+    "20 of 64 rows": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 32, {}),
+    "68": ([4340], [DraftTree.chain(20)], 1, 1, 21, {"head_dim": 64}),
+    "fp8": ([700, 70], [DraftTree.chain(20), "causal"], 2, 1, 21, {"cache_dtype": torch.float8_e4m3fn}),
+    "shared": ([700, 300], [DraftTree.chain(60), "causal"], 1, 2, 21, {}),
+    "latent": ([800], [DraftTree.chain(3)], 2, 1, 4,
+               {"heads": (16, 1), "head_dim": 576, "head_dim_v": 512, "latent": True}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MANY_PIECES)
+def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A cut before every KV tile: pieces are joined in up to three steps, and each call leaves the plan as it was."""
     if target.backend != "simt":
         pytest.skip("simt only: elsewhere the number of ranges is not ours to choose")
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "100:227:8")
-    case = target.case([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], heads=(4, 2)).build()
+    prefixes, kinds, cut, sharers, hint, options = MANY_PIECES[name]
+    case = target.case(prefixes, kinds, **{"heads": (4, 2), **options}).build(max_seqlen_q=hint)
     expected = tree_attention(**case, return_lse=True)
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
-    starts = [(b, row, kv) for b, count in enumerate(tiles) for row in range(2) for kv in range(count)]
+    cuts = [(b, row, tiles[b] if row < cut else 1) for b in range(len(tiles)) for row in range(2)]
+    starts = [(b, row, kv) for b, row, count in cuts for kv in range(count)]
     for keep in (starts, starts[::2], [s for s in starts if s[2] != 3]):
         plan = torch.zeros_like(plan_of(case)).view(3, 1025, -1)
-        plan[ALL, 0, 0] = len(keep)
+        plan[ALL, 0, :2] = torch.tensor([len(keep), sharers])
         plan[ALL, 1 : 1 + len(keep), :3] = torch.tensor(keep)
-        result = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)
+        before = plan.clone()
+        result = tree_attention(**case, plan=plan.view(-1), return_lse=True)
         for order in ("forward", "reverse", "random:3"):
             monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
-            again = tree_attention(**case, plan=plan.view(-1), max_seqlen_q=4, return_lse=True)
+            again = tree_attention(**case, plan=plan.view(-1), return_lse=True)
             assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))
+            assert torch.equal(plan, before)
         torch.testing.assert_close(result[0], expected[0], **target.tolerance)
         torch.testing.assert_close(result[1], expected[1], atol=1e-5, rtol=1e-5)
 

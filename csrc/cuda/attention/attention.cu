@@ -1,10 +1,8 @@
-// tree_attention on CUDA: one launch for each list of sequences, and one that joins the pieces of row tiles that were
-// cut.
+// tree_attention on CUDA: one launch for each list of sequences.
 #include <stdexcept>
 #include <string>
 
 #include "cuda/attention/instances.h"
-#include "cuda/attention/join.cuh"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/backend.h"
 #include "cuda/engine.h"
@@ -16,7 +14,7 @@ namespace {
 constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
-  return {nullptr, range_bound(work, range_limits(tile, limits.num_sms, limits.max_shared_bytes)), tile.m_tile,
+  return {nullptr, nullptr, range_bound(work, range_limits(tile, limits.num_sms, limits.max_shared_bytes)), tile.m_tile,
           tile.head_dim_v};
 }
 
@@ -93,38 +91,20 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
   check_engine(p.engine, limits);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
-  CallShapes calls{};
-  Residency residents[std::size(calls.lists)];
-  int64_t most_cuts = 0;  // row tiles that may be cut
-  int32_t most_rows = 0;
-  for (int i = 0; i < lists.count; ++i) {
-    const auto& [list, tile] = lists.items[i];
-    CallShape& call = calls.lists[i];
-    residents[i] = residency(tile, static_cast<int>(element_size(p.kv_dtype)), limits.max_shared_bytes);
+  for (const auto& [list, tile] : lists) {
+    const Residency resident = residency(tile, static_cast<int>(element_size(p.kv_dtype)), limits.max_shared_bytes);
+    CallShape call{};
     call.work = work_shape(p, tile.m_tile, list);
     call.pieces = pieces_of(call.work, tile, limits);
     call.pieces.memory = reinterpret_cast<float*>(scratch);
+    call.pieces.plan = ranges_of_list(p.plan, list);
     scratch += call.pieces.bytes();
-    call.stages = residents[i].stages;
+    call.stages = resident.stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
     call.q_copied = call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr;
     call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
-    // A cut lies between two ranges, so there is one cut less than there are ranges.
-    most_cuts = max_of(most_cuts, min_of<int64_t>(call.pieces.capacity - 1, row_tile_bound(call.work)));
-    most_rows = max_of(most_rows, tile.m_tile);
+    launcher_of(p, tile)(p, call, static_cast<unsigned>(call.pieces.capacity), resident.shared_bytes, ctx.stream);
   }
-  for (int i = 0; i < lists.count; ++i) {
-    const CallShape& call = calls.lists[i];
-    const auto grid = static_cast<unsigned>(call.pieces.capacity);
-    launcher_of(p, lists.items[i].tile)(p, call, grid, residents[i].shared_bytes, ctx.stream);
-  }
-  const int32_t parts = ceil_div(most_rows * (p.head_dim_v / JoinedColumns::kColumns), kJoinThreads);
-  // CTAs that the device cannot hold at once would each find out anew which row tiles are cut.
-  const int32_t at_once = ceil_div(limits.num_sms * kJoinCtasPerSm, parts * lists.count);
-  const dim3 grid(static_cast<unsigned>(min_of<int64_t>(most_cuts, at_once)), static_cast<unsigned>(parts),
-                  static_cast<unsigned>(lists.count));
-  launch_behind(p.q_dtype == DType::kFloat16 ? join_kernel<__half> : join_kernel<__nv_bfloat16>, grid,
-                dim3(kJoinThreads), sizeof(JoinShared), ctx.stream, p, calls);
 }
 
 }  // namespace pagedtree::cuda

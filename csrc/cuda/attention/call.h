@@ -13,35 +13,49 @@ struct Piece {
   float* out;
 };
 
-// What a CTA tells the kernel that joins the pieces.
-struct alignas(16) CtaRecord {
-  WorkPosition begin;  // of its range
-  int32_t sharers;     // CTAs of the range
-  WorkPosition end;
-  RowTile cut;  // the CTA's rows of the row tile that it has begun and leaves unfinished; none if there is none
+// Where a piece stands among those of its row tile, in the order of the keys. The first is CTA `first`'s, the next ones
+// those of every `sharers`th CTA behind it.
+struct PieceOrder {
+  int32_t first, number, count;
 };
-static_assert(sizeof(CtaRecord) == 64);
 
-// The pieces in scratch. A row tile that is cut has one piece for each range that it lies in. A range has up to two
-// pieces: one of the row tile inside which it begins, and one of a row tile that it leaves unfinished.
+// What a CTA keeps of a row tile of which it has a piece; no rows if it has none.
+struct Cut : TileRows {
+  PieceOrder order;
+};
+
+// The pieces in scratch, and the tickets by which CTAs join them, in the plan. A row tile that is cut has one piece for
+// each range that it lies in. A range has up to two pieces: one of the row tile inside which it begins, and one of a
+// row tile that it leaves unfinished, the first of that.
 struct Pieces {
-  float* memory;  // [2, capacity, rows * (head_dim_v + 2)]: first pieces of row tiles, others; then the records
+  float* memory;  // [2, capacity, rows * (head_dim_v + 2)]: first pieces of row tiles, others; then the cuts
+  int32_t* plan;  // of the list
   int32_t capacity;
   int32_t rows;
   int32_t head_dim_v;
 
   PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim_v + 2); }
   PT_HOST_DEVICE int64_t bytes() const {
-    return capacity * (2 * floats() * int64_t{sizeof(float)} + int64_t{sizeof(CtaRecord)});
+    return 2 * capacity * (floats() * int64_t{sizeof(float)} + int64_t{sizeof(Cut)});
   }
-  PT_HOST_DEVICE CtaRecord* records() const { return reinterpret_cast<CtaRecord*>(memory + 2 * capacity * floats()); }
-  PT_HOST_DEVICE Piece of(int32_t range, bool is_first) const {
-    float* piece = memory + ((is_first ? 0 : capacity) + range) * floats();
+  // Of a CTA, at the begin and the end of its range.
+  PT_HOST_DEVICE Cut* cuts(int32_t cta) const {
+    return reinterpret_cast<Cut*>(memory + 2 * capacity * floats()) + 2 * cta;
+  }
+  PT_HOST_DEVICE Piece of(int32_t cta, bool is_first) const {
+    float* piece = memory + ((is_first ? 0 : capacity) + cta) * floats();
     return {reinterpret_cast<float2*>(piece), piece + 2 * rows};
+  }
+  PT_HOST_DEVICE Piece of(const PieceOrder& order, int32_t sharers) const {
+    return of(order.first + order.number * sharers, order.number == 0);
+  }
+  // The last words of the CTA's entry; 0 between calls.
+  PT_HOST_DEVICE unsigned* ticket(int32_t cta, bool is_first) const {
+    return reinterpret_cast<unsigned*>(plan + kPlanEntry * (cta + 2) - (is_first ? 2 : 1));
   }
 };
 
-// One launch of the kernel, for one list of sequences.
+// One launch, for one list of sequences.
 struct CallShape {
   WorkShape work;
   Pieces pieces;
@@ -51,8 +65,13 @@ struct CallShape {
   bool out_aligned;
 };
 
-struct CallShapes {
-  CallShape lists[2];
-};
+// The pieces of a launch for one kind of tile: the compiler knows their size.
+template <typename I>
+__device__ __forceinline__ Pieces pieces_of(const CallShape& call) {
+  Pieces known = call.pieces;
+  known.rows = I::kMTile;
+  known.head_dim_v = I::kHeadDimV;
+  return known;
+}
 
 }  // namespace pagedtree::cuda

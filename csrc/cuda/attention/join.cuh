@@ -1,156 +1,145 @@
-// The kernel that runs after attention: joins the pieces of row tiles that a cut crosses.
+// How CTAs join the pieces of a row tile that cuts cross. Eight neighbours make a group. The last CTA to finish one
+// joins the group's pieces into the first of them, and goes on as the CTA of that larger piece, until a group is the
+// whole row tile. No CTA waits for another one, and the sums do not depend on which CTA comes last.
 #pragma once
+
+#include <bit>
 
 #include "cuda/attention/output.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kJoinThreads = 128;
-constexpr int kJoinCtasPerSm = 6;  // as many as registers allow
-constexpr int kPiecesAtOnce = 8;   // their loads are in flight together
+constexpr int32_t kGroupPieces = 8;
 
-// Four columns of a row, joined some pieces at a time in the order of the keys.
+// Neighbouring pieces in memory.
+template <typename I>
+struct PieceGroup {
+  static constexpr uint32_t kFloats = I::kMTile * (I::kHeadDimV + 2);
+  const float* memory;
+  uint32_t first, second, step;  // offsets in floats: the third piece is a step behind the second
+  int32_t size;
+
+  __device__ __forceinline__ PieceGroup(const Pieces& pieces, int32_t cta, int32_t ctas, bool is_first, int32_t count)
+      : memory(pieces.memory),
+        first(static_cast<uint32_t>((is_first ? 0 : pieces.capacity) + cta) * kFloats),
+        second(static_cast<uint32_t>(pieces.capacity + cta + ctas) * kFloats),
+        step(static_cast<uint32_t>(ctas) * kFloats),
+        size(count) {}
+  template <typename Vector>
+  __device__ __forceinline__ Vector load(int32_t i, uint32_t at) const {
+    const uint32_t offset = (i == 0 ? first : second + static_cast<uint32_t>(i - 1) * step) + at;
+    return __ldcg(reinterpret_cast<const Vector*>(reinterpret_cast<const char*>(memory) + offset * 4));
+  }
+};
+
+// A thread's columns of a row.
+template <typename I>
 struct JoinedColumns {
-  static constexpr int kColumns = 4;
+  static constexpr uint32_t kVectors = I::kHeadDimV > 256 ? 4 : 2;   // of four columns
+  static constexpr uint32_t kThreads = I::kHeadDimV / 4 / kVectors;  // of a warp, that have the columns of a row
   float maximum = -kInfinity, sum = 0.0f;
-  float values[kColumns] = {};
+  float values[kVectors][4] = {};
 
-  // Pieces [begin, min(begin + kPiecesAtOnce, end)) of rows whose first one is CTA `first`'s, the next ones those of
-  // every `step`th CTA.
-  __device__ __forceinline__ void add(const Pieces& pieces, int32_t first, int32_t step, int32_t begin, int32_t end,
-                                      uint32_t row, uint32_t column) {
-    float2 states[kPiecesAtOnce];
-    float4 outs[kPiecesAtOnce];
-    float top = maximum;
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {  // past the end the last piece again: branches would part the loads
-      const int32_t number = min_of(begin + i, end - 1);
-      const Piece piece = pieces.of(first + number * step, number == 0);
-      states[i] = __ldcg(piece.states + row);
-      outs[i] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * pieces.head_dim_v + column));
-      top = fmaxf(top, states[i].x);
-    }
-    const float kept = weight_of(maximum, top);
-    maximum = top;
-    sum *= kept;
-#pragma unroll
-    for (float& value : values) value *= kept;
-    float weights[kPiecesAtOnce];
-    bool all_count = true;
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-      weights[i] = weight_of(states[i].x, top);
-      all_count = all_count && weights[i] != 0.0f && begin + i < end;
-    }
-#pragma unroll
-    for (int i = 0; i < kPiecesAtOnce; ++i) {
-      if (!all_count && (weights[i] == 0.0f || begin + i >= end)) continue;  // this piece may hold anything
-      sum = __fmaf_rn(states[i].y, weights[i], sum);
-      const float of_piece[kColumns] = {outs[i].x, outs[i].y, outs[i].z, outs[i].w};
-#pragma unroll
-      for (int d = 0; d < kColumns; ++d) values[d] = __fmaf_rn(of_piece[d], weights[i], values[d]);
-    }
+  static __device__ __forceinline__ uint32_t column(uint32_t thread, uint32_t vector) {
+    return (vector * kThreads + thread) * 4;
   }
-};
 
-struct JoinShared {
-  uint32_t votes[kJoinThreads / 32];
-};
-
-// The nth number below `count`, from 0 on, that `counts` is true of, or -1. All threads of the CTA meet.
-template <typename Counts>
-__device__ __forceinline__ int32_t find_nth(int32_t nth, int32_t count, JoinShared& shared, const Counts& counts) {
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  for (int32_t first = 0; first < count; first += kJoinThreads) {
-    const uint32_t votes = __ballot_sync(kWholeWarp, first + thread < count && counts(first + thread));
-    if (thread % 32 == 0) shared.votes[thread / 32] = votes;
-    __syncthreads();
-    for (int32_t warp = 0; warp < kJoinThreads / 32; ++warp) {
-      uint32_t left = shared.votes[warp];
-      const int32_t found = popcount32(left);
-      if (nth < found) {
-        while (nth-- > 0) left &= left - 1;
-        return first + warp * 32 + popcount32((left & (0u - left)) - 1);
+  // Loads are in flight together. Pieces past `size` are not there, and those of weight 0 may hold anything.
+  __device__ __forceinline__ JoinedColumns(const PieceGroup<I>& group, bool is_there, uint32_t row, uint32_t thread) {
+    float2 states[kGroupPieces];
+    float4 outs[kGroupPieces][kVectors];
+#pragma unroll
+    for (int32_t i = 0; i < kGroupPieces; ++i) {
+      states[i] = make_float2(-kInfinity, 0.0f);
+      if (!is_there || i >= group.size) continue;
+      states[i] = group.template load<float2>(i, row * 2);
+#pragma unroll
+      for (uint32_t v = 0; v < kVectors; ++v) {
+        outs[i][v] = group.template load<float4>(i, I::kMTile * 2 + row * I::kHeadDimV + column(thread, v));
       }
-      nth -= found;
     }
-    __syncthreads();
-  }
-  return -1;
-}
-
-// Whether a range begins inside the row tile of `cut`.
-__device__ __forceinline__ bool is_inside(const WorkPosition& begin, const WorkPosition& cut) {
-  return begin.kv_tile > 0 && begin.same_row(cut);
-}
-
-// The records that the CTAs of a call have written; those of a range's CTAs lie side by side.
-struct CtaRecords {
-  const CtaRecord* records;
-  int32_t count;
-
-  struct Range {
-    WorkPosition begin;
-    int32_t sharers;
-    WorkPosition end;
-    int32_t of_next;  // what lies behind it
-  };
-  __device__ __forceinline__ Range range(int32_t cta) const {
-    uint4 words[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(records + cta) + i);
-    return bits_as<Range>(words);
-  }
-  __device__ __forceinline__ RowTile cut(int32_t cta) const {
-    constexpr int kWords = sizeof(CtaRecord) / 16;
-    uint4 words[kWords];
+    for (const float2& state : states) maximum = fmaxf(maximum, state.x);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(records + cta) + i);
-    return bits_as<CtaRecord>(words).cut;
+    for (int32_t i = 0; i < kGroupPieces; ++i) {
+      const float weight = weight_of(states[i].x, maximum);
+      if (weight == 0.0f) continue;
+      sum = __fmaf_rn(states[i].y, weight, sum);
+#pragma unroll
+      for (uint32_t v = 0; v < kVectors; ++v) {
+        const float of_piece[4] = {outs[i][v].x, outs[i][v].y, outs[i][v].z, outs[i][v].w};
+#pragma unroll
+        for (int d = 0; d < 4; ++d) values[v][d] = __fmaf_rn(of_piece[d], weight, values[v][d]);
+      }
+    }
+  }
+
+  template <typename Target>
+  __device__ __forceinline__ void store(const Target& target, uint32_t row, uint32_t thread) const {
+    const typename Target::Row to = target.row(row, maximum, sum, thread == 0);
+#pragma unroll
+    for (uint32_t v = 0; v < kVectors; ++v) to.store(column(thread, v), values[v]);
   }
 };
 
-// Joins the rows of the row tile that CTA `owner` leaves unfinished. All threads of the CTA meet.
-template <typename T>
-__device__ __forceinline__ void join_row_tile(const AttentionParams& p, const CallShape& call, const CtaRecords& ctas,
-                                              int32_t owner) {
-  const RowTile tile = ctas.cut(owner);
-  const auto [begin, sharers, cut, of_next] = ctas.range(owner);
-  int32_t num_pieces = 1;  // plus one for each range that begins inside the row tile
-  for (int32_t first = 1, found = kJoinThreads; found == kJoinThreads; first += kJoinThreads) {
-    const int32_t cta = owner + (first + static_cast<int32_t>(threadIdx.x)) * sharers;
-    found = __syncthreads_count(cta < ctas.count && is_inside(ctas.range(cta).begin, cut));
-    num_pieces += found;
-  }
-
-  const ToOutput<T> output{p, tile, call.out_aligned};
-  const uint32_t vectors = static_cast<uint32_t>(call.pieces.head_dim_v) / JoinedColumns::kColumns;
-  for (uint32_t i = blockIdx.y * kJoinThreads + threadIdx.x; i < tile.rows * vectors; i += gridDim.y * kJoinThreads) {
-    const uint32_t row = i / vectors, column = i % vectors * JoinedColumns::kColumns;
-    JoinedColumns joined;
-    for (int32_t k = 0; k < num_pieces; k += kPiecesAtOnce) {
-      joined.add(call.pieces, owner, sharers, k, num_pieces, row, column);
+// Joins the pieces of `rows` rows, each row by neighbouring threads of a warp, into the first one or to the output.
+template <typename I, typename T>
+__device__ __forceinline__ void join_group(const PieceGroup<I>& group, uint32_t rows, uint32_t num_threads,
+                                           bool is_whole, const ToOutput<T>& output, const ToPiece& piece) {
+  using Columns = JoinedColumns<I>;
+  constexpr uint32_t kLanes = std::bit_ceil(Columns::kThreads);
+  static_assert(kLanes <= 32);
+#pragma unroll 1
+  for (uint32_t i = ptx::thread_index(); i / 32 * 32 < rows * kLanes; i += num_threads) {
+    const uint32_t row = i / kLanes, lane = i % kLanes;
+    const bool has_columns = row < rows && lane < Columns::kThreads;
+    const Columns joined(group, has_columns, row, lane);
+    __syncwarp();  // the row's states are read
+    if (!has_columns) continue;
+    if (is_whole) {
+      joined.store(output, row, lane);
+    } else {
+      joined.store(piece, row, lane);
     }
-    output.row(row, joined.maximum, joined.sum, column == 0).store(column, joined.values);
   }
 }
 
-// The CTAs that leave a row tile unfinished which they began are counted. CTA (n, rows of a row tile, list) joins the
-// row tile of the nth, and of every gridDim.x-th one after it.
-template <typename T>
-__global__ void __launch_bounds__(kJoinThreads, kJoinCtasPerSm)
-    join_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShapes calls) {
-  ptx::wait_for_kernels_before();
-  const CallShape& call = calls.lists[blockIdx.z];
-  const CtaRecords ctas{call.pieces.records(), call.pieces.capacity};
-  const auto owns = [&](int32_t cta) {
-    const auto range = ctas.range(cta);
-    return range.end.kv_tile > 0 && !is_inside(range.begin, range.end);
-  };
-  for (auto n = static_cast<int32_t>(blockIdx.x);; n += static_cast<int32_t>(gridDim.x)) {
-    const int32_t owner = find_nth(n, ctas.count, ptx::shared<JoinShared>(), owns);
-    if (owner < 0) return;
-    join_row_tile<T>(p, call, ctas, owner);
+// Joins what is ready with a piece, which the `num_threads` threads of the CTA have stored; meet() is their barrier.
+template <typename I, typename Meet>
+__device__ __forceinline__ void join_pieces(const AttentionParams& p, const CallShape& call, Walk& walk, const Cut& cut,
+                                            uint32_t num_threads, const Meet& meet) {
+  const ToOutput<typename I::T> output{p, cut, call.out_aligned};
+  const Pieces pieces = pieces_of<I>(call);
+  auto [first, number, count] = cut.order;
+  const int32_t sharers = walk.share.sharers;
+#pragma unroll 1
+  for (int32_t level = 0, step = sharers; count > 1; ++level, step *= kGroupPieces) {
+    const int32_t begin = number / kGroupPieces * kGroupPieces, size = min_of(count - begin, kGroupPieces);
+    const int32_t cta = first + begin * step;
+    number /= kGroupPieces;
+    count = ceil_div(count, kGroupPieces);
+    if (size == 1) continue;
+    meet();
+    if (ptx::thread_index() == 0) {  // each level has a ticket of its own, that of another one of the pieces
+      unsigned* const ticket = pieces.ticket(cta + level * sharers, begin == 0 && level == 0);
+      const auto last = static_cast<unsigned>(size - 1);
+      walk.joins = ptx::increment(ticket, last) >= last;
+    }
+    meet();
+    if (!walk.joins) return;
+    join_group<I>(PieceGroup<I>(pieces, cta, step, begin == 0, size), cut.rows, num_threads, count == 1, output,
+                  ToPiece{pieces.of(cta, begin == 0), I::kHeadDimV});
+  }
+}
+
+// Of a range's two cuts, after its end: until then accumulators fill the registers.
+template <typename I, typename Meet>
+__device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, Walk& walk,
+                                          uint32_t num_threads, const Meet& meet) {
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {
+    const Cut& cut = call.pieces.cuts(walk.share.cta)[i];
+    if (cut.rows > 0) join_pieces<I>(p, call, walk, cut, num_threads, meet);
   }
 }
 

@@ -1,7 +1,7 @@
 // The attention kernel: each CTA takes one range of the plan, row tile by row tile.
 #pragma once
 
-#include "cuda/attention/output.cuh"
+#include "cuda/attention/join.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -96,6 +96,15 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
   walk.advance(p, shape, is_behind);
 }
 
+__device__ inline __attribute__((noinline)) void note_rare_cut(const Walk& walk, const Pieces& pieces, Cut& cut) {
+  cut = {walk.tile, order_of(walk, pieces, walk.at, walk.tile.kv_tiles())};
+}
+
+template <typename I>
+__device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& p, const CallShape& call, Walk& walk) {
+  join_cuts<I>(p, call, walk, I::kThreads, [] { __syncthreads(); });
+}
+
 // CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
@@ -112,7 +121,6 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, false);
     __syncthreads();
   } else if (ptx::thread_index() == 0) {
-    walk.tell_range(call.pieces);
     walk.tile.tree_len =
         static_cast<int32_t>(tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len));
   }
@@ -124,16 +132,25 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       __syncthreads();
       parts.store(sums);
     }
+    const bool is_whole = walk.is_whole();
+    Cut* const cut = call.pieces.cuts(walk.share.cta) + (walk.at.kv_tile == 0);
+    if (!is_whole && ptx::thread_index() == 0) {
+      if (walk.is_planned) {
+        *cut = {walk.tile, walk.order};
+      } else {
+        note_rare_cut(walk, call.pieces, *cut);
+      }
+    }
     __syncthreads();
-    if (!walk.is_whole()) tell_cut(call.pieces, walk.share.cta, walk.at, walk.tile);
-    join<I>(parts, walk.tile.rows, walk.is_whole(), ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
-            ToPiece{call.pieces.of(walk.share.cta, walk.at.kv_tile == 0), I::kHeadDimV});
+    const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(cut->order, walk.share.sharers);
+    join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
+            ToPiece{piece, I::kHeadDimV});
     if (!walk.has_more) break;
     __syncthreads();
     if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, true);
     __syncthreads();
   }
-  if (walk.is_empty_piece()) clear_piece(call.pieces.of(walk.share.cta, false), I::kMTile);
+  join_rare_cuts<I>(p, call, walk);
   if (has_padding(p)) clear_rare_padding<I>(p, walk.share.cta);
 }
 

@@ -7,7 +7,7 @@
 #include "cuda/attention/attend_latent_sm90.cuh"
 #include "cuda/attention/attend_sm90.cuh"
 #include "cuda/attention/instances.cuh"
-#include "cuda/attention/output.cuh"
+#include "cuda/attention/join.cuh"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -40,6 +40,7 @@ template <typename I>
 __device__ __forceinline__ void consume_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
   std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
+  const auto meet = [] { ptx::barrier_sync(kJoinersMeet, I::kConsumers); };
   for_each_row_tile(p, call, shared, [&](const WorkPosition& begin, const RowTile& of_rows) {
     Accumulator<I> sums;
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.walk.stop), sums);
@@ -48,13 +49,16 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
-      tell_cut(call.pieces, shared.walk.share.cta, at, tile);
+      Cut* const cut = call.pieces.cuts(shared.walk.share.cta) + (at.kv_tile == 0);
+      if (ptx::thread_index() == 0) *cut = {tile, order_of(shared.walk, call.pieces, at, tile.kv_tiles())};
+      meet();
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{call.pieces.of(shared.walk.share.cta, at.kv_tile == 0), I::kHeadDimV});
+                    ToPiece{pieces_of<I>(call).of(cut->order, shared.walk.share.sharers), I::kHeadDimV});
     }
     return at;
   });
   consumer.finish();
+  join_cuts<I>(p, call, shared.walk, I::kConsumers, meet);
 }
 
 template <typename I>
@@ -83,7 +87,6 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     shared.init_barriers(call.stages);
   }
   __syncthreads();
-  if (shared.walk.is_empty_piece()) clear_piece(call.pieces.of(shared.walk.share.cta, false), I::kMTile);
   if (has_padding(p)) clear_padding<I>(p, static_cast<int32_t>(blockIdx.x));
   if (ptx::thread_index() < I::kConsumers) {
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();

@@ -107,7 +107,7 @@ struct ToPiece {
 template <typename T>
 struct ToOutput {
   const AttentionParams& p;
-  const RowTile& tile;
+  const TileRows& tile;
   bool aligned;
 
   struct Row {
@@ -177,20 +177,6 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, b
     } else {
       piece.row(row, state.maximum, state.sum, column == 0).store(column, values);
     }
-  }
-}
-
-// Tells the kernel that joins the pieces of the row tile which a CTA has begun and leaves unfinished.
-__device__ __forceinline__ void tell_cut(const Pieces& pieces, int32_t cta, const WorkPosition& at,
-                                         const RowTile& tile) {
-  if (ptx::thread_index() == 0 && at.kv_tile == 0) pieces.records()[cta].cut = tile;
-}
-
-// An empty range inside a row tile has seen nothing.
-__device__ __forceinline__ void clear_piece(const Piece& piece, uint32_t rows) {
-#pragma unroll 1
-  for (uint32_t row = ptx::thread_index(); row < rows; row += blockDim.x) {
-    piece.states[row] = make_float2(-kInfinity, 0.0f);
   }
 }
 

@@ -33,15 +33,14 @@ static_assert(sizeof(RangeRecord) == kPlanEntry * sizeof(int32_t));
 struct Walk {
   WorkPosition at, stop;
   Share share;
-  int32_t kv_end;   // of the row tile that begins at `at`
-  bool is_planned;  // the row tile is the record's
-  bool has_more;    // others may follow
-  RowTile tile;     // the CTA's rows of it; none at the end of the range
+  int32_t kv_end;    // of the row tile that begins at `at`
+  bool is_planned;   // the row tile is the record's
+  bool has_more;     // others may follow
+  bool joins;        // a group of pieces
+  PieceOrder order;  // of the record's piece
+  RowTile tile;      // the CTA's rows of it; none at the end of the range
 
   __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
-
-  // Whether the range is empty and begins inside a row tile.
-  __device__ __forceinline__ bool is_empty_piece() const { return at.kv_tile > 0 && !at.before(stop); }
 
   // Begins with the row tile of the CTA's record. Whatever a plan says, that has rows and pages of the call only;
   // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
@@ -49,6 +48,7 @@ struct Walk {
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
     const int32_t *planned = ranges_of_list(p.plan, call.work.list), capacity = call.pieces.capacity;
     share = {planned_sharers(planned, capacity), static_cast<int32_t>(blockIdx.x)};
+    for (int i = 0; i < 2; ++i) call.pieces.cuts(share.cta)[i].rows = 0;
     is_planned = false;
     if (reinterpret_cast<uintptr_t>(planned) % alignof(RangeRecord) != 0) return;
     const PlanHeader header = *reinterpret_cast<const PlanHeader*>(planned);
@@ -67,12 +67,15 @@ struct Walk {
                  !below(p.num_tokens, record.first_token) &&
                  !below(p.num_tokens - record.first_token, record.num_queries) && below(first_row, rows) &&
                  !below(call.work.max_seq_len, record.seq_len) && below(record.begin.kv_tile, record.kv_end) &&
-                 !below(kv_tiles_of(record.seq_len), record.kv_end);
+                 !below(kv_tiles_of(record.seq_len), record.kv_end) && !below(share.range(), record.number) &&
+                 below(record.number, record.count) &&
+                 !below(header.ranges - share.range(), record.count - record.number);
     if (!is_planned) return;
     at = record.begin;
     kv_end = record.kv_end;
     stop = {at.sequence, at.row_tile, kv_end};
     has_more = record.has_more != 0;
+    order = {share.cta - record.number * share.sharers, record.number, record.count};
     tile = {at.sequence,
             record.kv_head,
             min_of(rows - first_row, static_cast<uint32_t>(m_tile)),
@@ -109,16 +112,6 @@ struct Walk {
     }
     is_planned = false;
     has_more = true;
-    tell_range(call.pieces);
-  }
-
-  // Tells the kernel that joins the pieces.
-  __device__ __forceinline__ void tell_range(const Pieces& pieces) const {
-    CtaRecord& record = pieces.records()[share.cta];
-    record.begin = at;
-    record.end = stop;
-    record.sharers = share.sharers;
-    record.cut.rows = 0;
   }
 
   // Goes to the next row tile that has rows for the CTA, from `at` on or behind it.
@@ -136,5 +129,30 @@ struct Walk {
     }
   }
 };
+
+// Where the CTA's piece of a row tile, from `at` on, stands among the others. Empty ranges have none.
+__device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces, const WorkPosition& at,
+                                               int32_t kv_tiles) {
+  const auto [sharers, cta] = walk.share;
+  const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers), own = cta / sharers;
+  const auto begin_of = [&](int32_t range) {  // inside the row tile
+    if (range >= ranges) return kv_tiles;
+    const WorkPosition begin = range == 0 ? WorkPosition{} : planned_start(pieces.plan, range);
+    if (begin.same_row(at)) return min_of(begin.kv_tile, kv_tiles);
+    return begin.before(at) ? 0 : kv_tiles;
+  };
+  PieceOrder order{own, 0, 1};
+  for (int32_t end = begin_of(own); end > 0;) {
+    const int32_t begin = begin_of(--order.first);
+    order.number += begin < end;
+    end = begin;
+  }
+  for (int32_t range = own + 1, begin = begin_of(range); begin < kv_tiles;) {
+    const int32_t end = begin_of(++range);
+    order.count += begin < end;
+    begin = end;
+  }
+  return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
+}
 
 }  // namespace pagedtree::cuda

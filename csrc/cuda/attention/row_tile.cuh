@@ -30,17 +30,13 @@ struct Share {
   __device__ __forceinline__ int32_t part() const { return cta - range() * sharers; }
 };
 
-struct RowTile {
-  int32_t sequence;
-  int32_t kv_head;
+// Where the rows of a row tile are in Q and the output.
+struct TileRows {
   uint32_t rows;
+  int32_t kv_head;
   uint32_t first_row;   // of the head's rows, each a query and a head of the group
   int32_t first_token;  // of the sequence
-  int32_t num_queries;
-  int32_t seq_len;
-  int32_t tree_len;  // -1: causal
 
-  __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
   __device__ __forceinline__ int32_t query_of(const AttentionParams& p, uint32_t row) const {
     return static_cast<int32_t>(p.by_group_size.quotient(first_row + row));
   }
@@ -50,6 +46,15 @@ struct RowTile {
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
     return int64_t{kv_head} * p.group_size + p.by_group_size.remainder(first_row + row);
   }
+};
+
+struct RowTile : TileRows {
+  int32_t sequence;
+  int32_t num_queries;
+  int32_t seq_len;
+  int32_t tree_len;  // -1: causal
+
+  __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
 };
 
 // The rows of row tile `index` that belong to one of the CTAs that share it, which have m_tile rows each; maybe none.

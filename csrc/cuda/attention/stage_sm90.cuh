@@ -79,7 +79,7 @@ struct CacheMaps {
 };
 
 // Named barriers; 0 is that of __syncthreads().
-enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6 };
+enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6, kJoinersMeet = 8 };
 
 // What a multiplying warp looks up in shared memory, because accumulators fill its registers.
 struct WarpTile {

@@ -384,7 +384,7 @@ def _plans() -> Iterator[Case]:
 
     def garbage(given: dict[str, Any]) -> Tensor:
         plan = plan_of(given)
-        records = plan.view(-1, 16)[:, 3:]  # behind the starts of ranges
+        records = plan.view(-1, 16)[:, 3:14]  # between the starts of ranges and the tickets of CTAs
         words = torch.randint(-(2**31), 2**31, records.shape, generator=seeded(3)).int()
         records.copy_(words.to(plan.device))
         return plan
