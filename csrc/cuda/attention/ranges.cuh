@@ -76,11 +76,8 @@ struct Walk {
     stop = {at.sequence, at.row_tile, kv_end};
     has_more = record.has_more != 0;
     order = {share.cta - record.number * share.sharers, record.number, record.count};
-    tile = {at.sequence,
-            record.kv_head,
-            min_of(rows - first_row, static_cast<uint32_t>(m_tile)),
-            first_row,
-            record.first_token,
+    tile = {{min_of(rows - first_row, static_cast<uint32_t>(m_tile)), record.kv_head, first_row, record.first_token},
+            at.sequence,
             record.num_queries,
             record.seq_len,
             -1};
