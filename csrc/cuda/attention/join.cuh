@@ -11,27 +11,6 @@ namespace pagedtree::cuda {
 
 constexpr int32_t kGroupPieces = 8;
 
-// Neighbouring pieces in memory.
-template <typename I>
-struct PieceGroup {
-  static constexpr uint32_t kFloats = I::kMTile * (I::kHeadDimV + 2);
-  const float* memory;
-  uint32_t first, second, step;  // offsets in floats: the third piece is a step behind the second
-  int32_t size;
-
-  __device__ __forceinline__ PieceGroup(const Pieces& pieces, int32_t cta, int32_t ctas, bool is_first, int32_t count)
-      : memory(pieces.memory),
-        first(static_cast<uint32_t>((is_first ? 0 : pieces.capacity) + cta) * kFloats),
-        second(static_cast<uint32_t>(pieces.capacity + cta + ctas) * kFloats),
-        step(static_cast<uint32_t>(ctas) * kFloats),
-        size(count) {}
-  template <typename Vector>
-  __device__ __forceinline__ Vector load(int32_t i, uint32_t at) const {
-    const uint32_t offset = (i == 0 ? first : second + static_cast<uint32_t>(i - 1) * step) + at;
-    return __ldcg(reinterpret_cast<const Vector*>(reinterpret_cast<const char*>(memory) + offset * 4));
-  }
-};
-
 // A thread's columns of a row.
 template <typename I>
 struct JoinedColumns {
@@ -45,17 +24,19 @@ struct JoinedColumns {
   }
 
   // Loads are in flight together. Pieces past `size` are not there, and those of weight 0 may hold anything.
-  __device__ __forceinline__ JoinedColumns(const PieceGroup<I>& group, bool is_there, uint32_t row, uint32_t thread) {
+  template <typename PieceOf>
+  __device__ __forceinline__ JoinedColumns(const PieceOf& piece_of, int32_t size, uint32_t row, uint32_t thread) {
     float2 states[kGroupPieces];
     float4 outs[kGroupPieces][kVectors];
 #pragma unroll
     for (int32_t i = 0; i < kGroupPieces; ++i) {
       states[i] = make_float2(-kInfinity, 0.0f);
-      if (!is_there || i >= group.size) continue;
-      states[i] = group.template load<float2>(i, row * 2);
+      if (i >= size) continue;
+      const Piece piece = piece_of(i);
+      states[i] = __ldcg(piece.states + row);
 #pragma unroll
       for (uint32_t v = 0; v < kVectors; ++v) {
-        outs[i][v] = group.template load<float4>(i, I::kMTile * 2 + row * I::kHeadDimV + column(thread, v));
+        outs[i][v] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * I::kHeadDimV + column(thread, v)));
       }
     }
 #pragma unroll
@@ -83,9 +64,9 @@ struct JoinedColumns {
 };
 
 // Joins the pieces of `rows` rows, each row by neighbouring threads of a warp, into the first one or to the output.
-template <typename I, typename T>
-__device__ __forceinline__ void join_group(const PieceGroup<I>& group, uint32_t rows, uint32_t num_threads,
-                                           bool is_whole, const ToOutput<T>& output, const ToPiece& piece) {
+template <typename I, typename T, typename PieceOf>
+__device__ __forceinline__ void join_group(const PieceOf& piece_of, int32_t size, uint32_t rows, uint32_t num_threads,
+                                           bool is_whole, const ToOutput<T>& output) {
   using Columns = JoinedColumns<I>;
   constexpr uint32_t kLanes = std::bit_ceil(Columns::kThreads);
   static_assert(kLanes <= 32);
@@ -93,13 +74,13 @@ __device__ __forceinline__ void join_group(const PieceGroup<I>& group, uint32_t 
   for (uint32_t i = ptx::thread_index(); i / 32 * 32 < rows * kLanes; i += num_threads) {
     const uint32_t row = i / kLanes, lane = i % kLanes;
     const bool has_columns = row < rows && lane < Columns::kThreads;
-    const Columns joined(group, has_columns, row, lane);
+    const Columns joined(piece_of, has_columns ? size : 0, row, lane);
     __syncwarp();  // the row's states are read
     if (!has_columns) continue;
     if (is_whole) {
       joined.store(output, row, lane);
     } else {
-      joined.store(piece, row, lane);
+      joined.store(ToPiece{piece_of(0), I::kHeadDimV}, row, lane);
     }
   }
 }
@@ -127,8 +108,8 @@ __device__ __forceinline__ void join_pieces(const AttentionParams& p, const Call
     }
     meet();
     if (!walk.joins) return;
-    join_group<I>(PieceGroup<I>(pieces, cta, step, begin == 0, size), cut.rows, num_threads, count == 1, output,
-                  ToPiece{pieces.of(cta, begin == 0), I::kHeadDimV});
+    const auto piece_of = [&](int32_t i) { return pieces.of(cta + i * step, begin + i == 0); };
+    join_group<I>(piece_of, size, cut.rows, num_threads, count == 1, output);
   }
 }
 
@@ -138,7 +119,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
                                           uint32_t num_threads, const Meet& meet) {
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const Cut& cut = call.pieces.cuts(walk.share.cta)[i];
+    const Cut cut = call.pieces.cuts(walk.share.cta)[i];
     if (cut.rows > 0) join_pieces<I>(p, call, walk, cut, num_threads, meet);
   }
 }
