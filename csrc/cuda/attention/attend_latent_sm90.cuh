@@ -8,41 +8,6 @@
 
 namespace pagedtree::cuda {
 
-// Loads Q of the warp's rows, from `row` of the tile on, as load_q_fragments() does, and stores half of the columns
-// where wgmma expects them, 0 behind the last: the first half if `group` is 0, else the second.
-template <typename I>
-__device__ __forceinline__ void copy_latent_q(const AttentionParams& p, const RowTile& tile, uint32_t row,
-                                              uint32_t group, bool aligned, bool negate, float factor,
-                                              unsigned char* to, RowFactors<I>& factors) {
-  const uint32_t lane = ptx::thread_index() % 32, num_blocks = static_cast<uint32_t>(p.head_dim) / 8;
-#pragma unroll
-  for (uint32_t half = 0; half < 2; ++half) {
-    const uint32_t own = row + half * 8 + lane / 4;
-    const uint16_t* from = static_cast<const uint16_t*>(p.q);
-    if (own < tile.rows) from += tile.token(p, own) * p.q_token_stride + tile.head(p, own) * p.q_head_stride;
-    const auto load = [&](uint32_t block) {  // of 8 columns
-      if (own >= tile.rows || block >= num_blocks) return 0u;
-      const uint16_t* at = from + block * 8 + lane % 4 * 2;
-      const uint32_t pair = aligned ? *reinterpret_cast<const uint32_t*>(at) : uint32_t{at[0]} | uint32_t{at[1]} << 16;
-      return negate ? pair ^ 0x80008000u : pair;
-    };
-    factors[0][half] = factor;
-    uint32_t largest = 0;
-    if constexpr (I::kScalesRows) {
-#pragma unroll 8
-      for (uint32_t block = 0; block < num_blocks; ++block) largest = larger_magnitudes(largest, load(block));
-    }
-    const RowScale scale(I::kScalesRows ? largest_magnitude<4>(largest) : 0);
-    if constexpr (I::kScalesRows) factors[0][half] = fmaxf(factor * scale.inverse(), 0x1p-126f);
-    constexpr uint32_t kOfGroup = I::kHeadDim / 8 / 2;
-#pragma unroll 4
-    for (uint32_t block = group * kOfGroup; block < (group + 1) * kOfGroup; ++block) {
-      const uint32_t pair = load(block), offset = I::QRows::offset(row + half * 8 + lane / 4, block) + lane % 4 * 4;
-      *reinterpret_cast<uint32_t*>(to + offset) = I::kScalesRows ? scale.pair(pair) : pair;
-    }
-  }
-}
-
 // The multiplying side of a ring of latent stages.
 template <typename I>
 class LatentConsumer : public ConsumerBase<I> {
@@ -53,7 +18,7 @@ class LatentConsumer : public ConsumerBase<I> {
  public:
   __device__ __forceinline__ LatentConsumer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                             Sm90Shared<I>& of_cta)
-      : Base(params, call, maps, of_cta), group_(group_of_warp<I>()) {}
+      : Base(params, call, maps, of_cta), group_(group_of_warp()) {}
   __device__ __forceinline__ void finish() {}
 
   // The warp's first row in the tile, and its first column.
@@ -63,7 +28,7 @@ class LatentConsumer : public ConsumerBase<I> {
   // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
-    begin(at, of_rows, kv_end);
+    begin(at, of_rows, kv_end, row());
     const RowTile& tile = Base::current().tile;
     const KeyBounds& bounds = Base::current().bounds;
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
@@ -72,8 +37,10 @@ class LatentConsumer : public ConsumerBase<I> {
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     RowFactors<I> row_factors;
-    meet();  // the rows before are used up
-    copy_latent_q<I>(p_, tile, row(), group_, call_.q_aligned, scale < 0.0f, factor, shared_.q(0), row_factors);
+    meet();                                          // the rows before are used up
+    constexpr uint32_t kHalf = I::kHeadDim / 8 / 2;  // that a group copies
+    copy_q_rows<I>(p_, tile, row(), group_ * kHalf, kHalf, call_.q_aligned, scale < 0.0f, factor, shared_.q(0),
+                   row_factors);
     ptx::fence_proxy_async();
     meet();
 
@@ -89,8 +56,7 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_results(scores[0]);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;
-        const Visibility seen =
-            row_visibility<false>(p_, tile, row() + own_row(reader));  // again, instead of being kept
+        const Visibility seen = row_visibility<false>(p_, tile, row() + own_row(reader));  // instead of being kept
         mask_scores(scores[0], visible_keys<I::kWords>(seen, reader, mine * I::kShape.keys), reader);
       }
       if (group_ == 1 && !has_second) hide_all(scores);

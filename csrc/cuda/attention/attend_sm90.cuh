@@ -10,6 +10,17 @@ namespace pagedtree::cuda {
 template <typename I>
 using QFragments = uint32_t[I::kHeadDim / 16][4];
 
+// Eight columns of Q.
+__device__ __forceinline__ uint4 load_chunk(const uint16_t* from, bool aligned) {
+  if (aligned) return *reinterpret_cast<const uint4*>(from);
+  uint4 words{};
+#pragma unroll 1
+  for (int i = 0; i < 8; i += 2) {
+    words = make_uint4(words.y, words.z, words.w, uint32_t{from[i]} | uint32_t{from[i + 1]} << 16);
+  }
+  return words;
+}
+
 // Loads Q of the warp's rows, from `row` of the tile on, negated if `negate`, so that scores are scaled by a positive
 // number. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
 template <typename I>
@@ -47,16 +58,62 @@ __device__ __forceinline__ void load_q_fragments(const AttentionParams& p, const
   }
 }
 
-// Stores the warp's rows, from `row` of its group on, where wgmma expects them.
+// Copies the warp's rows of Q, from `row` of the tile on, as load_q_fragments() loads them, to where wgmma expects
+// them: `num_chunks` times 8 columns from chunk `first_chunk` on, 0 behind the last column. A thread's loads are in
+// flight together.
 template <typename I>
-__device__ __forceinline__ void store_q_fragments(const QFragments<I>& q, uint32_t row, unsigned char* to) {
-  const uint32_t lane = ptx::thread_index() % 32;
+__device__ __forceinline__ void copy_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t row,
+                                            uint32_t first_chunk, uint32_t num_chunks, bool aligned, bool negate,
+                                            float factor, unsigned char* to, RowFactors<I>& factors) {
+  constexpr uint32_t kLanes = min_of<uint32_t>(I::kHeadDim / 8, 32),
+                     kPerLane = ceil_div<uint32_t>(I::kHeadDim / 8, kLanes);
+  constexpr uint32_t kRows = 32 / kLanes, kAtOnce = kPerLane == 1 ? 4 : 2;  // rows of a step, steps
+  const uint32_t lane = ptx::thread_index() % 32, flip = negate ? 0x80008000u : 0u;
+  const uint32_t chunks = static_cast<uint32_t>(p.head_dim) / 8;
+  factors[0][0] = factors[0][1] = factor;
+#pragma unroll 1
+  for (uint32_t first = 0; first < 16; first += kRows * kAtOnce) {
+    uint4 values[kAtOnce][kPerLane] = {};
 #pragma unroll
-  for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t own = row + first + i * kRows + lane / kLanes;
+      if (own >= tile.rows) continue;
+      const uint16_t* from = static_cast<const uint16_t*>(p.q) + tile.token(p, own) * p.q_token_stride +
+                             tile.head(p, own) * p.q_head_stride;
 #pragma unroll
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t offset = I::QRows::offset(row + i % 2 * 8 + lane / 4, step * 2 + i / 2) + lane % 4 * 4;
-      *reinterpret_cast<uint32_t*>(to + offset) = q[step][i];
+      for (uint32_t j = 0; j < kPerLane; ++j) {
+        const uint32_t chunk = lane % kLanes + j * kLanes;
+        if (chunk < chunks) values[i][j] = load_chunk(from + chunk * 8, aligned);
+      }
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t of_step = first + i * kRows;
+      if constexpr (I::kScalesRows) {
+        uint32_t largest = 0;
+#pragma unroll
+        for (const uint4& v : values[i]) {
+          largest =
+              larger_magnitudes(largest, larger_magnitudes(larger_magnitudes(v.x, v.y), larger_magnitudes(v.z, v.w)));
+        }
+        const RowScale scale(largest_magnitude<kLanes>(largest));
+#pragma unroll
+        for (uint4& v : values[i]) v = scale.pairs(v);
+        const float of_row = __shfl_sync(kWholeWarp, fmaxf(factor * scale.inverse(), 0x1p-126f),
+                                         static_cast<int>(lane / 4 % kRows * kLanes));
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+          if ((lane / 4 + half * 8) / kRows == of_step / kRows) factors[0][half] = of_row;
+        }
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < kPerLane; ++j) {
+        const uint32_t chunk = lane % kLanes + j * kLanes;
+        if (chunk - first_chunk >= num_chunks) continue;
+        const uint4& v = values[i][j];
+        *reinterpret_cast<uint4*>(to + I::QRows::offset((row + of_step + lane / kLanes) % I::kGroupRows, chunk)) =
+            make_uint4(v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip);
+      }
     }
   }
 }
@@ -102,31 +159,26 @@ __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightF
 }
 
 // Which warpgroup a multiplying warp belongs to. From one lane, so that the compiler knows it to be the same for the
-// warp. It may be found anew each time, instead of being kept in a register.
-template <typename I>
-__device__ __forceinline__ uint32_t group_of_warp() {
-  return I::kTwoGroups ? __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0) : 0;
-}
+// warp.
+__device__ __forceinline__ uint32_t group_of_warp() { return __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0); }
 
 // Two warpgroups take turns at starting products, so that the tensor cores work for one while the other weighs scores.
 template <typename I>
 struct Turns {
-  static constexpr bool kKeepsGroup = I::kHeadDim < 256;  // in a register
-  uint32_t kept = kKeepsGroup ? group_of_warp<I>() : 0;
+  uint32_t group = I::kTwoGroups ? group_of_warp() : 0;
 
-  __device__ __forceinline__ uint32_t group() const { return kKeepsGroup ? kept : group_of_warp<I>(); }
   __device__ __forceinline__ void wait(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group(), I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_sync(kTurns + group, I::kConsumers);
   }
   __device__ __forceinline__ void pass(bool both) const {
-    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group()), I::kConsumers);
+    if (I::kMTile > I::kGroupRows && both) ptx::barrier_arrive(kTurns + (1 - group), I::kConsumers);
   }
   // The first group has the first turn; what is left at the end is its turn again.
   __device__ __forceinline__ void begin() const {
-    if (group() == 1) pass(true);
+    if (group == 1) pass(true);
   }
   __device__ __forceinline__ void end() const {
-    if (group() == 0) wait(true);
+    if (group == 0) wait(true);
   }
 };
 
@@ -142,13 +194,20 @@ class ConsumerBase {
   __device__ __forceinline__ const WarpTile& current() const { return shared_.warps[ptx::thread_index() / 32]; }
 
  protected:
-  // Writes down the row tile and what its rows have in common.
-  __device__ __forceinline__ void begin(const WorkPosition& at, const RowTile& tile, int32_t kv_end) {
+  // Writes down the row tile and what its rows have in common. Returns what the lane's own row, of the warp's from
+  // `row` on, sees.
+  __device__ __forceinline__ RowView begin(const WorkPosition& at, const RowTile& tile, int32_t kv_end, uint32_t row) {
     const uint32_t lane = ptx::thread_index() % 32;
-    const KeyBounds found = tile_bounds(p_, tile, kv_end, lane);
+    const TileView found = TileView::of(p_, tile, kv_end, row / 32 * 32, lane);
     __syncwarp();  // the output of the tile before is written
-    if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found};
+    if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found.bounds};
     __syncwarp();
+    const auto of_row = [&](auto value) {
+      return __shfl_sync(kWholeWarp, value, static_cast<int>(row % 32 + own_row(lane)));
+    };
+    const auto words = of_row(reinterpret_cast<uintptr_t>(found.row.words));
+    return {of_row(found.row.begin), of_row(found.row.end), of_row(found.row.first_bit),
+            reinterpret_cast<const int32_t*>(words)};
   }
   // Waits for a part of a stage; `plain`: all rows see its keys.
   __device__ __forceinline__ void wait_for(const RingPlace& place, int part, bool plain) const {
@@ -191,22 +250,24 @@ class Consumer : public ConsumerBase<I> {
   // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
   __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
                                          Accumulator<I>& sums) {
-    begin(at, of_rows, kv_end);
+    const RowView view = begin(at, of_rows, kv_end, row());
     const auto& [position, tile, bounds] = Base::current();
     const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
     if (stages.first >= stages.end) return sums.clear();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * kKvTile, I::kShape.keys); };
-    if (turns_.group() * I::kGroupRows >= tile.rows) return skip(stages);
+    if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
-    const RowView view = RowView::of(row_visibility<false>(p_, tile, row() + own_row(ptx::thread_index() % 32)));
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     QFragments<I> q;
     RowFactors<I> row_factors;
-    load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
-    unsigned char* const q_shared = shared_.q(turns_.group());
-    if constexpr (!I::kShape.q_in_registers()) {
+    // Found anew for many columns, as all descriptors would be kept in registers.
+    const auto q_shared = [&] { return shared_.q(I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
+    if constexpr (I::kShape.q_in_registers()) {
+      load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
+    } else {
       meet_group();  // the rows before are used up
-      store_q_fragments<I>(q, row() % I::kGroupRows, q_shared);
+      copy_q_rows<I>(p_, tile, row(), 0, I::kHeadDim / 8, call_.q_aligned, scale < 0.0f, factor, q_shared(),
+                     row_factors);
       ptx::fence_proxy_async();
       meet_group();
     }
@@ -234,7 +295,7 @@ class Consumer : public ConsumerBase<I> {
     turns_.wait(both);
     bool plain = is_plain(stages.first);
     int keys = next_stage(plain), values = 0;
-    start_scores<I>(scores, q, q_shared, shared_.stage(keys));
+    start_scores<I>(scores, q, q_shared(), shared_.stage(keys));
     ptx::wgmma_commit();  // no values yet
     turns_.pass(both);
     // The scores of the next keys are computed and weighed while the values of the ones before are multiplied.
@@ -255,7 +316,7 @@ class Consumer : public ConsumerBase<I> {
       turns_.wait(both);
       const bool next_plain = is_plain(stage);
       keys = next_stage(next_plain);
-      start_scores<I>(scores, q, q_shared, shared_.stage(keys));
+      start_scores<I>(scores, q, q_shared(), shared_.stage(keys));
       values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));
       turns_.pass(both);
@@ -269,7 +330,7 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group(), 128); }
+  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
 
   // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {
@@ -281,40 +342,54 @@ class Consumer : public ConsumerBase<I> {
   }
   // The other warpgroup has all rows.
   __device__ __forceinline__ void skip(const StageRange& stages) {
-    for (int32_t i = stages.first; i < stages.end; i += I::kTiles) {
-      for (int kind = 0; kind < 2; ++kind) release(next_stage(true));
+#pragma unroll 1
+    for (int32_t left = 2 * ceil_div(stages.end - stages.first, I::kTiles); left > 0; --left) {
+      ptx::mbar_wait(&shared_.full[place_.stage][0], place_.parity);
+      release(place_.stage);
+      place_.advance(call_.stages);
     }
   }
 
   Turns<I> turns_;
 };
 
-// Stores the warp's rows, from `first_row` of the tile's `rows` on, and their columns from `first_column` on. Lanes
-// exchange pairs of columns, so that each stores four neighbours.
+// The place of a row's result that another lane has found.
+template <typename Row>
+__device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
+  const auto to = __shfl_sync(kWholeWarp, reinterpret_cast<uintptr_t>(row.to), static_cast<int>(lane));
+  row.to = reinterpret_cast<decltype(row.to)>(to);
+  if constexpr (requires { row.factor; }) row.factor = __shfl_sync(kWholeWarp, row.factor, static_cast<int>(lane));
+  return row;
+}
+
+// Stores the warp's rows, from `first_row` of the tile's `rows` on, and their columns from `first_column` on. Of 16-bit
+// outputs lanes exchange pairs of columns, so that each stores four neighbours.
 template <typename I, typename Target>
 __device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t first_row, uint32_t first_column,
                                            uint32_t rows, const Target& target) {
-  const uint32_t lane = ptx::thread_index() % 32;
-  const bool is_odd = lane % 2 != 0;
+  const uint32_t lane = ptx::thread_index() % 32, own = first_row + own_row(lane);
+  const bool is_odd = lane % 2 != 0, is_second = lane / 2 % 2 != 0;
+  const float sum[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
+  const typename Target::Row mine =
+      target.row(min_of(own, rows - 1), is_second ? sums.maximum[0][1] : sums.maximum[0][0],
+                 is_second ? sum[1] : sum[0], !is_odd && first_column == 0 && own < rows);
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
-    const uint32_t row = first_row + half * 8 + lane / 4;
-    const float sum = quad_sum(sums.sum[0][half]);
-    typename Target::Row to{};
-    if (row < rows) to = target.row(row, sums.maximum[0][half], sum, lane % 4 == 0 && first_column == 0);
+    const typename Target::Row to = row_of_lane(mine, (lane & ~3u) | half * 2);
+    const bool has_row = first_row + half * 8 + lane / 4 < rows;
 #pragma unroll
     for (uint32_t n = 0; n < I::kWarpColumns / 8; n += 2) {
-      const float (&even)[4] = sums.out[0][n];
-      const float (&odd)[4] = sums.out[0][n + 1];
-      float mine[2], others[2];
-#pragma unroll
-      for (uint32_t i = 0; i < 2; ++i) {
-        mine[i] = is_odd ? odd[half * 2 + i] : even[half * 2 + i];
-        others[i] = __shfl_xor_sync(kWholeWarp, is_odd ? even[half * 2 + i] : odd[half * 2 + i], 1);
+      const float even[2] = {sums.out[0][n][half * 2], sums.out[0][n][half * 2 + 1]};
+      const float odd[2] = {sums.out[0][n + 1][half * 2], sums.out[0][n + 1][half * 2 + 1]};
+      if constexpr (requires { to.factor; }) {
+        const uint32_t left = to.pack(even[0], even[1]), right = to.pack(odd[0], odd[1]);
+        const uint32_t other = __shfl_xor_sync(kWholeWarp, is_odd ? left : right, 1);
+        uint32_t pairs[2] = {is_odd ? other : left, is_odd ? right : other};
+        if (has_row) to.put(first_column + (n + lane % 2) * 8 + lane % 4 / 2 * 4, pairs);
+      } else if (has_row) {
+        to.store(first_column + n * 8 + lane % 4 * 2, even);
+        to.store(first_column + n * 8 + lane % 4 * 2 + 8, odd);
       }
-      const float values[4] = {is_odd ? others[0] : mine[0], is_odd ? others[1] : mine[1], is_odd ? mine[0] : others[0],
-                               is_odd ? mine[1] : others[1]};
-      if (row < rows) to.store(first_column + (n + lane % 2) * 8 + lane % 4 / 2 * 4, values);
     }
   }
 }

@@ -91,8 +91,9 @@ struct ToPiece {
 
     template <int kColumns>
     __device__ __forceinline__ void store(uint32_t column, const float (&values)[kColumns]) const {
+      if constexpr (kColumns == 2) *reinterpret_cast<float2*>(to + column) = make_float2(values[0], values[1]);
 #pragma unroll
-      for (int i = 0; i < kColumns; i += 4) {
+      for (int i = 0; i + 4 <= kColumns; i += 4) {
         *reinterpret_cast<float4*>(to + column + i) =
             make_float4(values[i], values[i + 1], values[i + 2], values[i + 3]);
       }
@@ -119,17 +120,23 @@ struct ToOutput {
     __device__ __forceinline__ void store(uint32_t column, const float (&values)[kColumns]) const {
       uint32_t pairs[kColumns / 2];
 #pragma unroll
-      for (int i = 0; i < kColumns / 2; ++i)
-        pairs[i] = pack_pair<T>(values[2 * i] * factor, values[2 * i + 1] * factor);
+      for (int i = 0; i < kColumns / 2; ++i) pairs[i] = pack(values[2 * i], values[2 * i + 1]);
+      put(column, pairs);
+    }
+    __device__ __forceinline__ uint32_t pack(float low, float high) const {
+      return pack_pair<T>(low * factor, high * factor);
+    }
+    template <int kPairs>
+    __device__ __forceinline__ void put(uint32_t column, uint32_t (&pairs)[kPairs]) const {
       if (!aligned) {
 #pragma unroll 1
-        for (int i = 0; i < kColumns; i += 2) {
+        for (int i = 0; i < kPairs * 2; i += 2) {
           to[column + i] = static_cast<uint16_t>(pairs[0]);
           to[column + i + 1] = static_cast<uint16_t>(pairs[0] >> 16);
 #pragma unroll
-          for (int next = 1; next < kColumns / 2; ++next) pairs[next - 1] = pairs[next];
+          for (int next = 1; next < kPairs; ++next) pairs[next - 1] = pairs[next];
         }
-      } else if constexpr (kColumns == 8) {
+      } else if constexpr (kPairs == 4) {
         *reinterpret_cast<uint4*>(to + column) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       } else {
         *reinterpret_cast<uint2*>(to + column) = make_uint2(pairs[0], pairs[1]);

@@ -132,18 +132,28 @@ struct RingPlace {
   }
 };
 
-// What the rows of a tile have in common. Each warp finds it for itself, so that no role waits for another. A stage
-// that goes beyond KV tile `kv_end` has keys that do not count.
-__device__ __forceinline__ KeyBounds tile_bounds(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
-                                                 uint32_t lane) {
-  KeyBounds bounds = KeyBounds::none();
-  for (uint32_t row = lane; row < tile.rows; row += 32) {
-    bounds = bounds.join(KeyBounds::of(row_visibility<false>(p, tile, row)));
+// What the rows of a tile have in common, and what row `first` + lane sees; `first` is a multiple of 32. Each warp
+// finds it for itself, so that no role waits for another.
+struct TileView {
+  KeyBounds bounds;
+  RowView row;
+
+  __device__ __forceinline__ static TileView of(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
+                                                uint32_t first, uint32_t lane) {
+    TileView found{KeyBounds::none(), {}};
+#pragma unroll 1
+    for (uint32_t block = 0; block < tile.rows; block += 32) {
+      const Visibility seen = row_visibility<false>(p, tile, block + lane);
+      if (block + lane < tile.rows) found.bounds = found.bounds.join(KeyBounds::of(seen));
+      if (block == first) found.row = RowView::of(seen);
+    }
+    found.bounds = found.bounds.over_warp();
+    // A stage that goes beyond the last KV tile has keys that do not count.
+    const int64_t end = int64_t{kv_end} * kKvTile;
+    found.bounds.plain_end = static_cast<int32_t>(min_of<int64_t>(found.bounds.plain_end, end));
+    return found;
   }
-  bounds = bounds.over_warp();
-  bounds.plain_end = static_cast<int32_t>(min_of<int64_t>(bounds.plain_end, int64_t{kv_end} * kKvTile));
-  return bounds;
-}
+};
 
 // Fills the ring for one row tile after another. Stages that all rows see come by TMA where there are maps, the others
 // row by row.
@@ -156,7 +166,7 @@ class Producer {
 
   __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
     touch_row_tile(p_, tile, kv_begin * kKvTile, 2 * kKeys, thread());
-    const KeyBounds bounds = tile_bounds(p_, tile, kv_end, thread() % 32);
+    const auto [bounds, view] = TileView::of(p_, tile, kv_end, thread() / 32 * 32, thread() % 32);
     const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
     if (stages.first >= stages.end) return;
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
@@ -166,7 +176,6 @@ class Producer {
       reader.seq_len = static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile));
     }
     __syncwarp();
-    const RowView view = RowView::of(row_visibility<false>(p_, tile, thread()));
     const int32_t first_boxes = ceil_div(bounds.plain_begin, kKvTile);
     const int32_t last_boxes = maps_.box > 0 ? bounds.plain_end / kKvTile - kTiles : -1;
     const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage <= last_boxes; };
