@@ -6,10 +6,6 @@
 
 namespace pagedtree::cuda {
 
-// The lane's part of 16 rows of Q, as the left operand of a product.
-template <typename I>
-using QFragments = uint32_t[I::kHeadDim / 16][4];
-
 // Eight columns of Q.
 __device__ __forceinline__ uint4 load_chunk(const uint16_t* from, bool aligned) {
   if (aligned) return *reinterpret_cast<const uint4*>(from);
@@ -21,46 +17,9 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from, bool aligned) 
   return words;
 }
 
-// Loads Q of the warp's rows, from `row` of the tile on, negated if `negate`, so that scores are scaled by a positive
-// number. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
-template <typename I>
-__device__ __forceinline__ void load_q_fragments(const AttentionParams& p, const RowTile& tile, uint32_t row,
-                                                 bool aligned, bool negate, float factor, QFragments<I>& q,
-                                                 RowFactors<I>& factors) {
-  const uint32_t lane = ptx::thread_index() % 32;
-#pragma unroll
-  for (uint32_t half = 0; half < 2; ++half) {
-    const uint32_t own = row + half * 8 + lane / 4;
-    const uint16_t* from = static_cast<const uint16_t*>(p.q);
-    if (own < tile.rows) from += tile.token(p, own) * p.q_token_stride + tile.head(p, own) * p.q_head_stride;
-    uint32_t largest = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < I::kHeadDim / 8; ++i) {
-      uint32_t pair = 0;
-      if (own < tile.rows) {
-        const uint16_t* at = from + i * 8 + lane % 4 * 2;
-        pair = aligned ? *reinterpret_cast<const uint32_t*>(at) : uint32_t{at[0]} | uint32_t{at[1]} << 16;
-      }
-      if (negate) pair ^= 0x80008000u;
-      q[i / 2][i % 2 * 2 + half] = pair;
-      if constexpr (I::kScalesRows) largest = larger_magnitudes(largest, pair);
-    }
-    factors[0][half] = factor;
-    if constexpr (I::kScalesRows) {
-      const RowScale scale(largest_magnitude<4>(largest));
-      factors[0][half] = fmaxf(factor * scale.inverse(), 0x1p-126f);
-#pragma unroll
-      for (uint32_t i = 0; i < I::kHeadDim / 8; ++i) {
-        uint32_t& pair = q[i / 2][i % 2 * 2 + half];
-        pair = scale.pair(pair);
-      }
-    }
-  }
-}
-
-// Copies the warp's rows of Q, from `row` of the tile on, as load_q_fragments() loads them, to where wgmma expects
-// them: `num_chunks` times 8 columns from chunk `first_chunk` on, 0 behind the last column. A thread's loads are in
-// flight together.
+// Copies the warp's rows of Q, from `row` of the tile on, to where wgmma expects them, negated if `negate`, so that
+// scores are scaled by a positive number: `num_chunks` times 8 columns from chunk `first_chunk` on, 0 behind the last
+// column. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
 template <typename I>
 __device__ __forceinline__ void copy_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t row,
                                             uint32_t first_chunk, uint32_t num_chunks, bool aligned, bool negate,
@@ -120,23 +79,17 @@ __device__ __forceinline__ void copy_q_rows(const AttentionParams& p, const RowT
 
 constexpr uint32_t kEightRows = 8 * 128, kQPanelBytes = 8 * kEightRows;  // in a panel of 64 columns
 
-// Starts scores = Q K, with Q in registers or in shared memory.
+// Starts scores = Q K.
 template <typename I>
-__device__ __forceinline__ void start_scores(Scores<I>& scores, const QFragments<I>& q, const unsigned char* q_shared,
-                                             const unsigned char* k) {
+__device__ __forceinline__ void start_scores(Scores<I>& scores, const unsigned char* q, const unsigned char* k) {
   // A descriptor counts 16 bytes from its lowest bit on, so a constant leads to the next columns.
-  const uint64_t first_keys = ptx::matrix_descriptor(k, 16, kEightRows);
-  const uint64_t first_rows = I::kShape.q_in_registers() ? 0 : ptx::matrix_descriptor(q_shared, 16, kEightRows);
+  const uint64_t rows = ptx::matrix_descriptor(q, 16, kEightRows), keys = ptx::matrix_descriptor(k, 16, kEightRows);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
-    const uint64_t keys = first_keys + (step / 4 * I::kPanelBytes + step % 4 * 32) / 16;
-    if constexpr (I::kShape.q_in_registers()) {
-      ptx::wgmma_rs<typename I::M, I::kShape.keys, false>(scores[0], q[step], keys, step > 0);
-    } else {
-      ptx::wgmma_ss<typename I::M, I::kShape.keys>(
-          scores[0], first_rows + (step / 4 * kQPanelBytes + step % 4 * 32) / 16, keys, step > 0);
-    }
+    const uint32_t panel = step / 4, in_panel = step % 4 * 32;
+    ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + (panel * kQPanelBytes + in_panel) / 16,
+                                                 keys + (panel * I::kPanelBytes + in_panel) / 16, step > 0);
   }
   ptx::wgmma_commit();
 }
@@ -258,19 +211,13 @@ class Consumer : public ConsumerBase<I> {
     if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
     const bool both = tile.rows > I::kGroupRows;
     const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
-    QFragments<I> q;
     RowFactors<I> row_factors;
-    // Found anew for many columns, as all descriptors would be kept in registers.
-    const auto q_shared = [&] { return shared_.q(I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
-    if constexpr (I::kShape.q_in_registers()) {
-      load_q_fragments<I>(p_, tile, row(), call_.q_aligned, scale < 0.0f, factor, q, row_factors);
-    } else {
-      meet_group();  // the rows before are used up
-      copy_q_rows<I>(p_, tile, row(), 0, I::kHeadDim / 8, call_.q_aligned, scale < 0.0f, factor, q_shared(),
-                     row_factors);
-      ptx::fence_proxy_async();
-      meet_group();
-    }
+    // Found anew, where the compiler would keep all descriptors in registers.
+    const auto q = [&] { return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
+    meet_group();  // the rows before are used up
+    copy_q_rows<I>(p_, tile, row(), 0, I::kHeadDim / 8, call_.q_aligned, scale < 0.0f, factor, q(), row_factors);
+    ptx::fence_proxy_async();
+    meet_group();
     sums.clear();
 
     Scores<I> scores;
@@ -295,7 +242,7 @@ class Consumer : public ConsumerBase<I> {
     turns_.wait(both);
     bool plain = is_plain(stages.first);
     int keys = next_stage(plain), values = 0;
-    start_scores<I>(scores, q, q_shared(), shared_.stage(keys));
+    start_scores<I>(scores, q(), shared_.stage(keys));
     ptx::wgmma_commit();  // no values yet
     turns_.pass(both);
     // The scores of the next keys are computed and weighed while the values of the ones before are multiplied.
@@ -316,7 +263,7 @@ class Consumer : public ConsumerBase<I> {
       turns_.wait(both);
       const bool next_plain = is_plain(stage);
       keys = next_stage(next_plain);
-      start_scores<I>(scores, q, q_shared(), shared_.stage(keys));
+      start_scores<I>(scores, q(), shared_.stage(keys));
       values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));
       turns_.pass(both);

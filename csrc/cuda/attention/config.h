@@ -50,10 +50,9 @@ struct TileShape {
     return m_tile > 32 || head_dim > 96 ? 2 : head_dim == 64 ? 4 : 3;
   }
 
-  // Bytes of shared memory: Q (wgmma takes it from registers where they suffice), one stage, with mma.sync with the
-  // addresses of its rows, the header, the output of mma.sync in fp32.
-  constexpr bool q_in_registers() const { return is_wgmma() && head_dim < 256 && keys == kKvTile; }
-  constexpr int q_bytes() const { return q_in_registers() ? 0 : m_tile * head_dim * 2; }
+  // Bytes of shared memory: Q, one stage, with mma.sync with the addresses of its rows, the header, the output of
+  // mma.sync in fp32.
+  constexpr int q_bytes() const { return m_tile * head_dim * 2; }
   // Bytes of the weights that groups of warps give each other.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
