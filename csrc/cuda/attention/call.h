@@ -19,7 +19,7 @@ struct PieceOrder {
   int32_t first, number, count;
 };
 
-// What a CTA keeps of a row tile of which it has a piece; no rows if it has none.
+// What a CTA keeps of a row tile of which it has a piece.
 struct Cut : TileRows {
   PieceOrder order;
 };
@@ -46,8 +46,10 @@ struct Pieces {
     float* piece = memory + ((is_first ? 0 : capacity) + cta) * floats();
     return {reinterpret_cast<float2*>(piece), piece + 2 * rows};
   }
-  PT_HOST_DEVICE Piece of(const PieceOrder& order, int32_t sharers) const {
-    return of(order.first + order.number * sharers, order.number == 0);
+  // The CTA's own piece of the row tile at the end of its range, or else at the begin.
+  __device__ __forceinline__ Piece of(const Share& share, bool is_first) const {
+    const PieceOrder& order = cuts(share.cta)[is_first].order;
+    return of(order.first + order.number * share.sharers, is_first);
   }
   // The last words of the CTA's entry; 0 between calls.
   PT_HOST_DEVICE unsigned* ticket(int32_t cta, bool is_first) const {

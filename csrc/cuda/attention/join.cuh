@@ -87,7 +87,7 @@ __device__ __forceinline__ void join_group(const PieceOf& piece_of, int32_t size
 
 // Joins what is ready with a piece, which the `num_threads` threads of the CTA have stored; meet() is their barrier.
 template <typename I, typename Meet>
-__device__ __forceinline__ void join_pieces(const AttentionParams& p, const CallShape& call, Walk& walk, const Cut& cut,
+__device__ __forceinline__ void join_pieces(const AttentionParams& p, const CallShape& call, Walk& walk, Cut cut,
                                             uint32_t num_threads, const Meet& meet) {
   const ToOutput<typename I::T> output{p, cut, call.out_aligned};
   const Pieces pieces = pieces_of<I>(call);
@@ -119,8 +119,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
                                           uint32_t num_threads, const Meet& meet) {
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    const Cut cut = call.pieces.cuts(walk.share.cta)[i];
-    if (cut.rows > 0) join_pieces<I>(p, call, walk, cut, num_threads, meet);
+    if (walk.is_cut[i]) join_pieces<I>(p, call, walk, call.pieces.cuts(walk.share.cta)[i], num_threads, meet);
   }
 }
 

@@ -96,8 +96,8 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
   walk.advance(p, shape, is_behind);
 }
 
-__device__ inline __attribute__((noinline)) void note_rare_cut(const Walk& walk, const Pieces& pieces, Cut& cut) {
-  cut = {walk.tile, order_of(walk, pieces, walk.at, walk.tile.kv_tiles())};
+__device__ inline __attribute__((noinline)) void note_rare_cut(Walk& walk, const Pieces& pieces) {
+  note_cut(walk, pieces, walk.at, walk.tile, order_of(walk, pieces, walk.at, walk.tile.kv_tiles()));
 }
 
 template <typename I>
@@ -133,16 +133,15 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       parts.store(sums);
     }
     const bool is_whole = walk.is_whole();
-    Cut* const cut = call.pieces.cuts(walk.share.cta) + (walk.at.kv_tile == 0);
     if (!is_whole && ptx::thread_index() == 0) {
       if (walk.is_planned) {
-        *cut = {walk.tile, walk.order};
+        note_cut(walk, call.pieces, walk.at, walk.tile, walk.order);
       } else {
-        note_rare_cut(walk, call.pieces, *cut);
+        note_rare_cut(walk, call.pieces);
       }
     }
     __syncthreads();
-    const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(cut->order, walk.share.sharers);
+    const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
     join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
             ToPiece{piece, I::kHeadDimV});
     if (!walk.has_more) break;

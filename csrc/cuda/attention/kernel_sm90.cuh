@@ -49,11 +49,12 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
-      Cut* const cut = call.pieces.cuts(shared.walk.share.cta) + (at.kv_tile == 0);
-      if (ptx::thread_index() == 0) *cut = {tile, order_of(shared.walk, call.pieces, at, tile.kv_tiles())};
+      if (ptx::thread_index() == 0) {
+        note_cut(shared.walk, call.pieces, at, tile, order_of(shared.walk, call.pieces, at, tile.kv_tiles()));
+      }
       meet();
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{pieces_of<I>(call).of(cut->order, shared.walk.share.sharers), I::kHeadDimV});
+                    ToPiece{pieces_of<I>(call).of(shared.walk.share, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });

@@ -37,6 +37,7 @@ struct Walk {
   bool is_planned;   // the row tile is the record's
   bool has_more;     // others may follow
   bool joins;        // a group of pieces
+  bool is_cut[2];    // whether the CTA has a piece of the row tile at the begin of its range, or of that at the end
   PieceOrder order;  // of the record's piece
   RowTile tile;      // the CTA's rows of it; none at the end of the range
 
@@ -48,7 +49,7 @@ struct Walk {
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
     const int32_t *planned = ranges_of_list(p.plan, call.work.list), capacity = call.pieces.capacity;
     share = {planned_sharers(planned, capacity), static_cast<int32_t>(blockIdx.x)};
-    for (int i = 0; i < 2; ++i) call.pieces.cuts(share.cta)[i].rows = 0;
+    is_cut[0] = is_cut[1] = false;
     is_planned = false;
     if (reinterpret_cast<uintptr_t>(planned) % alignof(RangeRecord) != 0) return;
     const PlanHeader header = *reinterpret_cast<const PlanHeader*>(planned);
@@ -150,6 +151,14 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
     begin = end;
   }
   return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
+}
+
+// Writes down that the CTA has a piece of `tile`, from `at` on.
+__device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces, const WorkPosition& at, const RowTile& tile,
+                                         const PieceOrder& order) {
+  const bool is_first = at.kv_tile == 0;
+  walk.is_cut[is_first] = true;
+  pieces.cuts(walk.share.cta)[is_first] = {tile, order};
 }
 
 }  // namespace pagedtree::cuda
