@@ -86,7 +86,7 @@ else
   install
 fi
 PEERS=(pagedtree SDPA FlashInfer flash-attn Triton vLLM)
-# Plan, attention and join; a walk over filtered rows; all rows; a walk by ratios.
+# Plan and attention; a walk over filtered rows; all rows; a walk by ratios.
 PROFILED=("B 1, L 8k, T 16" "verify_sampled, top-p 0.9, B 8" "top-p 0.9, 2048 rows" "verify_rejection, drawn drafts, B 8")
 
 case $part in
