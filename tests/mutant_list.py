@@ -10,7 +10,7 @@ __all__ = ["MUTANTS", "Mutant"]
 
 DRAFTS, OPTIONS, HUGE = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "options", "huge_logits"))
 LOGPROBS = "tests/ops/test_token_logprobs.py"
-GROWN = "tests/ops/test_expand_tree.py"
+GROWN, SAMPLED = "tests/ops/test_expand_tree.py", "tests/ops/test_sampling.py"
 CHOSEN = tuple(
     f"tests/generation/test_{name}.py"
     for name in ("combined_drafter", "tree_tuner", "recorded_texts", "generate_drafters", "block_drafter")
@@ -22,6 +22,10 @@ HYBRID = ("tests/generation/test_generate.py", "tests/generation/test_generate_h
 
 def of_options(name: str, line: str, broken: str, tests: tuple[str, ...] = (CASES,)) -> Mutant:
     return Mutant(name, "core/options.h", line, broken, tests)
+
+
+def of_noise(name: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, "core/noise.h", line, broken, (SAMPLED,), only="cpu and (chi_square or noise)")
 
 
 def of_top(name: str, line: str, broken: str, file: str = "cuda/drafting/top_tokens.cuh") -> Mutant:
@@ -108,7 +112,7 @@ RULES = [
     ),
     Mutant(
         "the best tokens instead of draws", "cpu/isa/logits/draw_children.cpp",
-        "score[j] += gumbel_of_word<VectorMath>(words[j]);", "",
+        "log_exact<ScalarMath>(mass) + noise.of_token(begin + at);", "log_exact<ScalarMath>(mass);",
     ),
     Mutant(
         "joint acceptance as a capped ratio", "core/verify/block.h",
@@ -166,6 +170,9 @@ RULES = [
     ),
     Mutant("a token too many", "core/verify/tree_walk.h", "p.tokens_left[b], 0", "p.tokens_left[b] + 1, 0"),
     Mutant("a limit that ends no sequence", "core/step.h", "ended = ended || kept == left;", ""),
+    of_noise("the first member has the least of a group", "return words[0] >> 29;", "return 0;"),
+    of_noise("the least of eight as the least of one", " * (1.0f / kNoiseGroup)", ""),
+    of_noise("members that share a word", "member + (member < first())", "member | 1"),
 ]  # fmt: skip
 
 ON_PATH = "at.go_up()) count += at.token() == token;"

@@ -129,19 +129,4 @@ PT_HOST_DEVICE typename M::Float exponential_of_word(typename M::Uint word) {
   return -log_of_parts<M>(exponent, t);
 }
 
-// Gumbel noise -log(-log(1 - v)); at most kMaxGumbel, absolute error below 2e-6.
-constexpr float kMaxGumbel = 22.9f;
-template <typename M>
-PT_HOST_DEVICE typename M::Float gumbel_of_word(typename M::Uint word) {
-  return -log_exact<M>(exponential_of_word<M>(word));
-}
-
-// An upper bound of gumbel_of_word(word) for a fraction of its cost, at most 0.07 too high where the noise exceeds 3.
-// It uses G <= -log v and log2(1 + f) >= f, where f is the mantissa as it stands.
-template <typename M>
-PT_HOST_DEVICE typename M::Float gumbel_bound(typename M::Uint word) {
-  const auto log2_bits = M::to_float(M::template bits<typename M::Int>(M::to_float(word)));  // (log2(word) + 127) 2^23
-  return M::fma(log2_bits, M::splat(-kLn2 / 8388608.0f), M::splat((32 + 127) * kLn2 + 1e-3f));
-}
-
 }  // namespace pagedtree

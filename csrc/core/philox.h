@@ -8,7 +8,7 @@ namespace pagedtree {
 
 // What a draw is for. Two uses at one position never share words; the values are part of every seeded result.
 enum class RandomUse : uint32_t {
-  kGumbel = 0,     // word id % 4 of block id / 4: the noise of token id, shared by sample and verify_sampled
+  kGumbel = 0,     // the noise of tokens, shared by sample and verify_sampled: core/noise.h
   kCoin = 1,       // words 0 and 1 of block r: the acceptance coin of sibling rank r
   kFinalDraw = 2,  // words 0 and 1 of block 0: the bonus
   kDraft = 3,      // a draft model's own draws; those of several nodes at one position differ, see draft_use
@@ -20,14 +20,23 @@ PT_HOST_DEVICE RandomUse draft_use(int64_t node) {
   return static_cast<RandomUse>(static_cast<uint32_t>(RandomUse::kDraft) | static_cast<uint32_t>(node) << 8);
 }
 
+// The use of the words that the other tokens of a group of noise have, whose least word is of `use`.
+PT_HOST_DEVICE RandomUse use_of_others(RandomUse use) {
+  return static_cast<RandomUse>(static_cast<uint32_t>(use) | 0x80u);
+}
+
 // One block of 4 words, for each lane of M. The counter's words are (position low, position high, index, use).
-template <typename M>
+// Where it is drawn seldom, a GPU rather has short code.
+template <typename M, int kUnroll = 10>
 PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint index, RandomUse use,
                            typename M::Uint words[4]) {
   const uint64_t counter = static_cast<uint64_t>(position);
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   auto c0 = M::splat(static_cast<uint32_t>(counter)), c1 = M::splat(static_cast<uint32_t>(counter >> 32));
   auto c2 = index, c3 = M::splat(static_cast<uint32_t>(use));
+#if defined(__CUDACC__)
+#pragma unroll kUnroll
+#endif
   for (int round = 0; round < 10; ++round) {
     typename M::Uint high0, low0, high1, low1;
     M::multiply(c0, 0xD2511F53u, high0, low0);

@@ -1,6 +1,7 @@
 // Reads a row of logits in its own dtype. A whole CTA reads it, or each CTA of a cluster a part.
 #pragma once
 
+#include "core/noise.h"
 #include "cuda/stored_logits.cuh"
 #include "cuda/tile/block.cuh"
 #include "cuda/tile/launch.cuh"
@@ -170,33 +171,36 @@ class LogitReader {
     }
   }
 
-  // Calls f(index, words) for batches of clean words `stride` apart; `index` is that of the first word. Each lane of a
-  // warp has its own words, from `begin` + lane on. All lanes call f together until the first lane is at `end`; words
-  // past the row are -inf.
+  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is that of the first word. Each lane of a
+  // warp has its own words, from `first` + lane on. Words past the row are -inf.
   template <typename F>
-  __device__ __forceinline__ void each_batch(int begin, int stride, int end, F f) const {
-    const int lane = static_cast<int>(threadIdx.x % 32);
-    const bool as_it_stands = stands();
+  __device__ __forceinline__ void with_batch(int first, int stride, F f) const {
+    const int own = first + static_cast<int>(threadIdx.x % 32);
+    uint4 words[kBatch];
+    load(own, stride, words);
+    if (!stands() || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
 #pragma unroll 1
-    for (int first = begin; first < end; first += kBatch * stride) {
-      uint4 words[kBatch];
-      load(first + lane, stride, words);
-      if (!as_it_stands || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
-#pragma unroll 1
-        for (int i = 0; i < kBatch; ++i) {
-          const uint4 word = made_clean(first + lane + i * stride, words[0]);
+      for (int i = 0; i < kBatch; ++i) {
+        const uint4 word = made_clean(own + i * stride, words[0]);
 #pragma unroll
-          for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
-          words[kBatch - 1] = word;
-        }
+        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
+        words[kBatch - 1] = word;
       }
-      f(first + lane, words);
     }
+    f(own, words);
   }
-  // The same for this warp's words of the row.
+  // Calls f(index, stride, words) for the row's batches, so that a batch's words belong to groups of noise of which one
+  // block has the words (core/noise.h), if the row begins with a block.
   template <typename F>
-  __device__ __forceinline__ void each_own_batch(F f) const {
-    each_batch(own_begin(), own_stride(), num_words(), f);
+  __device__ __forceinline__ void each_noise_batch(F f) const {
+    static_assert(kBatch == kNoiseRun / 32);
+    const int warps = own_stride() / 32, lanes = kNoiseGroup / of_word();  // that share a group
+#pragma unroll 1
+    for (int i = own_begin() / 32;; i += warps) {
+      const int first = (i / lanes * kNoiseRun) * lanes + i % lanes * 32;
+      if (first >= num_words()) return;
+      with_batch(first, 32 * lanes, [&](int index, const uint4(&words)[kBatch]) { f(index, 32 * lanes, words); });
+    }
   }
   // The shuffle tells the compiler that the result is the same for all lanes.
   __device__ int own_begin() const {
@@ -204,19 +208,22 @@ class LogitReader {
   }
   __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
 
-  // Calls f(index, word) for the words of each_batch, one after the other. A batch is left out if has_any(its largest
-  // logit), which all lanes call together, is false.
+  // Calls f(index, word) for clean words `stride` apart, from `begin` + lane on. All lanes call f together until the
+  // first lane is at `end`. A batch is left out if has_any(its largest logit), which all lanes call together, is false.
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_word(int begin, int stride, int end, HasAny has_any, F f) const {
-    each_batch(begin, stride, end, [&](int first, uint4(&words)[kBatch]) {
-      if (!has_any(largest_of_words(words))) return;
 #pragma unroll 1
-      for (int i = 0; i < kBatch && first - static_cast<int>(threadIdx.x % 32) < end; ++i, first += stride) {
-        f(first, words[0]);
+    for (int of_batch = begin; of_batch < end; of_batch += kBatch * stride) {
+      with_batch(of_batch, stride, [&](int first, uint4(&words)[kBatch]) {
+        if (!has_any(largest_of_words(words))) return;
+#pragma unroll 1
+        for (int i = 0; i < kBatch && first - static_cast<int>(threadIdx.x % 32) < end; ++i, first += stride) {
+          f(first, words[0]);
 #pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
-      }
-    });
+          for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
+        }
+      });
+    }
   }
   template <typename HasAny, typename F>
   __device__ __forceinline__ void each_own_word(HasAny has_any, F f) const {

@@ -14,111 +14,99 @@ struct SamplingShared {
 };
 static_assert(has_room_for_values(offsetof(SamplingShared, radix), offsetof(SamplingShared, filter)));
 
-// The best x + noise of this thread's kept tokens, as ranked() gives it; 0 if none can beat `bound`, the peak's own
-// score. noise_words(token, count, words) gives the noise words of the `count` tokens in a word of logits. A warp draws
-// noise for its words of logits together, unless none of them can win. Logarithms are computed only for tokens that may
-// still win with their noise.
-template <typename Reader, typename NoiseWords>
-__device__ __forceinline__ uint64_t race_of_thread(const Reader& row, const Scale& scale, const Filter& filter,
-                                                   float bound, NoiseWords noise_words) {
-  const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
-  uint64_t best = 0;
-  row.each_own_batch([&](int word, const uint4(&batch)[Reader::kBatch]) {
-    float most[Reader::kBatch], most_of_batch = -kInfinity;
-#pragma unroll
-    for (int i = 0; i < Reader::kBatch; ++i) {
-      most[i] = scale(row.largest_of_word(batch[i]));
-      most_of_batch = max_of(most_of_batch, most[i]);
-    }
-    const auto may_win = [&](float x, float noise) { return x >= kept_x && x + noise >= bound; };
-    if (!__any_sync(~0u, may_win(most_of_batch, kMaxGumbel))) return;
-#pragma unroll 1
-    for (int of_batch = 0; of_batch < Reader::kBatch; ++of_batch, word += row.own_stride()) {
-      const float x_of_word = most[0];
-#pragma unroll
-      for (int i = 0; i + 1 < Reader::kBatch; ++i) most[i] = most[i + 1];
-      if (!__any_sync(~0u, may_win(x_of_word, kMaxGumbel))) continue;
-      const int token = word * row.of_word();
-      uint32_t noise[kMostOfWord]{}, least = ~0u;  // the smallest word gives the largest noise
-      noise_words(token, row.of_word(), noise);
-#pragma unroll
-      for (int i = 0; i < kMostOfWord; ++i) {
-        if (i < row.of_word()) least = min_of(least, noise[i]);
-      }
-      if (!__any_sync(~0u, may_win(x_of_word, gumbel_bound<ScalarMath>(least)))) continue;
-      uint4 logits = row.clean_word_at(word);  // again: few words come here, and registers are scarce
-#pragma unroll 1
-      for (int i = 0; i < row.of_word(); ++i) {
-        const float logit = row.first_of(logits), x = scale(logit);
-        if (may_win(x, gumbel_bound<ScalarMath>(noise[0])) && filter.keeps(token + i, logit, x)) {
-          const float score = x + gumbel_of_word<ScalarMath>(noise[0]);
-          bound = max_of(bound, score);
-          best = max_of(best, ranked(score, token + i));
-        }
-        logits = row.without_first(logits);
-#pragma unroll
-        for (int j = 0; j + 1 < kMostOfWord; ++j) noise[j] = noise[j + 1];
-      }
-      // The tokens of other lanes must beat this score.
-      bound = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(bound)));
-    }
-  });
-  return best;
-}
-
-// The noise of token `id`, whose block of noise has these words.
-__device__ __forceinline__ float noise_of(int64_t id, const uint32_t* words) {
-  const uint32_t even = id & 1 ? words[1] : words[0], odd = id & 1 ? words[3] : words[2];
-  return gumbel_of_word<ScalarMath>(id & 2 ? odd : even);
-}
-
-// The noise words of a row's tokens. A row that is a part of a vocabulary begins with its token `first_token`, anywhere
-// in a block of noise.
+// The noise of a row that is a part of a vocabulary and begins with its token `first_token`; `kWhole`: with token 0.
 template <bool kWhole>
 struct RaceNoise {
   uint64_t seed;
   int64_t position;
   int64_t first_token;
 
-  __device__ __forceinline__ void block_of(int64_t id, uint32_t* words) const {
-    philox<ScalarMath>(seed, position, static_cast<uint32_t>(id) / 4, RandomUse::kGumbel, words);
+  __device__ __forceinline__ uint32_t id_of(int64_t token) const {
+    return static_cast<uint32_t>(kWhole ? token : first_token + token);
+  }
+  __device__ __forceinline__ NoiseGroup group_of(uint32_t id) const {
+    return NoiseGroup(seed, position, RandomUse::kGumbel, id / kNoiseGroup);
   }
 
-  __device__ __forceinline__ void operator()(int token, int count, uint32_t (&words)[kMostOfWord]) const {
+  // For each word of a batch the smallest word of its groups, which gives the largest noise.
+  template <int kBatch>
+  __device__ __forceinline__ void least_of(int token, int stride, int of_word, uint32_t (&least)[kBatch]) const {
     if constexpr (kWhole) {
-#pragma unroll
-      for (int i = 0; i < kMostOfWord; i += 4) {
-        if (i < count) block_of(token + i, words + i);
-      }
+      philox<ScalarMath>(seed, position, run_block(id_of(token) / kNoiseGroup), RandomUse::kGumbel, least);
     } else {
-      const int64_t id = first_token + token;
-      const int skew = static_cast<int>(id % 4);  // of the first token in its block of noise
-      uint32_t blocks[kMostOfWord + 4];
-#pragma unroll
-      for (int i = 0; i < kMostOfWord + 4; i += 4) {
-        if (i < count || (i == count && skew != 0)) block_of(id + i, blocks + i);
-      }
-#pragma unroll
-      for (int shift = 1; shift <= 2; ++shift) {
-#pragma unroll
-        for (int i = 0; i + shift < kMostOfWord + 4; ++i) {
-          if (skew & shift) blocks[i] = blocks[i + shift];
+#pragma unroll 1
+      for (int i = 0; i < kBatch; ++i, token += stride) {
+        uint32_t word = ~0u;
+        const uint32_t last = (id_of(token) + of_word - 1) / kNoiseGroup;
+#pragma unroll 1
+        for (uint32_t group = id_of(token) / kNoiseGroup; group <= last; ++group) {
+          uint32_t words[4];
+          philox<ScalarMath, 1>(seed, position, run_block(group), RandomUse::kGumbel, words);
+          word = min_of(word, word_of_run(group, words));
         }
-      }
 #pragma unroll
-      for (int i = 0; i < kMostOfWord; ++i) words[i] = blocks[i];
+        for (int j = 0; j + 1 < kBatch; ++j) least[j] = least[j + 1];
+        least[kBatch - 1] = word;
+      }
     }
   }
 };
 
-// This thread's candidate for the kept token with the largest x + noise, the lowest id on ties. `peak` is the id of the
-// best token in the whole vocabulary, of which the row may be a part.
+// The best x + noise of this thread's kept tokens, as ranked() gives it, the lowest id on ties; 0 if none can win. A
+// warp draws the largest noise of groups of tokens for its words of logits together, and the others' only where one of
+// them may still win.
 template <typename Reader, bool kWhole>
-__device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, const Filter& filter, int64_t peak,
+__device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, const Filter& filter,
                                          const RaceNoise<kWhole>& noise) {
-  uint32_t of_peak[4];
-  noise.block_of(peak, of_peak);
-  return race_of_thread(row, scale, filter, noise_of(peak, of_peak), noise);
+  float bound = kMinNoise;  // the peak's own score is no less
+  const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
+  uint64_t best = 0;
+  row.each_noise_batch([&](int word, int stride, const uint4(&batch)[Reader::kBatch]) {
+    float most[Reader::kBatch], most_of_batch = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < Reader::kBatch; ++i) {
+      const float x = scale(row.largest_of_word(batch[i]));
+      most[i] = x >= kept_x ? x : -kInfinity;
+      most_of_batch = max_of(most_of_batch, most[i]);
+    }
+    if (!__any_sync(~0u, most_of_batch + kMaxNoise >= bound)) return;
+    uint32_t least[Reader::kBatch];
+    noise.least_of(word * row.of_word(), stride * row.of_word(), row.of_word(), least);
+    most_of_batch = -kInfinity;
+#pragma unroll
+    for (int i = 0; i < Reader::kBatch; ++i) {
+      most[i] += noise_bound<ScalarMath>(least[i]);
+      most_of_batch = max_of(most_of_batch, most[i]);
+    }
+    if (!__any_sync(~0u, most_of_batch >= bound)) return;
+#pragma unroll 1
+    for (int of_batch = 0; of_batch < Reader::kBatch; ++of_batch, word += stride) {
+      const bool may_win = most[0] >= bound;
+#pragma unroll
+      for (int i = 0; i + 1 < Reader::kBatch; ++i) most[i] = most[i + 1];
+      if (!__any_sync(~0u, may_win)) continue;
+      if (may_win) {
+        uint4 logits = row.clean_word_at(word);  // again: few words come here, and registers are scarce
+        const int token = word * row.of_word();
+        NoiseGroup group = noise.group_of(noise.id_of(token));
+#pragma unroll 1
+        for (int i = 0; i < row.of_word(); ++i) {
+          const uint32_t id = noise.id_of(token + i), member = id % kNoiseGroup;
+          if (!kWhole && i > 0 && member == 0) group = noise.group_of(id);
+          const float logit = row.first_of(logits), x = scale(logit);
+          if (filter.keeps(token + i, logit, x)) {
+            const float score = x + group.noise(member);
+            bound = max_of(bound, score);
+            if (score >= bound) best = max_of(best, ranked(score, token + i));
+          }
+          logits = row.without_first(logits);
+        }
+      }
+      // The tokens of other lanes must beat this score.
+      bound = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(bound)));
+    }
+  });
+  return best;
 }
 
 template <DType kDType>
@@ -143,7 +131,7 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Samplin
   // Seldom is it a tie at the threshold that wins. Only then the ties are looked for that the filter keeps.
 #pragma unroll 1
   while (true) {
-    const uint64_t best = race(row, scale, filter, peak.token, RaceNoise<true>{seed, position, 0});
+    const uint64_t best = race(row, scale, filter, RaceNoise<true>{seed, position, 0});
     const int64_t token = ranked_id(cluster_max(shared.radix.block, best));
     if (ties > 0 && row.logit(token) == filter.min_logit) {
       filter.tie_end = end_of_ties(row, filter.min_logit, ties, shared.radix.block);

@@ -8,7 +8,6 @@
 namespace pagedtree::cuda {
 
 constexpr int kWordBytes = 16;
-constexpr int kMostOfWord = 8;  // logits
 
 // Four logits of a word. Narrow logits, two per register, do not use z and w.
 using Four = uint4;

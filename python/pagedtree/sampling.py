@@ -32,13 +32,20 @@ def sample(
         grammar_mask: bool [R, V] or packed int32 [R, ceil(V / 32)], as for `verify_greedy`.
         options: the R requests' options; see `RequestOptions`.
 
-    The noise of token x depends only on (seed, position, x), so the result does not depend on batch, slot, threads or
-    instruction set, and equals the token of `verify_sampled` at that position:
+    Noise depends only on (seed, position, token), so the result does not depend on batch, slot, threads or instruction
+    set, and equals the token of `verify_sampled` at that position:
 
-        v[x] = (philox(key=seed, counter=(position, x // 4, gumbel))[x % 4] + 1/2) * 2**-32
-        token = argmax over kept x of (logits[x] - max) / temperature - log(-log1p(-v[x]))     # lowest id on ties
+        philox(block, use) = Philox4x32-10's words, key=seed, counter=(position, block, use)
+        exp(word) = -log1p(-(word + 1/2) * 2**-32)
+        group, member = divmod(x, 8)
+        block, lane = divmod(group, 128)
+        least = exp(philox(32 * block + lane % 32, 0)[lane // 32]) / 8
+        w = philox(2 * group, 0x80) + philox(2 * group + 1, 0x80)
+        has_least = w[0] >> 29
+        noise[x] = -log(least if member == has_least else least + exp(w[member + (member < has_least)]))
+        token = argmax over kept x of (logits[x] - max) / temperature + noise[x]     # lowest id on ties
 
-    This is a draw from the filtered softmax.
+    This is a draw from the filtered softmax: the least of 8 exponentials is one over 8, the others begin there.
 
     Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 

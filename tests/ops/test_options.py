@@ -112,7 +112,7 @@ def test_filters_where_penalties_take_the_likeliest(device, top_k):
     logits[0, second] += 2
     logits[0, -3000:] = -50
     said = torch.cat([likely[40:], second]).tolist()
-    every = {"bias": [{vocab - 5: 53.5, vocab - 2500: 53.4}] * count, "outputs": [said] * count}
+    every = {"bias": [{vocab - 5: 55.5, vocab - 2500: 55.4}] * count, "outputs": [said] * count}
     options = RequestOptions.from_lists(vocab, **every, device=device)
     one = RequestOptions.from_lists(vocab, outputs=[said], bias=every["bias"][:1])
     plain = {"temperature": 2.0, "top_k": top_k}

@@ -40,30 +40,35 @@ def test_philox_known_answers():
 
 
 @lru_cache
-def noise_of_two_tokens(count: int) -> tuple[Tensor, Tensor, np.ndarray]:
-    seeds = random_words(count, 1)
-    positions = random_words(count, 2)
-    # The rarest words too, both ends of the noise: the smallest and largest among many positions of one seed.
-    counter = np.zeros((400_000, 4), dtype=np.uint32)
-    counter[:, 0] = np.arange(400_000)
-    words = reference.philox4x32(counter, np.zeros((400_000, 2), dtype=np.uint32))[:, 0]
-    order = np.argsort(words)
-    extremes = torch.from_numpy(np.concatenate([order[:500], order[-500:]]))
-    seeds = torch.cat([seeds, torch.zeros(1000, dtype=torch.int64)])
-    positions = torch.cat([positions, extremes])
-    noise = np.stack([reference.gumbel_noise(int(s), int(p), 2) for s, p in zip(seeds, positions, strict=True)])
-    assert noise.max() > 12 and noise.min() < -2.4
-    return seeds, positions, noise
+def noise_of_two_tokens(count: int, vocab: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Seeds, positions, two tokens of each, their noise: tokens anywhere, and those with the rarest words."""
+    positions, words = 200_000, []
+    for use in (reference.GUMBEL, reference.GUMBEL | reference.OTHERS):
+        counter = np.zeros((positions, 4), dtype=np.uint32)
+        counter[:, 0], counter[:, 3] = np.arange(positions), use
+        words.append(reference.philox4x32(counter, np.zeros((positions, 2), dtype=np.uint32)))
+    first = words[1][:, 0] >> 29
+    pairs = np.stack([first, np.where(first == 0, 1, 0)], axis=1)  # tokens of word 0 and word 1
+    orders = np.argsort(words[0][:, 0]), np.argsort(words[1][:, 1])
+    ends = np.concatenate([order[part] for order in orders for part in (slice(200), slice(-200, None))])
+    anywhere = torch.rand(count, vocab, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    tokens = torch.cat([torch.from_numpy(pairs[ends].astype(np.int64)), anywhere])
+    seeds = torch.cat([torch.zeros(len(ends), dtype=torch.int64), random_words(count, 1)])
+    where = torch.cat([torch.from_numpy(ends), random_words(count, 2)])
+    noise = [reference.gumbel_noise(int(s), int(p), vocab)[t] for s, p, t in zip(seeds, where, tokens, strict=True)]
+    assert np.max(noise) > 13.5 and np.min(noise) < -2.5
+    return seeds, where, tokens, torch.from_numpy(np.stack(noise))
 
 
 def test_noise_of_a_token(device):
-    """Two tokens whose scores differ by 1e-5: the winner tells each token's noise to that accuracy, any word of it."""
-    shift, (seeds, positions, noise) = 1e-5, noise_of_two_tokens(4000)
-    tie = torch.from_numpy(noise[:, 1] - noise[:, 0])
+    """Two tokens whose scores differ by 1e-5: the winner gives each token's noise to that accuracy, any word of it."""
+    seeds, positions, places, noise = noise_of_two_tokens(600, 1100)
     for sign, winner in ((1, 0), (-1, 1)):
-        logits = torch.stack([tie + sign * shift, torch.zeros_like(tie)], dim=1).float()
+        logits = torch.full((len(seeds), 1100), -math.inf)
+        scores = torch.stack([noise[:, 1] - noise[:, 0] + sign * 1e-5, torch.zeros(len(seeds))], dim=1)
+        logits.scatter_(1, places, scores.float())
         tokens = sample(logits.to(device), SamplingParams(), seeds=seeds.to(device), positions=positions.to(device))
-        assert (tokens.cpu() == winner).all()
+        assert tokens.cpu().equal(places[:, winner])
 
 
 @pytest.mark.parametrize("vocab", [*(pytest.param(size, marks=pytest.mark.slow) for size in (2, 5, 16)), 33])

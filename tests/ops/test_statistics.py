@@ -52,11 +52,16 @@ def exact(row: Tensor, **sampling) -> np.ndarray:
     return reference.distribution(reference.clean_logits(row), **sampling)
 
 
-def draw(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **sampling) -> np.ndarray:
-    """Counts how often each token comes up at `count` neighbouring positions of one seed."""
+def drawn(row: Tensor, device: torch.device, count: int = COUNT, first: int = 0, **sampling) -> Tensor:
+    """The tokens at `count` neighbouring positions of one seed."""
     seeds, positions = torch.full((count,), 99, device=device), torch.arange(first, first + count, device=device)
-    tokens = sample(row.to(device).expand(count, -1), SamplingParams(**sampling), seeds=seeds, positions=positions)
-    return np.bincount(tokens.cpu().numpy(), minlength=row.numel())
+    params = SamplingParams(**sampling)
+    return sample(row.to(device).expand(count, -1), params, seeds=seeds, positions=positions).cpu()
+
+
+def draw(row: Tensor, device: torch.device, **draws) -> np.ndarray:
+    """Counts how often each token comes up."""
+    return np.bincount(drawn(row, device, **draws).numpy(), minlength=row.numel())
 
 
 @pytest.mark.parametrize("vocab", [3, 17, 130])
@@ -78,6 +83,18 @@ def test_sample_far_tail(device):
 def grouped_tail() -> np.ndarray:
     far = 100_000 * math.exp(-18.0)
     return np.array([1.0, far]) / (1.0 + far)
+
+
+def test_tokens_draw_independently(device):
+    """The winner among two tokens says nothing of the winner among two others, of the same group of noise or not."""
+    cells, chance = torch.zeros(COUNT, dtype=torch.int64), np.ones(1)
+    for tokens in ((0, 1), (2, 7), (5, 12), (9, 14)):
+        row = torch.full((16,), -math.inf)
+        row[[*tokens]] = torch.tensor([1.0, 0.0])
+        cells = 2 * cells + (drawn(row, device) == tokens[0])
+        p = 1 / (1 + math.exp(-1))
+        chance = np.outer(chance, [1 - p, p]).reshape(-1)
+    assert excess(np.bincount(cells.numpy(), minlength=chance.size), chance) < LIMIT
 
 
 # Two tokens of a chain whose next token depends on the last ---------------------------------------------------------

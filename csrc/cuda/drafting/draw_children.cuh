@@ -45,14 +45,19 @@ struct Masses {
 template <DType kDType>
 __device__ __forceinline__ void draw_distinct(const Masses<kDType>& masses, const ChildrenDraw& draw,
                                               BestShared& shared) {
+  NoiseGroup group;
   masses.each_four([&](int64_t token, const uint32_t (&four)[4]) {
-    uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(token / 4), draw.use, words);
+    const uint32_t member = static_cast<uint32_t>(token) % kNoiseGroup;
+    if (member == 0 || masses.row.is_wide()) {  // else the four before began the group
+      group = NoiseGroup(draw.seed, draw.position, draw.use, static_cast<uint32_t>(token) / kNoiseGroup);
+    }
+    uint32_t left[4] = {four[0], four[1], four[2], four[3]};
+#pragma unroll 1
+    for (uint32_t i = 0; i < 4 && token + i < masses.row.vocab(); ++i) {
+      const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(left[0]));
+      draw.probs[token + i] = left[0] != 0 ? log_mass + group.noise(member + i) : -kInfinity;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (token + i >= masses.row.vocab()) continue;
-      const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(four[i]));
-      draw.probs[token + i] = four[i] != 0 ? log_mass + gumbel_of_word<ScalarMath>(words[i]) : -kInfinity;
+      for (int j = 0; j < 3; ++j) left[j] = left[j + 1];
     }
   });
   __syncthreads();

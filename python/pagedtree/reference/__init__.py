@@ -16,6 +16,7 @@ from pagedtree.reference.options import (
 from pagedtree.reference.sampling import (
     DRAFT,
     GUMBEL,
+    OTHERS,
     clean_logits,
     distribution,
     draft_use,
@@ -44,6 +45,7 @@ from pagedtree.reference.verify import (
 __all__ = [
     "DRAFT",
     "GUMBEL",
+    "OTHERS",
     "acceptance",
     "apply_options",
     "block",

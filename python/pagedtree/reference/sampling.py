@@ -10,6 +10,8 @@ from torch import Tensor
 GUMBEL = 0
 
 DRAFT = 3
+# A bit of the use of words that belong to the tokens of a group of noise but its first.
+OTHERS = 0x80
 
 
 def philox4x32(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -42,9 +44,20 @@ def draft_use(place: int) -> int:
 
 
 def gumbel_noise(seed: int, position: int, vocab: int, use: int = GUMBEL) -> np.ndarray:
-    """Returns the noise of tokens 0..vocab-1: float64 [vocab]."""
-    words = random_words(seed, position, (vocab + 3) // 4, use).reshape(-1)[:vocab]
-    return -np.log(-np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32))
+    """Returns the noise of tokens 0..vocab-1, drawn in groups of 8: float64 [vocab]."""
+    groups = np.arange((vocab + 7) // 8)
+
+    def exponentials(words: np.ndarray) -> np.ndarray:
+        return -np.log1p(-(words.astype(np.float64) + 0.5) * 2.0**-32)
+
+    blocks = random_words(seed, position, (len(groups) + 127) // 128 * 32, use)
+    least = exponentials(blocks[groups // 128 * 32 + groups % 32, groups // 32 % 4]) / 8
+    words = random_words(seed, position, 2 * len(groups), use | OTHERS).reshape(-1, 8)
+    first = words[:, 0] >> 29
+    is_first = np.arange(8) == first[:, None]
+    more = np.zeros((len(groups), 8))
+    more[~is_first] = exponentials(words[:, 1:]).reshape(-1)
+    return -np.log(least[:, None] + more).reshape(-1)[:vocab]
 
 
 def clean_logits(row: Tensor, allowed: np.ndarray | None = None) -> np.ndarray:

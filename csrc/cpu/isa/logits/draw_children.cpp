@@ -2,6 +2,7 @@
 #include "core/drafting.h"
 #include "cpu/isa.h"
 #include "cpu/isa/logits/masses.h"
+#include "cpu/isa/logits/noise.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
@@ -38,30 +39,27 @@ static inline uint64_t write_distribution(const Masses<T>& masses, float* probs)
 // Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
 template <typename T>
 static inline int32_t draw_distinct(const Masses<T>& masses, const ChildrenDraw& draw) {
-  constexpr int kGroup = 4 * kLanes;  // one Philox block per lane
   const int32_t count = draw.count;
   int32_t size = 0;
-  for (int64_t begin = 0; begin < masses.row.vocab; begin += kGroup) {
-    vfloat score[4];
-    vfloat most = splat(-kInfinity);
-    for (int j = 0; j < 4; ++j) {
+  Noise noise(draw.seed, draw.position, draw.use);
+  const auto log_of = [](vfloat mass) { return select(mass > 0.0f, log_exact<VectorMath>(mass), splat(-kInfinity)); };
+  for (int64_t begin = 0; begin < masses.row.vocab; begin += kGroupsTokens) {
+    vfloat of_tokens[kNoiseGroup];
+    for (int j = 0; j < kNoiseGroup; ++j) {
       const int64_t t = begin + j * kLanes;
-      const vuint mass = t < masses.row.vocab ? masses.at(t) : vuint{};
-      score[j] = select(mass != 0u, log_exact<VectorMath>(VectorMath::to_float(mass)), splat(-kInfinity));
-      most = max(most, score[j]);
+      of_tokens[j] = t < masses.row.vocab ? VectorMath::to_float(masses.at(t)) : vfloat{};
     }
-    const float least = size == count ? draw.scores[count - 1] : -kInfinity;
-    if (lane_bits(most + kMaxGumbel > least) == 0) continue;
-    vuint words[4];
-    const vuint block = bits<vuint>(lane_index()) + static_cast<uint32_t>(begin / 4);
-    philox_lanes(draw.seed, draw.position, block, draw.use, words);
-    interleave_blocks(words);
-    for (int j = 0; j < 4; ++j) {
-      score[j] += gumbel_of_word<VectorMath>(words[j]);
-      for (uint32_t lanes = lane_bits(score[j] > least); lanes != 0; lanes &= lanes - 1) {
-        const int i = __builtin_ctz(lanes);
-        const int64_t token = begin + j * kLanes + i;
-        size = insert_ranked(draw.scores, draw.tokens, size, count, static_cast<float>(score[j][i]), token);
+    const vfloat most = log_of(largest_of_groups(of_tokens));
+    const auto least = [&] { return size == count ? draw.scores[count - 1] : -kInfinity; };
+    if (lane_bits(most + kMaxNoise > least()) == 0) continue;
+    const vfloat bounds = most + noise.bounds(begin);
+    for (uint32_t lanes = lane_bits(bounds > least()); lanes != 0; lanes &= lanes - 1) {
+      const int lane = __builtin_ctz(lanes);
+      for (int at = lane * kNoiseGroup; at < (lane + 1) * kNoiseGroup && bounds[lane] > least(); ++at) {
+        const float mass = of_tokens[at / kLanes][at % kLanes];
+        if (mass == 0.0f) continue;
+        const float score = log_exact<ScalarMath>(mass) + noise.of_token(begin + at);
+        size = insert_ranked(draw.scores, draw.tokens, size, count, score, begin + at);
       }
     }
   }

@@ -68,24 +68,4 @@ static inline void philox_lanes(uint64_t seed, int64_t position, vuint index, Ra
   for (int w = 0; w < 4; ++w) words[w] = bits<vuint>((even[w] & 0xffffffffu) | odd[w] << 32);
 }
 
-// a0 b0 a1 b1 ..., in two vectors.
-static inline void zip(vuint a, vuint b, vuint& first, vuint& second) {
-  vuint low, high;
-  for (int i = 0; i < kLanes; ++i) {
-    low[i] = static_cast<uint32_t>(i / 2 + (i % 2) * kLanes);
-    high[i] = low[i] + kLanes / 2;
-  }
-  first = __builtin_shuffle(a, b, low);
-  second = __builtin_shuffle(a, b, high);
-}
-
-// Blocks of four words side by side, word w of block i in words[w][i], into one run: block 0's four, block 1's, ...
-static inline void interleave_blocks(vuint words[4]) {
-  vuint even[2], odd[2];
-  zip(words[0], words[2], even[0], even[1]);
-  zip(words[1], words[3], odd[0], odd[1]);
-  zip(even[0], odd[0], words[0], words[1]);
-  zip(even[1], odd[1], words[2], words[3]);
-}
-
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA
