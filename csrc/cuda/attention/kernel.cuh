@@ -96,7 +96,8 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
   walk.advance(p, shape, is_behind);
 }
 
-__device__ inline __attribute__((noinline)) void note_rare_cut(Walk& walk, const Pieces& pieces) {
+// A reference to `pieces` would be kept in local memory.
+__device__ inline __attribute__((noinline)) void note_rare_cut(Walk& walk, Pieces pieces) {
   note_cut(walk, pieces, walk.at, walk.tile, order_of(walk, pieces, walk.at, walk.tile.kv_tiles()));
 }
 
