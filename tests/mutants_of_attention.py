@@ -35,8 +35,8 @@ WGMMA = [
     of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
     of_wgmma(
         "V given back while it is multiplied", "attend",
-        "ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);",
-        "if (stage != stages.first) release(values);\n      ptx::wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);",
+        "wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);",
+        "wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);\n      ptx::wgmma_wait<0>();",
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
@@ -58,7 +58,7 @@ WGMMA = [
     of_wgmma("boxes of the first head", "stage", "reader.kv_head, page, full", "0, page, full"),
     of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
-    of_wgmma("no first turn", "attend", "if (group() == 1) pass(true);", ""),
+    of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
     of_wgmma("a group without rows does not give stages back", "attend", "return skip(stages);", "return;"),
 ]  # fmt: skip
 
@@ -76,7 +76,7 @@ ENGINE = [
     ),
     Mutant(
         "panels of K behind each other's rows", "cuda/attention/attend_sm90.cuh",
-        "(step / 4 * I::kPanelBytes + step % 4 * 32) / 16", "(step * 32) / 16",
+        "(panel * I::kPanelBytes + in_panel) / 16", "(step * 32) / 16",
         ("tests/kernels/test_panels.py",), "simt", "agree",
     ),
     Mutant(
@@ -127,7 +127,7 @@ LATENT_WGMMA = [
     of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * I::kPanelBytes",
               "shared_.stage(stage)"),
     of_latent("the sum of one group", "own[half] + other", "own[half]"),
-    of_latent("Q beyond its columns", "|| block >= num_blocks", ""),
+    of_wgmma("Q beyond its columns", "attend", "if (chunk < chunks) values", "values"),
     of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
               "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip

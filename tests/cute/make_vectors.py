@@ -23,7 +23,6 @@ HERE = Path(__file__).resolve().parent
 VECTORS = HERE / "vectors.npz.xz"
 BUILD = HERE.parents[1] / "build" / "cute"
 PACKAGES = ("nvidia-cutlass==4.2.0.0", "nvidia-cuda-cccl==13.3.5.0.6")
-CUDA_HEADERS = Path("/usr/local/cuda/include")
 
 
 def caches() -> np.ndarray:
@@ -65,10 +64,9 @@ def maps_of(headers: list[Path], rows: np.ndarray) -> np.ndarray:
     compiler = ["g++", "-std=c++17", "-w", f"-I{folder}", *(f"-I{header}" for header in headers), HERE / "maps.cpp"]
     subprocess.run([*compiler, "-DSTANDS_FOR_DRIVER", "-shared", "-fPIC", "-o", folder / "libcuda.so.1"], check=True)
     subprocess.run([*compiler, "-o", folder / "maps", "-ldl"], check=True)
-    environment = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
     done = subprocess.run(
-        [folder / "maps"], input=rows.tobytes(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-        check=True,
+        [folder / "maps"], input=rows.tobytes(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
+        env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
     )  # fmt: skip
     return np.frombuffer(done.stdout, np.uint64).reshape(len(rows), 12)
 
@@ -84,10 +82,9 @@ def main() -> None:
     headers = [
         BUILD / "packages/cutlass_library/source/include",
         BUILD / "packages/nvidia/cu13/include/cccl",
-        CUDA_HEADERS,
+        Path("/usr/local/cuda/include"),
     ]
-    includes = [f"-I{folder}" for folder in headers]
-    program = BUILD / "witness"
+    includes, program = [f"-I{folder}" for folder in headers], BUILD / "witness"
     subprocess.run(["g++", "-std=c++17", "-w", *includes, HERE / "witness.cpp", "-o", program], check=True)
     subprocess.run([program, words], check=True)
     vectors = {path.stem: np.fromfile(path, np.uint32) for path in sorted(words.glob("*.u32"))}

@@ -198,7 +198,8 @@ static void wgmma(const char* name) {
   save(std::string(name) + ".out", out);
 }
 
-// ---- a stage of 64 or 128 keys: [start, leading, stride] in bytes of each step's descriptor, then where each 16 bytes lie
+// ---- a stage of 64 or 128 keys: [start, leading, stride] in bytes of each step's descriptor, then where each 16 bytes
+// lie
 struct Descriptor {
   uint32_t start, leading, stride;
 };
@@ -208,9 +209,12 @@ static Descriptor descriptor_of(const T& given) {
   const auto bytes = [&](int shift) { return uint32_t(bits >> shift & 0x3fff) * 16; };
   return {bytes(0), bytes(16), bytes(32)};
 }
-static void save_panels(const std::string& name, const std::vector<Descriptor>& steps,
-                        const std::vector<uint32_t>& chunks) {
-  std::vector<uint32_t> words;
+template <class At>
+static void save_panels(const std::string& name, const std::vector<Descriptor>& steps, int keys, int columns,
+                        const At& at) {
+  std::vector<uint32_t> words, chunks;
+  for (int key = 0; key < keys; ++key)
+    for (int c = 0; c < columns; c += 8) chunks.push_back(at(key, c) * 2);
   for (const Descriptor& s : steps) words.insert(words.end(), {s.start, s.leading, s.stride});
   save(name + ".steps", words);
   save(name + ".chunks", chunks);
@@ -222,8 +226,8 @@ static void k_panels(const char* name) {
   using namespace SM90::GMMA;
   static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
-  Tensor s =
-      make_tensor(make_smem_ptr(memory), tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<Int<Keys>, Int<Columns>>{}));
+  Tensor s = make_tensor(make_smem_ptr(memory),
+                         tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<Int<Keys>, Int<Columns>>{}));
   using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<Keys>, _64>, Major::K, Major::K>());
   auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s)), left = thr.make_fragment_A(thr.partition_A(s));
@@ -232,10 +236,7 @@ static void k_panels(const char* name) {
     steps.push_back(descriptor_of(*d(_, 0, k).data()));
     if (Keys == 64 && uint64_t((*d(_, 0, k).data()).desc_) != uint64_t((*left(_, 0, k).data()).desc_)) abort();
   }
-  std::vector<uint32_t> chunks;
-  for (int key = 0; key < Keys; ++key)
-    for (int c = 0; c < Columns; c += 8) chunks.push_back(uint32_t(&s(key, c) - memory) * 2);
-  save_panels(name, steps, chunks);
+  save_panels(name, steps, Keys, Columns, [&](int key, int c) { return uint32_t(&s(key, c) - memory); });
 }
 
 // V as the right operand, multiplied N columns at a time; chunks as those of K.
@@ -244,18 +245,15 @@ static void v_panels(const char* name) {
   using namespace SM90::GMMA;
   static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
-  Tensor s = make_tensor(make_smem_ptr(memory),
-                         tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{}, Shape<Int<Columns>, Int<Keys>>{}, Step<_2, _1>{}));
+  Tensor s = make_tensor(make_smem_ptr(memory), tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{},
+                                                              Shape<Int<Columns>, Int<Keys>>{}, Step<_2, _1>{}));
   using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<N>, _64>, Major::K, Major::MN>());
   auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s));
   std::vector<Descriptor> steps;
   for (int n = 0; n < size<1>(d); ++n)
     for (int k = 0; k < size<2>(d); ++k) steps.push_back(descriptor_of(*d(_, n, k).data()));
-  std::vector<uint32_t> chunks;
-  for (int key = 0; key < Keys; ++key)
-    for (int c = 0; c < Columns; c += 8) chunks.push_back(uint32_t(&s(c, key) - memory) * 2);
-  save_panels(name, steps, chunks);
+  save_panels(name, steps, Keys, Columns, [&](int key, int c) { return uint32_t(&s(c, key) - memory); });
 }
 
 int main(int, char** argv) {

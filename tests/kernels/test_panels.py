@@ -1,7 +1,7 @@
 """Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
 
-A stage has K or V of 64 or 128 keys, in panels of 64 columns. What CuTe says of such stages is in tests/cute/vectors.npz.xz
-(`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
+A stage has K or V of 64 or 128 keys, in panels of 64 columns. What CuTe says of such stages is in
+tests/cute/vectors.npz.xz (`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pagedtree.testing import backends, use_backend
 SIMT = simt_library()
 pytestmark = pytest.mark.skipif(SIMT is None or "simt" not in backends(), reason="built without simt")
 PANEL = 64 * 128
+KEYS = {(64, True): 64, (64, False): 64, (128, True): 128, (128, False): 64}  # of rows, and whether columns are few
 WGMMA, COMMIT, TMA, COPY = range(4)  # kinds of what is written down; see csrc/simt/ptx_sm90_simt.cpp
 LEFT_IN_REGISTERS, N_MAJOR = 1, 2
 
@@ -48,17 +49,12 @@ def refused_maps() -> Iterator[None]:
         library.pagedtree_simt_refuse_maps(0)
 
 
-def keys_of(sizes: Sizes, rows: int) -> int:
-    """Of a stage."""
-    return 128 if rows == 128 and sizes[0] < 256 else 64
-
-
 def written_down(sizes: Sizes, rows: int, dtype: torch.dtype, fp8: bool) -> Words:
     """What the instance does for one tile and two stages of keys, the first of which all rows see, and two keys more.
 
     The first words of each 16 bytes of a key are its number, the place of the 16 bytes and 1 for V.
     """
-    (head_dim, head_dim_v), latent, keys = sizes, sizes[0] != sizes[1], keys_of(sizes, rows)
+    (head_dim, head_dim_v), latent, keys = sizes, sizes[0] != sizes[1], KEYS[rows, sizes[0] < 256]
     halves = torch.zeros(2, 3, keys, 1, head_dim, dtype=torch.int16)
     halves[..., 0::8] = torch.arange(keys, dtype=torch.int16)[:, None, None]
     halves[..., 1::8] = torch.arange(head_dim // 8, dtype=torch.int16)
@@ -110,7 +106,7 @@ def begin_of(descriptors: list[int], steps: np.ndarray, apart: bool, faults: lis
 def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
     """What differs from CuTe."""
     head_dim, head_dim_v = sizes
-    latent, keys = head_dim != head_dim_v, keys_of(sizes, rows)
+    latent, keys = head_dim != head_dim_v, KEYS[rows, head_dim < 256]
     of_keys = "_128" if keys == 128 else ""
     q_steps, k_steps = (CUTE[f"k_{head_dim}{of}.steps"].astype(np.int64).reshape(-1, 3) for of in ("", of_keys))
     v_steps = CUTE[f"v_{head_dim_v}{of_keys}.steps"].astype(np.int64).reshape(-1, keys // 16, 3)

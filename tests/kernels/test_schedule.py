@@ -307,7 +307,6 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str)
 @pytest.mark.parametrize(("kilobytes", "m_tile"), [(99, 16), (163, 32), (227, 32)])
 def test_wide_tiles(target: Target, kilobytes: int, m_tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans and calls choose the same tile for the device's shared memory: as many row tiles of 144 rows."""
-    m_tile = 64 if target.variant == "wgmma" else m_tile
     if target.backend != "simt" or (target.variant == "wgmma" and kilobytes < 227):
         pytest.skip("simt only: elsewhere the shared memory is not ours to choose; wgmma needs all of Hopper's")
     m_tile = 64 if target.variant == "wgmma" else m_tile
@@ -315,8 +314,8 @@ def test_wide_tiles(target: Target, kilobytes: int, m_tile: int, monkeypatch: py
     case = target.case([90], [DraftTree.chain(8)], heads=(16, 1), head_dim=576, head_dim_v=512, latent=True).build()
     expected = tree_attention(**case)
     check(case)
-    plan = plan_of(case, 9)
-    assert {row for _, row, _ in ranges_of(plan)} == set(range(144 // m_tile + (144 % m_tile > 0)))
+    plan, rows = plan_of(case, 9), 64 if target.variant == "wgmma" else m_tile
+    assert {row for _, row, _ in ranges_of(plan)} == set(range(-(-144 // rows)))
     assert torch.equal(tree_attention(**case, plan=plan), expected)
 
 

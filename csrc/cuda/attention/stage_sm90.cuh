@@ -28,7 +28,6 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kTiles = Base::kShape.keys / kKvTile;        // KV tiles of a stage
   static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;  // 64 columns of a stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
-  using KvRows = Panels<kHeadDim * 2, Base::kShape.keys>;
   static_assert(kHeadDim % (64 * kParts) == 0, "parts are whole panels");
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
   // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
@@ -104,7 +103,7 @@ struct alignas(1024) Sm90Shared {
   }
   __device__ __forceinline__ uint4* weights() { return reinterpret_cast<uint4*>(q(0) + I::kShape.q_bytes()); }
   __device__ __forceinline__ unsigned char* stage(int i) {
-    return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::KvRows::kBytes;
+    return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::kShape.stage_bytes(2);
   }
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
@@ -222,7 +221,6 @@ class Producer {
   static constexpr int kKeys = I::kShape.keys, kTiles = I::kTiles;
   static constexpr uint32_t kPanelBytes = I::kPanelBytes;
   static constexpr int32_t kPanels = I::kHeadDim / 64 / I::kParts;  // of a part, of 64 columns
-  static constexpr int kPartsAhead = 2;                             // that arrive while one is decoded
   using PanelRows = Panels<128, kKeys>;
   // Read each time, instead of being kept in a register. The producers' threads come last.
   __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
@@ -289,7 +287,6 @@ class Producer {
 
   // Fills the next stage with K or V.
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
-    constexpr uint32_t kRowBytes = 64 * sizeof(typename I::Kv);  // of a panel
     wait_until_empty();
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
     constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // few registers are left to producers
@@ -306,7 +303,8 @@ class Producer {
 #pragma unroll
           for (uint32_t i = 0; i < kAtOnce; ++i) {
             ptx::cp_async_16(to + panel * kPanelBytes + (first + i) * kStep * 128,
-                             from[i] + panel * kRowBytes + thread() % kWidth * 16, from[i] != nullptr);
+                             from[i] + panel * 64 * sizeof(typename I::Kv) + thread() % kWidth * 16,
+                             from[i] != nullptr);
           }
         }
       }
@@ -319,7 +317,7 @@ class Producer {
     place_.advance(stages_);
     if constexpr (I::kDecodes) {
       copied_ += I::kParts;
-      decode_parts(I::kLatent ? 0 : kPartsAhead);
+      decode_parts(I::kLatent ? 0 : 2);  // which arrive meanwhile
     }
   }
 
