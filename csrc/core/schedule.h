@@ -19,7 +19,17 @@
 #pragma once
 
 #include "core/attention.h"
+#include "core/divisor.h"
 #include "core/tree.h"
+
+// Code that runs once on a GPU is fetched from memory: loops that are not unrolled, and one copy of a function.
+#if defined(__CUDA_ARCH__)
+#define PT_NO_UNROLL _Pragma("unroll 1")
+#define PT_SHARED_FUNCTION __device__ inline __attribute__((noinline))
+#else
+#define PT_NO_UNROLL
+#define PT_SHARED_FUNCTION PT_HOST_DEVICE
+#endif
 
 namespace pagedtree {
 
@@ -38,9 +48,7 @@ constexpr int kPlanSize = 3 * kListSize;
 constexpr int kPieceCost = 1;  // the cost of one more piece in a range, in KV tiles
 
 // A row tile without keys still has one KV tile, because its output must be written.
-PT_HOST_DEVICE int32_t kv_tiles_of(int64_t seq_len) {
-  return static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(seq_len, kKvTile), 1));
-}
+PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) { return (max_of(seq_len, 1) - 1) / kKvTile + 1; }
 
 struct WorkShape {
   const int32_t* seq_lens;      // [B]
@@ -52,6 +60,7 @@ struct WorkShape {
   int64_t window;       // 0: none
   int32_t num_kv_heads;
   int32_t group_size;  // query heads per KV head
+  SmallDivisor by_group_size;
   int32_t m_tile;
   int32_t few_rows = 0;        // if a head has at most this many rows,
   int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
@@ -81,6 +90,7 @@ PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList li
   shape.window = p.window;
   shape.num_kv_heads = p.num_kv_heads;
   shape.group_size = p.group_size;
+  shape.by_group_size = SmallDivisor(p.group_size);
   shape.m_tile = m_tile;
   shape.list = list;
   return shape;
@@ -97,8 +107,9 @@ struct TileSpan {
 // The work of one sequence; no row tiles if the sequence belongs to another list.
 struct SequenceWork {
   NodeRange tokens;
-  int64_t seq_len;
-  int64_t tile_rows;  // of a row tile
+  int32_t seq_len;
+  uint32_t rows;       // of a head: fewer than 2^31, as a row of Q and of the output has 256 bytes at least
+  uint32_t tile_rows;  // of a row tile
   int32_t m_tiles;
   int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
   int32_t row_tiles;
@@ -108,58 +119,72 @@ struct SequenceWork {
 // A row tile has m_tile rows for each of the CTAs that share it.
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
   SequenceWork work;
-  work.tile_rows = int64_t{shape.m_tile} * sharers;
+  work.tile_rows = static_cast<uint32_t>(shape.m_tile * sharers);
   work.tokens = node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens);
-  work.seq_len = clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len);
-  const int64_t rows = work.tokens.size() * shape.group_size;
-  const int32_t head_tiles = ceil_div(shape.num_kv_heads, rows <= shape.few_rows ? shape.few_rows_heads : 1);
-  work.tile_heads = ceil_div(shape.num_kv_heads, max_of(head_tiles, 1));
-  constexpr int64_t kMostTiles = (int64_t{1} << 31) - 2;
-  const int64_t m_tiles = shape.takes(rows) ? (rows + shape.m_tile - 1) >> shape.m_tile_bits() : 0;
-  work.m_tiles = static_cast<int32_t>(min_of(m_tiles, kMostTiles));
+  work.seq_len = static_cast<int32_t>(clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len));
+  work.rows = static_cast<uint32_t>(min_of<int64_t>(work.tokens.size() * shape.group_size, INT32_MAX));
+  const auto rows = static_cast<int32_t>(work.rows);
+  const bool has_few_rows = shape.few_rows_heads > 1 && rows <= shape.few_rows;
+  const int32_t head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
+  work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, head_tiles) : 1;
+  const uint32_t m_tiles = (work.rows + static_cast<uint32_t>(shape.m_tile) - 1) >> shape.m_tile_bits();
+  work.m_tiles = shape.takes(rows) ? static_cast<int32_t>(m_tiles) : 0;
   if (sharers > 1) work.m_tiles = (work.m_tiles - 1) / sharers + 1 - (work.m_tiles == 0);
-  work.row_tiles = static_cast<int32_t>(min_of(int64_t{work.m_tiles} * head_tiles, kMostTiles));
+  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, INT32_MAX - 1));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
 
-// The KV tiles outside which none of `rows` rows of a head, from `first_row` on, sees a key.
-PT_HOST_DEVICE_CALL TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b,
-                                           int64_t first_row, int64_t rows) {
-  const int64_t queries = work.tokens.size();
-  const int64_t tree_len = shape.tree_lens == nullptr ? -1 : min_of<int64_t>(shape.tree_lens[b], work.seq_len);
-  int64_t lowest = 0, highest = work.seq_len;
+// The KV tiles from the first with a key that row `from` of a head sees to the last with a key that row `to` sees.
+PT_HOST_DEVICE TileSpan seen_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, uint32_t from,
+                                   uint32_t to) {
+  const int32_t tree_len = shape.tree_lens == nullptr ? -1 : min_of(shape.tree_lens[b], work.seq_len);
+  int32_t lowest = 0, highest = work.seq_len;
   if (tree_len >= 0) {
-    lowest = shape.window > 0 ? work.seq_len - tree_len - min_of(shape.window, kMaxWindow) : 0;
+    const int64_t seen = shape.window > 0 ? work.seq_len - tree_len - min_of(shape.window, kMaxWindow) : 0;
+    lowest = static_cast<int32_t>(max_of<int64_t>(seen, 0));
   } else {
-    const int64_t last_row = min_of(first_row + rows, queries * shape.group_size) - 1;
-    const auto seen = [&](int64_t row) {
-      return causal_visibility(work.seq_len, queries, row / shape.group_size, shape.window);
+    const auto seen = [&](uint32_t row) {
+      return causal_visibility(work.seq_len, work.tokens.size(), shape.by_group_size.quotient(row), shape.window);
     };
-    lowest = seen(first_row).lowest();
-    highest = seen(last_row).highest();
+    lowest = seen(from).lowest();
+    highest = seen(min_of(to, work.rows - 1)).highest();
   }
-  const auto first = static_cast<int32_t>(clamp_to<int64_t>(lowest / kKvTile, 0, work.kv_tiles - 1));
-  return {first, max_of(static_cast<int32_t>(ceil_div<int64_t>(highest, kKvTile)), first + 1)};
+  const int32_t first = min_of(lowest / kKvTile, work.kv_tiles - 1);
+  return {first, max_of(highest / kKvTile + (highest % kKvTile > 0), first + 1)};
 }
 
-// Those of M tile m.
-PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
-  return visible_tiles(shape, work, b, m * work.tile_rows, work.tile_rows);
+// Those outside which none of the rows of M tile m sees a key; or, `common`, those inside which all CTAs that share it
+// see keys.
+PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int32_t m,
+                                      bool common = false) {
+  const uint32_t first = static_cast<uint32_t>(m) * work.tile_rows, end = first + work.tile_rows;
+  if (!common) return seen_tiles(shape, work, b, first, end - 1);
+  const uint32_t last = (min_of(end, work.rows) - 1) >> shape.m_tile_bits() << shape.m_tile_bits();
+  return seen_tiles(shape, work, b, max_of(last, first), first + static_cast<uint32_t>(shape.m_tile) - 1);
 }
 
-// The KV tiles inside which all CTAs that share M tile m see keys.
-PT_HOST_DEVICE TileSpan common_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int64_t m) {
-  const int64_t rows = min_of((m + 1) * work.tile_rows, work.tokens.size() * shape.group_size);
-  const int64_t last = max_of((rows - 1) >> shape.m_tile_bits() << shape.m_tile_bits(), m * work.tile_rows);
-  return {visible_tiles(shape, work, b, last, shape.m_tile).first,
-          visible_tiles(shape, work, b, m * work.tile_rows, shape.m_tile).end};
+// value / divisor, for a divisor above 0. Compilers have some hundred instructions of GPUs for each such division: this
+// is one copy of few. Each step finds 19 bits of the quotient.
+PT_SHARED_FUNCTION int64_t quotient(int64_t value, int64_t divisor) {
+#if defined(__CUDA_ARCH__)
+  const float inverse = __fdividef(0x1.fffffp-1f, static_cast<float>(divisor));
+#else
+  const float inverse = 0x1.fffffp-1f / static_cast<float>(divisor);
+#endif
+  int64_t left = value < 0 ? -value : value, found = 0;
+  while (left >= divisor) {
+    const int64_t step = max_of<int64_t>(static_cast<int64_t>(static_cast<float>(left) * inverse), 1);
+    found += step;
+    left -= step * divisor;
+  }
+  return value < 0 ? -found : found;
 }
 
 // value * numerator / denominator without overflow, for numerator <= denominator <= 2^32.
 PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denominator) {
-  const int64_t whole = value / denominator;
-  return whole * numerator + (value - whole * denominator) * numerator / denominator;
+  const int64_t whole = quotient(value, denominator);
+  return whole * numerator + quotient((value - whole * denominator) * numerator, denominator);
 }
 
 // The work of some sequences.
@@ -180,43 +205,57 @@ struct WorkSum {
 // the window is full: their numbers of KV tiles lie on a line, up to rounding, and then stay.
 struct RowCosts {
   int32_t tile_heads, m_tiles, row_tiles;
-  int64_t first, last;  // KV tiles of the first and of the last M tile
-  int64_t knee;         // the M tile from which on all have as many as the last
+  int32_t first = 0, last = 0;  // KV tiles of the first and of the last M tile
+  int32_t knee;                 // the M tile from which on all have as many as the last
+  int64_t of_head;              // the cost of a head
 
   PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, int64_t b)
       : tile_heads(work.tile_heads), m_tiles(work.m_tiles), row_tiles(work.row_tiles) {
     knee = max_of(m_tiles - 1, 0);
-    first = visible_tiles(shape, work, b, 0).size();
-    last = visible_tiles(shape, work, b, knee).size();
-    const int64_t before = work.seq_len - work.tokens.size();  // keys that the first query sees beside its own
-    if (shape.window > 0) {
-      const int64_t filling = clamp_to<int64_t>(shape.window - before, 0, work.tokens.size());
-      knee = min_of(knee, ceil_div(filling * shape.group_size, work.tile_rows));
+    PT_NO_UNROLL for (int32_t m = 0, end = 2; m < end; ++m) {
+      first = last;
+      last = visible_tiles(shape, work, b, m == 0 ? 0 : knee).size();
     }
+    const int64_t prefix = work.seq_len - work.tokens.size();  // keys that the first query sees beside its own
+    if (shape.window > 0) {
+      const int64_t filling = clamp_to<int64_t>(shape.window - prefix, 0, work.tokens.size()) * shape.group_size;
+      knee = min_of<int64_t>(knee, ceil_div(static_cast<uint32_t>(filling), work.tile_rows));
+    }
+    of_head = before(m_tiles);
   }
 
   // The cost of the first m M tiles of a head.
-  PT_HOST_DEVICE int64_t before(int64_t m) const {
-    const int64_t rising = min_of(m, knee);
-    const int64_t tiles = rising * first + scaled((last - first) * rising, rising - 1, max_of<int64_t>(2 * knee, 1)) +
-                          (m - rising) * last;
+  PT_HOST_DEVICE int64_t before(int32_t m) const {
+    const int32_t rising = min_of(m, knee);
+    int64_t tiles = int64_t{rising} * first + int64_t{m - rising} * last;
+    if (last != first)
+      tiles += scaled(int64_t{last - first} * rising, rising - 1, max_of<int64_t>(2 * int64_t{knee}, 1));
     return tile_heads * (tiles + m * kPieceCost);
   }
-  PT_HOST_DEVICE int64_t of_head() const { return before(m_tiles); }
   // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
   PT_HOST_DEVICE WorkSum sum() const {
-    const int64_t heads = m_tiles > 0 ? row_tiles / m_tiles : 0;
-    return {min_of<int64_t>(heads * of_head(), int64_t{1} << 40), row_tiles, heads * last,
-            m_tiles > 0 ? tile_heads * (max_of(first, last) + kPieceCost) : 0, m_tiles};
+    const int64_t heads = m_tiles > 0 ? quotient(row_tiles, m_tiles) : 0;
+    const int64_t of_row = int64_t{tile_heads} * (max_of(first, last) + kPieceCost);
+    return {min_of<int64_t>(heads * of_head, int64_t{1} << 40), row_tiles, heads * last, m_tiles > 0 ? of_row : 0,
+            m_tiles};
   }
-  // The last M tile of a head that begins at this cost or before.
-  PT_HOST_DEVICE int32_t tile_at(int64_t cost) const {
-    int32_t low = 0, high = m_tiles;
-    while (high - low > 1) {
-      const int32_t middle = low + (high - low) / 2;
-      before(middle) <= cost ? low = middle : high = middle;
+  struct Tile {
+    int32_t m;
+    int64_t before;
+  };
+  // The last M tile of a head that begins at this cost or before, and what it begins at.
+  PT_HOST_DEVICE Tile tile_at(int64_t cost) const {
+    Tile found{};
+    for (int32_t high = m_tiles; high - found.m > 1;) {
+      const int32_t middle = found.m + (high - found.m) / 2;
+      const int64_t of_middle = before(middle);
+      if (of_middle <= cost) {
+        found = {middle, of_middle};
+      } else {
+        high = middle;
+      }
     }
-    return low;
+    return found;
   }
 };
 struct WorkPosition {
@@ -251,7 +290,7 @@ struct RangeLimits {
 PT_HOST_DEVICE int32_t sharers_of(const WorkSum& alone, const RangeLimits& limits) {
   if (alone.different <= limits.held_tiles) return 1;
   int32_t best = 1, fewest = alone.m_tiles;
-  for (int32_t count = min_of(min_of(kMostSharers, limits.most), alone.m_tiles); count > 1; --count) {
+  PT_NO_UNROLL for (int32_t count = min_of(min_of(kMostSharers, limits.most), alone.m_tiles); count > 1; --count) {
     const int32_t without = ceil_div(alone.m_tiles, count) * count - alone.m_tiles;
     if (without < fewest) best = count, fewest = without;
   }
@@ -260,25 +299,27 @@ PT_HOST_DEVICE int32_t sharers_of(const WorkSum& alone, const RangeLimits& limit
 
 // Whether sharing costs little. CTAs wait for others of their row tile that see more keys, or have rows at all.
 PT_HOST_DEVICE bool can_share(const WorkSum& alone, const WorkSum& shared, int32_t sharers) {
-  return shared.cost <= (alone.cost + alone.cost / 32) / sharers;
+  return shared.cost <= quotient(alone.cost + alone.cost / 32, sharers);
 }
 
 // How the work is cut: where row tiles are about as large, into equally many ranges of each, so that none crosses from
 // one row tile to the next; otherwise into ranges of equal cost.
 struct Cuts {
-  int64_t total;  // cost
-  int32_t num_ranges;
-  int32_t each;  // ranges of a row tile; 0: of equal cost
+  int64_t total = 0;  // cost
+  int32_t num_ranges = 0;
+  int32_t each = 0;  // ranges of a row tile; 0: of equal cost
 
-  PT_HOST_DEVICE Cuts(const WorkSum& work, const RangeLimits& limits, int32_t sharers) : total(work.cost), each(0) {
-    const int64_t wanted = min_of<int64_t>(total / limits.min_cost, limits.most) * sharers;
-    int64_t ctas = clamp_to<int64_t>(wanted, 1, limits.most);
-    if (ctas >= limits.multiple) ctas -= ctas % limits.multiple;
-    num_ranges = static_cast<int32_t>(max_of<int64_t>(ctas / sharers, 1));
+  Cuts() = default;
+  PT_HOST_DEVICE Cuts(const WorkSum& work, const RangeLimits& limits, int32_t sharers) : total(work.cost) {
+    const auto parts = [](int32_t value, int32_t divisor) { return static_cast<int32_t>(quotient(value, divisor)); };
+    const auto wanted = static_cast<int32_t>(min_of<int64_t>(quotient(total, limits.min_cost), limits.most));
+    int32_t ctas = clamp_to(wanted * sharers, 1, limits.most);
+    if (ctas >= limits.multiple) ctas = parts(ctas, limits.multiple) * limits.multiple;
+    num_ranges = max_of(parts(ctas, sharers), 1);
     if (work.row_tiles < 1 || work.row_tiles > num_ranges) return;
-    const auto row_tiles = static_cast<int32_t>(work.row_tiles), most = max_of(limits.most / sharers, 1);
-    const int32_t nearest = (num_ranges + row_tiles / 2) / row_tiles;
-    const int32_t even = nearest * row_tiles > most ? nearest - 1 : nearest;
+    const auto row_tiles = static_cast<int32_t>(work.row_tiles);
+    int32_t even = parts(num_ranges + row_tiles / 2, row_tiles);
+    if (even * row_tiles * sharers > limits.most) --even;
     // Ranges of equal cost have about one KV tile more than their mean, as cuts are rounded.
     if (work.dearest * num_ranges > (total + num_ranges) * even) return;
     each = even;
@@ -297,28 +338,38 @@ struct Cuts {
   // no piece of less than `min_piece` KV tiles with a key that is seen; a row tile with few is not cut.
   PT_HOST_DEVICE WorkPosition start(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
                                     int32_t sequence, int64_t offset, int32_t min_piece) const {
-    const int64_t of_head = each > 0 ? int64_t{work.m_tiles} * each : costs.of_head();
-    const int64_t head = offset / of_head, rest = offset - head * of_head;
-    const int32_t m = each > 0 ? static_cast<int32_t>(rest) / each : costs.tile_at(rest);
-    const auto row = static_cast<int32_t>(head * work.m_tiles + m);
-    const TileSpan seen = visible_tiles(shape, work, sequence, m), common = common_tiles(shape, work, sequence, m);
-    const int64_t size = seen.size();
-    int64_t wanted, low = min_piece, high = min_piece;
+    const int64_t of_head = each > 0 ? int64_t{work.m_tiles} * each : costs.of_head;
+    const int64_t head = quotient(offset, of_head), rest = offset - head * of_head;
+    RowCosts::Tile tile{};
     if (each > 0) {
-      const int32_t piece = static_cast<int32_t>(rest) % each;
+      tile.m = static_cast<int32_t>(quotient(rest, each));
+      tile.before = int64_t{tile.m} * each;
+    } else {
+      tile = costs.tile_at(rest);
+    }
+    const auto row = static_cast<int32_t>(head * work.m_tiles + tile.m);
+    TileSpan seen{}, common{};
+    PT_NO_UNROLL for (int32_t i = 0; i < 2; ++i) {
+      seen = common;
+      common = visible_tiles(shape, work, sequence, tile.m, i > 0);
+    }
+    const int32_t size = seen.size();
+    int32_t wanted = 0, low = min_piece, high = min_piece;
+    if (each > 0) {
+      const auto piece = static_cast<int32_t>(rest - tile.before);
       const int32_t pieces = clamp_to(common.size() / min_piece, 1, each);  // the ranges behind these are empty
       if (piece == 0 || piece >= pieces) return {sequence, row + (piece > 0), 0};
-      wanted = size * piece / pieces;
+      wanted = static_cast<int32_t>(quotient(int64_t{size} * piece, pieces));
       low *= piece;
       high *= pieces - piece;
     } else {
-      wanted = (rest - costs.before(m)) / work.tile_heads - kPieceCost;
-      const int64_t near = size < 2 * min_piece ? size : min_piece;
+      wanted = static_cast<int32_t>(quotient(rest - tile.before, costs.tile_heads)) - kPieceCost;
+      const int32_t near = size < 2 * min_piece ? size : min_piece;
       if (2 * wanted < near) return {sequence, row, 0};
       if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
       if (common.size() < 2 * min_piece) return {sequence, row, 0};
     }
-    return {sequence, row, static_cast<int32_t>(clamp_to(seen.first + wanted, common.first + low, common.end - high))};
+    return {sequence, row, clamp_to(seen.first + wanted, common.first + low, common.end - high)};
   }
 };
 

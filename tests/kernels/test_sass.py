@@ -176,7 +176,7 @@ BUDGETS = {
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6192, 5382, 1725, 3419, 1015),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (6800, 6001, 1728, 3483, 989),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (7184, 6285, 1750, 3467, 1698),
-    "plan_kernel": (2912,),
+    "plan_kernel": (1480,),
     "sample_kernel<(DType)2>": (11368,),
     "draw_rows_kernel<(DType)2>": (11184,),
     "walk_kernel<(DType)2>": (11768,),

@@ -270,10 +270,11 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
   }
 }
 
-// Computes the warp's part of a stage whose first key is `first_key`. `start_copies` is called once, between scores and
-// softmax: before the scores, copies would delay the reads from shared memory.
+// Computes the warp's part of a stage whose first key is `first_key`; returns false if no row sees a key of it. Else it
+// calls `start_copies` once, between scores and softmax: before the scores, copies would delay the reads from shared
+// memory.
 template <bool kMasked, typename I, typename StartCopies>
-__device__ __forceinline__ void attend_stage(const AttentionParams& p, Shared<I>& shared, Stage<I>& stage,
+__device__ __forceinline__ bool attend_stage(const AttentionParams& p, Shared<I>& shared, Stage<I>& stage,
                                              uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,
                                              const StartCopies& start_copies) {
   const uint32_t warp = thread / 32, lane = thread % 32;
@@ -298,7 +299,7 @@ __device__ __forceinline__ void attend_stage(const AttentionParams& p, Shared<I>
       seen[w] = column_or(seen[w]);
       any |= seen[w];
     }
-    if (any == 0) return start_copies();
+    if (any == 0) return false;
   }
   Scores<I> scores;
   score_keys<I>(scores, ptx::smem_addr(shared.q), ptx::smem_addr(stage.k), lane, row, key);
@@ -319,6 +320,7 @@ __device__ __forceinline__ void attend_stage(const AttentionParams& p, Shared<I>
   RowFactors<I> rescales;
   if (weigh<I>(scores, factors, sums, rescales)) rescale<I>(sums, rescales);
   add_values<kMasked, I>(scores, ptx::smem_addr(stage.v), lane, key, seen, sums);
+  return true;
 }
 
 }  // namespace pagedtree::cuda

@@ -38,15 +38,16 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   touch_row_tile(p, tile, begin * kKvTile, ring * kKeys, thread);
   __syncthreads();  // the previous row tile is done with shared memory
   copy_q_tile<I>(p, call, tile, thread, shared.q);
-  if (thread == 0) shared.reader = KeyReader::of(p, tile);
+  if (thread == 0) shared.reader = KeyReader::of<typename I::Kv>(p, tile);
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const StageRange stages = StageRange::of<I>(bounds, begin, end);
 #pragma unroll 1  // code that runs once is fetched from memory
   for (int32_t i = key_of_thread; i < min_of(ring, stages.end - stages.first) * kKeys; i += I::kThreads) {
     const int32_t key = stages.first * kKeys + i;
+    const auto place = static_cast<uint32_t>(i);
     const KeyReader& reader = shared.reader;
-    shared.stage(i / kKeys).rows[i % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(p, key));
+    shared.stage(place / kKeys).rows[place % kKeys] = reader.row<typename I::Kv>(p, key, reader.page(p, key));
   }
   __syncthreads();
 #pragma unroll 1
@@ -74,13 +75,14 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     };
 
     Stage<I>& stage = shared.stage(now);
-    if (!has_rows) {
-      start_copies();
-    } else if (p.softcap == 0.0f && kept().all_see(first_key, kKeys)) {
-      attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
-    } else {
-      attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
+    const bool is_plain = p.softcap == 0.0f && kept().all_see(first_key, kKeys);
+    bool started = false;
+    if (has_rows && !is_plain) {
+      started = attend_stage<true, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
+    } else if (has_rows) {
+      started = attend_stage<false, I>(p, shared, stage, thread, first_key, factor, sums, start_copies);
     }
+    if (!started) start_copies();
     if (reads_page) stage.rows[thread] = shared.reader.template row<typename I::Kv>(p, later_key, page);
     now = now + 1 == ring ? 0 : now + 1;
   }
@@ -122,8 +124,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, false);
     __syncthreads();
   } else if (ptx::thread_index() == 0) {
-    walk.tile.tree_len =
-        static_cast<int32_t>(tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len));
+    walk.tile.tree_len = tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len);
   }
   while (walk.tile.rows > 0) {
     const WarpParts<I> parts{shared};

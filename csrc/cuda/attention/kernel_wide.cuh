@@ -25,7 +25,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     bounds = bounds.over_warp();
     if (thread == 0) {
       shared.bounds = bounds;
-      shared.reader = KeyReader::of(p, tile);
+      shared.reader = KeyReader::of<typename I::Kv>(p, tile);
     }
   }
   __syncthreads();

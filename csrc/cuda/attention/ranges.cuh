@@ -47,15 +47,15 @@ struct Walk {
   // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
   // header.
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
-    const int32_t *planned = ranges_of_list(p.plan, call.work.list), capacity = call.pieces.capacity;
-    share = {planned_sharers(planned, capacity), static_cast<int32_t>(blockIdx.x)};
+    const auto* records = reinterpret_cast<const RangeRecord*>(ranges_of_list(p.plan, call.work.list));
+    const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
     is_cut[0] = is_cut[1] = false;
     is_planned = false;
-    if (reinterpret_cast<uintptr_t>(planned) % alignof(RangeRecord) != 0) return;
-    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(planned);
-    const auto* records = reinterpret_cast<const RangeRecord*>(planned) + 1;
-    RangeRecord record = records[share.cta];
-    if (share.sharers > 1) record = records[share.range()];
+    if (reinterpret_cast<uintptr_t>(records) % alignof(RangeRecord) != 0) return;
+    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(records);
+    RangeRecord record = records[cta + 1];
+    share = Share::of(clamp_to(header.sharers, 1, kMostSharers), cta);
+    if (share.sharers > 1) record = records[share.range + 1];
     const auto below = [](int64_t value, int64_t bound) {
       return static_cast<uint32_t>(value) < static_cast<uint32_t>(bound);
     };
@@ -63,14 +63,14 @@ struct Walk {
                    first_row = record.first_row + static_cast<uint32_t>(share.part() * m_tile);
     is_planned = header.num_kv_heads == p.num_kv_heads && header.group_size == p.group_size &&
                  below(header.ranges - 1, capacity) && header.ranges * share.sharers <= capacity &&
-                 share.range() < header.ranges && record.kind == RangeRecord::kind_of(m_tile, share.sharers) &&
+                 share.range < header.ranges && record.kind == RangeRecord::kind_of(m_tile, share.sharers) &&
                  below(record.begin.sequence, p.batch) && below(record.kv_head, p.num_kv_heads) &&
                  !below(p.num_tokens, record.first_token) &&
                  !below(p.num_tokens - record.first_token, record.num_queries) && below(first_row, rows) &&
                  !below(call.work.max_seq_len, record.seq_len) && below(record.begin.kv_tile, record.kv_end) &&
-                 !below(kv_tiles_of(record.seq_len), record.kv_end) && !below(share.range(), record.number) &&
+                 !below(kv_tiles_of(record.seq_len), record.kv_end) && !below(share.range, record.number) &&
                  below(record.number, record.count) &&
-                 !below(header.ranges - share.range(), record.count - record.number);
+                 !below(header.ranges - share.range, record.count - record.number);
     if (!is_planned) return;
     at = record.begin;
     kv_end = record.kv_end;
@@ -103,10 +103,11 @@ struct Walk {
   // Finds the range's bounds from the starts in the plan.
   __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, const WorkShape& shape) {
     const int32_t* planned = ranges_of_list(p.plan, shape.list);
+    share = Share::of(planned_sharers(planned, call.pieces.capacity), static_cast<int32_t>(blockIdx.x));
     const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
 #pragma unroll 1
     for (int32_t i = 0; i < 2; ++i) {
-      (i == 0 ? at : stop) = range_start(shape, planned, count, share.range() + i, share.sharers);
+      (i == 0 ? at : stop) = range_start(shape, planned, count, share.range + i, share.sharers);
     }
     is_planned = false;
     has_more = true;
@@ -131,8 +132,8 @@ struct Walk {
 // Where the CTA's piece of a row tile, from `at` on, stands among the others. Empty ranges have none.
 __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces, const WorkPosition& at,
                                                int32_t kv_tiles) {
-  const auto [sharers, cta] = walk.share;
-  const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers), own = cta / sharers;
+  const auto [sharers, cta, own] = walk.share;
+  const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers);
   const auto begin_of = [&](int32_t range) {  // inside the row tile
     if (range >= ranges) return kv_tiles;
     const WorkPosition begin = range == 0 ? WorkPosition{} : planned_start(pieces.plan, range);

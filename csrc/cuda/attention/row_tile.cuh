@@ -1,17 +1,25 @@
 // One M tile of one KV head of one sequence: which rows it has, and what they see.
 #pragma once
 
+#include "core/math.h"
 #include "cuda/attention/config.h"
-#include "cuda/tile/divisor.cuh"
 #include "cuda/tile/reduce.cuh"
 
 namespace pagedtree::cuda {
 
-// The op's parameters, and what kernels divide by.
+// The op's parameters, and what the host prepares, as what kernels do before their first product is a large part of
+// small calls.
 struct AttentionParams : TreeAttentionParams {
   SmallDivisor by_group_size, by_page_size;
+  uint32_t pages_end;  // page numbers are below it
+  float factor;        // of q.k * scale: gives the score in base 2, or with a softcap the x of tanh(x), times 2 log2 e
+
   explicit AttentionParams(const TreeAttentionParams& p)
-      : TreeAttentionParams(p), by_group_size(p.group_size), by_page_size(p.table.page_size) {}
+      : TreeAttentionParams(p),
+        by_group_size(p.group_size),
+        by_page_size(p.table.page_size),
+        pages_end(static_cast<uint32_t>(min_of<int64_t>(p.num_pages, int64_t{1} << 31))),
+        factor(p.softcap == 0.0f ? kLog2E : 2.0f * kLog2E / p.softcap) {}
 };
 
 // The work of a launch for one kind of tile: the compiler knows by what it divides.
@@ -25,9 +33,14 @@ __device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
 
 // Which of the CTAs that share a range's row tiles one is; `cta` is its index in the launch.
 struct Share {
-  int32_t sharers, cta;
-  __device__ __forceinline__ int32_t range() const { return sharers > 1 ? cta / sharers : cta; }
-  __device__ __forceinline__ int32_t part() const { return cta - range() * sharers; }
+  int32_t sharers, cta, range;
+
+  __device__ __forceinline__ static Share of(int32_t sharers, int32_t cta) {
+    // Exact, as there are at most kMostSharers.
+    const float range = (static_cast<float>(cta) + 0.5f) * __fdividef(1.0f, static_cast<float>(sharers));
+    return {sharers, cta, sharers == 1 ? cta : static_cast<int32_t>(range)};
+  }
+  __device__ __forceinline__ int32_t part() const { return cta - range * sharers; }
 };
 
 // Where the rows of a row tile are in Q and the output.
@@ -37,14 +50,14 @@ struct TileRows {
   uint32_t first_row;   // of the head's rows, each a query and a head of the group
   int32_t first_token;  // of the sequence
 
-  __device__ __forceinline__ int32_t query_of(const AttentionParams& p, uint32_t row) const {
-    return static_cast<int32_t>(p.by_group_size.quotient(first_row + row));
+  __device__ __forceinline__ uint32_t query_of(const AttentionParams& p, uint32_t row) const {
+    return p.by_group_size.quotient(first_row + row);
   }
   __device__ __forceinline__ int64_t token(const AttentionParams& p, uint32_t row) const {
-    return int64_t{first_token} + query_of(p, row);
+    return static_cast<uint32_t>(first_token) + query_of(p, row);
   }
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
-    return int64_t{kv_head} * p.group_size + p.by_group_size.remainder(first_row + row);
+    return static_cast<uint32_t>(kv_head * p.group_size) + p.by_group_size.remainder(first_row + row);
   }
 };
 
@@ -65,11 +78,12 @@ __device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const Sequ
   tile.kv_head = index / work.m_tiles;
   tile.first_token = static_cast<int32_t>(work.tokens.begin);
   tile.num_queries = static_cast<int32_t>(work.tokens.size());
-  tile.seq_len = static_cast<int32_t>(work.seq_len);
-  // A row of Q and of the output has 256 bytes at least, so there are fewer than 2^31 rows.
-  tile.first_row = static_cast<uint32_t>(index % work.m_tiles * work.tile_rows) + static_cast<uint32_t>(part * m_tile);
-  tile.rows = static_cast<uint32_t>(clamp_to<int64_t>(work.tokens.size() * p.group_size - tile.first_row, 0, m_tile));
-  tile.tree_len = static_cast<int32_t>(tree_length(p, sequence, tile.num_queries, work.seq_len));
+  tile.seq_len = work.seq_len;
+  const auto tile_rows = static_cast<uint32_t>(m_tile);
+  tile.first_row =
+      static_cast<uint32_t>(index % work.m_tiles) * work.tile_rows + static_cast<uint32_t>(part) * tile_rows;
+  tile.rows = tile.first_row < work.rows ? min_of(work.rows - tile.first_row, tile_rows) : 0;
+  tile.tree_len = tree_length(p, sequence, tile.num_queries, work.seq_len);
   return tile;
 }
 

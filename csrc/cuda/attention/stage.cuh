@@ -60,12 +60,16 @@ struct KeyReader {
   int32_t seq_len;
   int32_t kv_head;
 
+  __device__ __forceinline__ static const int32_t* pages_of(const AttentionParams& p, const RowTile& tile) {
+    return p.table.pages + static_cast<uint32_t>(tile.sequence) * p.table.row_stride;
+  }
+  template <typename Kv>
   __device__ __forceinline__ static KeyReader of(const AttentionParams& p, const RowTile& tile) {
-    const int64_t size = element_size(p.kv_dtype);
-    return {p.table.pages + tile.sequence * p.table.row_stride,
-            static_cast<const char*>(p.k_cache.data) + tile.kv_head * p.k_cache.head_stride * size,
-            static_cast<const char*>(p.v_cache.data) + tile.kv_head * p.v_cache.head_stride * size, tile.seq_len,
-            tile.kv_head};
+    const auto of_head = [&](const PagedCache& cache) {
+      return static_cast<const char*>(cache.data) +
+             static_cast<uint32_t>(tile.kv_head) * cache.head_stride * static_cast<int64_t>(sizeof(Kv));
+    };
+    return {pages_of(p, tile), of_head(p.k_cache), of_head(p.v_cache), tile.seq_len, tile.kv_head};
   }
 
   __device__ __forceinline__ int32_t page(const AttentionParams& p, int32_t key) const {
@@ -74,10 +78,12 @@ struct KeyReader {
 
   template <typename Kv>
   __device__ __forceinline__ KeyRow row(const AttentionParams& p, int32_t key, int32_t page) const {
-    if (page < 0 || page >= p.num_pages) return {nullptr, nullptr};
-    const int64_t offset = p.by_page_size.remainder(static_cast<uint32_t>(key));
-    return {k + (page * p.k_cache.page_stride + offset * p.k_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv)),
-            v + (page * p.v_cache.page_stride + offset * p.v_cache.slot_stride) * static_cast<int64_t>(sizeof(Kv))};
+    const auto number = static_cast<uint32_t>(page), slot = p.by_page_size.remainder(static_cast<uint32_t>(key));
+    if (number >= p.pages_end) return {nullptr, nullptr};
+    const auto offset = [&](const PagedCache& cache) {
+      return (number * cache.page_stride + slot * cache.slot_stride) * static_cast<int64_t>(sizeof(Kv));
+    };
+    return {k + offset(p.k_cache), v + offset(p.v_cache)};
   }
 };
 
@@ -94,9 +100,8 @@ __device__ __forceinline__ void touch_row_tile(const AttentionParams& p, const R
   }
   constexpr int32_t kKeysApart = 8;  // ids of 8 keys lie in one sector at least
   const int32_t key = first_key + static_cast<int32_t>(thread) * kKeysApart;
-  const KeyReader reader = KeyReader::of(p, tile);
   if (key < min_of(first_key + num_keys, tile.seq_len))
-    ptx::touch(&reader.pages[p.by_page_size.quotient(static_cast<uint32_t>(key))]);
+    ptx::touch(KeyReader::pages_of(p, tile) + p.by_page_size.quotient(static_cast<uint32_t>(key)));
 }
 
 // Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
@@ -105,11 +110,10 @@ __device__ __forceinline__ float score_scale(const AttentionParams& p, int32_t k
 }
 
 // The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
-// q.k has its sign already. The factor is not 0 where it multiplies maxima, which may be -inf.
+// q.k has its sign already. The factor is not 0, as it multiplies maxima, which may be -inf.
 template <typename Kv>
 __device__ __forceinline__ float score_factor(const AttentionParams& p, float scale) {
-  const float factor = fabsf(scale) * kDecodedScale<Kv> * kLog2E;
-  return p.softcap == 0.0f ? fmaxf(factor, 0x1p-126f) : factor * 2.0f / p.softcap;
+  return fmaxf(fabsf(scale) * kDecodedScale<Kv> * p.factor, 0x1p-126f);
 }
 
 template <typename I>

@@ -171,7 +171,7 @@ class Producer {
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
     __syncwarp();                                        // that of the row tile before is not read any more
     if (thread() % 32 == 0) {
-      reader = KeyReader::of(p_, tile);
+      reader = KeyReader::of<typename I::Kv>(p_, tile);
       reader.seq_len = static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile));
     }
     __syncwarp();

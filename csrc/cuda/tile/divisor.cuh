@@ -2,7 +2,6 @@
 // compiler calls a function of some hundred instructions.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #include "cuda/tile/ptx.cuh"
@@ -35,25 +34,6 @@ class Divisor {
   int64_t divisor_;
   uint64_t factor_;
   int shift_;
-};
-
-// The same for values of 31 bits, with a factor of 32 bits: that of 2^(31 + bits).
-class SmallDivisor {
- public:
-  explicit SmallDivisor(int64_t divisor)
-      : divisor_(static_cast<uint32_t>(clamp_to<int64_t>(divisor, 1, INT32_MAX))),
-        bits_(std::bit_width(divisor_ - 1)),
-        factor_(static_cast<uint32_t>(((uint64_t{1} << (31 + bits_)) + divisor_ - 1) / divisor_)) {}
-
-  __device__ __forceinline__ uint32_t quotient(uint32_t value) const {
-    return static_cast<uint32_t>(uint64_t{2 * value} * factor_ >> 32) >> bits_;
-  }
-  __device__ __forceinline__ uint32_t remainder(uint32_t value) const { return value - quotient(value) * divisor_; }
-
- private:
-  uint32_t divisor_;
-  int bits_;
-  uint32_t factor_;
 };
 
 }  // namespace pagedtree::cuda
