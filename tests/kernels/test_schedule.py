@@ -268,7 +268,7 @@ def test_shared_wide_row_tiles(target: Target) -> None:
 MANY_PIECES = {
     "20": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 4, {}),
     "20 of 64 rows": ([1200, 70, 300], [DraftTree.chain(4), "causal", "causal"], 2, 1, 32, {}),
-    "68": ([4340], [DraftTree.chain(20)], 1, 1, 21, {"head_dim": 64}),
+    "81": ([5100], [DraftTree.chain(20)], 1, 1, 21, {"head_dim": 64}),
     "fp8": ([700, 70], [DraftTree.chain(20), "causal"], 2, 1, 21, {"cache_dtype": torch.float8_e4m3fn}),
     "shared": ([700, 300], [DraftTree.chain(60), "causal"], 1, 2, 21, {}),
     "latent": ([800], [DraftTree.chain(3)], 2, 1, 4,
