@@ -42,16 +42,21 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
   std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
   const auto meet = [] { ptx::barrier_sync(kJoinersMeet, I::kConsumers); };
   for_each_row_tile(p, call, shared, [&](const WorkPosition& begin, const RowTile& of_rows) {
+    const auto is_whole = [&](const WorkPosition& at, const RowTile& tile) {
+      return at.kv_tile == 0 && kv_end_of(tile, at, shared.walk.stop) == tile.kv_tiles();
+    };
+    // While accumulators do not fill the registers yet.
+    if (ptx::thread_index() == 0 && !is_whole(begin, of_rows)) {
+      note_cut(shared.walk, call.pieces, begin, of_rows,
+               order_of(shared.walk, call.pieces, begin, of_rows.kv_tiles()));
+    }
     Accumulator<I> sums;
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.walk.stop), sums);
     const auto& [at, tile, bounds] = consumer.current();
-    if (at.kv_tile == 0 && kv_end_of(tile, at, shared.walk.stop) == tile.kv_tiles()) {
+    if (is_whole(at, tile)) {
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
-      if (ptx::thread_index() == 0) {
-        note_cut(shared.walk, call.pieces, at, tile, order_of(shared.walk, call.pieces, at, tile.kv_tiles()));
-      }
       meet();
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
                     ToPiece{pieces_of<I>(call).of(shared.walk.share, at.kv_tile == 0), I::kHeadDimV});
