@@ -175,6 +175,7 @@ def test_row_tiles_are_shared_where_keys_are_many(
 def test_plans_for_other_calls_give_right_results(target: Target, short_case: dict) -> None:
     """For other lengths, heads, tiles or windows, with starts alone, or with no range: only the balance suffers."""
     plan = plan_of(short_case, 8)
+    call = dict(short_case, max_seqlen_q=8)
     dense = torch.zeros_like(plan).view(3, 1025, -1)  # 200 cuts in one sequence
     dense[:, 0, 0] = 256
     dense[:, 1:257, 2] = torch.arange(256) // 2
@@ -193,10 +194,10 @@ def test_plans_for_other_calls_give_right_results(target: Target, short_case: di
         plans.append(torch.zeros_like(plan))
         plans[-1].view(3 * 1025, -1)[:, :14] = value  # the last words are 0 between calls
     for other in plans:
-        check(dict(short_case, plan=other))
+        check(dict(call, plan=other))
     for window in (1, 100, 700):
-        check(dict(short_case, plan=plan, window=window))  # the plan is for no window
-        check(dict(short_case, plan=plan_of(short_case, 8, window), window=window))
+        check(dict(call, plan=plan, window=window))  # the plan is for no window
+        check(dict(call, plan=plan_of(short_case, 8, window), window=window))
 
 
 @once_per_backend
@@ -220,7 +221,7 @@ def test_hostile_plans_come_to_an_end(target: Target, short_case: dict) -> None:
         if target.backend == "cpu":
             check(dict(short_case, plan=hostile))
         else:
-            tree_attention(**short_case, plan=hostile)
+            tree_attention(**short_case, plan=hostile, max_seqlen_q=8)
 
 
 def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:

@@ -65,7 +65,7 @@ struct TileShape {
   // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they
   // suffice.
   constexpr int header_bytes() const {
-    if (is_wgmma()) return keys == kKvTile ? 3072 : 5120;
+    if (is_wgmma()) return keys == kKvTile ? 3072 : 6144;
     if (is_wide()) return 1024 + m_tile * keys * 4;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 32 + m_tile * 28;
     return 128 * ceil_div(80 + max_of(of_states, of_views), 128);

@@ -18,21 +18,31 @@ __device__ __forceinline__ int32_t kv_end_of(const RowTile& tile, const WorkPosi
 }
 
 // Calls work(at, tile) for each row tile of the CTA's range; it returns `at`, which it may have kept elsewhere than in
-// registers. Walk::advance() would take more registers than producers have.
+// registers. A warp's `tile` is in shared memory, and Walk::advance() would take more registers than producers have.
 template <typename I, typename Work>
 __device__ __forceinline__ void for_each_row_tile(const AttentionParams& p, const CallShape& call,
-                                                  const Sm90Shared<I>& shared, const Work& work) {
-  const WorkShape shape = work_of<I>(call.work);
+                                                  const Sm90Shared<I>& shared, RowTile& tile, const Work& work) {
   const Walk& range = shared.walk;
-  for (WorkPosition at = range.at; at.before(range.stop);) {
-    const auto find_work = [&] { return sequence_work(shape, at.sequence, range.share.sharers); };
-    const SequenceWork sequence = find_work();
-    // A sequence without row tiles may lie between two others.
-    if (at.row_tile < sequence.row_tiles) {
-      const RowTile tile = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, range.share.part());
-      if (tile.rows > 0) at = work(at, tile);
+  WorkPosition at = range.at;
+  bool has_work = range.tile.rows > 0;
+  if (ptx::thread_index() % 32 == 0) tile = range.tile;
+  while (true) {
+    __syncwarp();
+    if (has_work) {
+      at = work(at, tile);
+      if (!range.has_more) return;
     }
-    at = at.next(find_work().row_tiles);
+    if (!at.before(range.stop)) return;
+    const SequenceWork sequence = sequence_work(work_of<I>(call.work), at.sequence, range.share.sharers);
+    const bool is_behind = has_work;
+    has_work = false;
+    if (!is_behind && at.row_tile < sequence.row_tiles) {
+      const RowTile found = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, range.share.part());
+      __syncwarp();
+      if (ptx::thread_index() % 32 == 0) tile = found;
+      has_work = found.rows > 0;
+    }
+    if (!has_work) at = at.next(sequence.row_tiles);  // a sequence without any may lie between two others
   }
 }
 
@@ -41,17 +51,20 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
                                               Sm90Shared<I>& shared) {
   std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
   const auto meet = [] { ptx::barrier_sync(kJoinersMeet, I::kConsumers); };
-  for_each_row_tile(p, call, shared, [&](const WorkPosition& begin, const RowTile& of_rows) {
+  Walk& walk = shared.walk;
+  RowTile& own = shared.warps[ptx::thread_index() / 32].tile;
+  for_each_row_tile(p, call, shared, own, [&](const WorkPosition& begin, const RowTile& of_rows) {
     const auto is_whole = [&](const WorkPosition& at, const RowTile& tile) {
-      return at.kv_tile == 0 && kv_end_of(tile, at, shared.walk.stop) == tile.kv_tiles();
+      return at.kv_tile == 0 && kv_end_of(tile, at, walk.stop) == tile.kv_tiles();
     };
     // While accumulators do not fill the registers yet.
     if (ptx::thread_index() == 0 && !is_whole(begin, of_rows)) {
-      note_cut(shared.walk, call.pieces, begin, of_rows,
-               order_of(shared.walk, call.pieces, begin, of_rows.kv_tiles()));
+      const bool is_planned = walk.tile.rows > 0 && begin.same_row(walk.at);
+      note_cut(walk, call.pieces, begin, of_rows,
+               is_planned ? walk.order : order_of(walk, call.pieces, begin, of_rows.kv_tiles()));
     }
     Accumulator<I> sums;
-    consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, shared.walk.stop), sums);
+    consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, walk.stop), sums);
     const auto& [at, tile, bounds] = consumer.current();
     if (is_whole(at, tile)) {
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
@@ -59,20 +72,21 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
     } else {
       meet();
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{pieces_of<I>(call).of(shared.walk.share, at.kv_tile == 0), I::kHeadDimV});
+                    ToPiece{pieces_of<I>(call).of(walk.share, at.kv_tile == 0), I::kHeadDimV});
     }
     return at;
   });
   consumer.finish();
-  join_cuts<I>(p, call, shared.walk, I::kConsumers, meet);
+  join_cuts<I>(p, call, walk, I::kConsumers, meet);
 }
 
 template <typename I>
 __device__ __forceinline__ void produce_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
   Producer<I> producer(p, maps, call.stages, shared);
-  for_each_row_tile(p, call, shared, [&](const WorkPosition& at, const RowTile& tile) {
-    producer.produce(tile, at.kv_tile, kv_end_of(tile, at, shared.walk.stop));
+  RowTile& own = shared.tiles[(ptx::thread_index() - I::kConsumers) / 32];
+  for_each_row_tile(p, call, shared, own, [&](const WorkPosition& at, const RowTile& tile) {
+    producer.produce(tile, at.kv_tile, kv_end_of(tile, at, walk.stop));
     return at;
   });
   producer.finish();
@@ -87,16 +101,27 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
+  Walk& walk = walk;
   if (threadIdx.x == 0) {
-    shared.walk.begin(p, call, I::kMTile);
-    shared.walk.find(p, call, work_of<I>(call.work));
+    walk.begin(p, call, I::kMTile);
     shared.init_barriers(call.stages);
   }
   __syncthreads();
-  if (has_padding(p)) clear_padding<I>(p, static_cast<int32_t>(blockIdx.x));
+  const bool is_current = walk.is_current(call.work);
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    if (!is_current || walk.has_more) walk.find(p, call);
+    if (is_current) {
+      walk.tile.tree_len = tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len);
+    } else {
+      walk.tile.rows = 0;
+    }
+  }
+  __syncthreads();
   if (ptx::thread_index() < I::kConsumers) {
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();
     consume_range<I>(p, call, maps, shared);
+    if (has_padding(p)) clear_padding<I>(p, walk.share.cta, I::kConsumers);
   } else {
     ptx::setmaxnreg_dec<I::kProducerRegisters>();
     produce_range<I>(p, call, maps, shared);

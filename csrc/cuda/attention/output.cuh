@@ -187,15 +187,16 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, b
   }
 }
 
-// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf.
+// Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf, by so many of the CTA's
+// threads.
 template <typename I>
-__device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t cta) {
+__device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t cta, int num_threads) {
   const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
   const int64_t heads = int64_t{p.num_kv_heads} * p.group_size, padding = p.num_tokens - used.size();
   for (int64_t row = cta; row < padding * heads; row += gridDim.x) {
     const int64_t head = row % heads, token = row / heads < used.begin ? row / heads : row / heads + used.size();
     uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDimV; d += I::kThreads) out[d] = 0;
+    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDimV; d += num_threads) out[d] = 0;
     if (threadIdx.x == 0 && p.lse != nullptr) {
       p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
     }
@@ -204,7 +205,7 @@ __device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t 
 
 template <typename I>
 __device__ __attribute__((noinline)) void clear_rare_padding(const AttentionParams& p, int32_t cta) {
-  clear_padding<I>(p, cta);
+  clear_padding<I>(p, cta, I::kThreads);
 }
 
 // Whether offsets leave rows to padding: those that do not begin at 0, or end before the last row.

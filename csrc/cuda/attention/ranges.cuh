@@ -100,14 +100,23 @@ struct Walk {
            clamp_to(seq_len, 0, static_cast<int32_t>(shape.max_seq_len)) == tile.seq_len;
   }
 
-  // Finds the range's bounds from the starts in the plan.
-  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, const WorkShape& shape) {
+  // Finds the range's bounds from the starts in the plan. They are not behind a sequence's last KV tile, but maybe its
+  // last row tile, which advance() passes over.
+  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call) {
+    const WorkShape& shape = call.work;
     const int32_t* planned = ranges_of_list(p.plan, shape.list);
     share = Share::of(planned_sharers(planned, call.pieces.capacity), static_cast<int32_t>(blockIdx.x));
     const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
 #pragma unroll 1
-    for (int32_t i = 0; i < 2; ++i) {
-      (i == 0 ? at : stop) = range_start(shape, planned, count, share.range + i, share.sharers);
+    for (int32_t i = share.range; i < share.range + 2; ++i) {
+      WorkPosition start = i == 0 ? WorkPosition{} : planned_start(planned, i);
+      if (i >= count || start.sequence >= shape.batch) start = {static_cast<int32_t>(shape.batch), 0, 0};
+      if (start.kv_tile > 0) {
+        const auto most = static_cast<int32_t>(shape.max_seq_len);
+        const bool is_inside = start.kv_tile < kv_tiles_of(min_of(shape.seq_lens[start.sequence], most));
+        if (!is_inside) start = {start.sequence, start.row_tile + (start.row_tile < INT32_MAX), 0};
+      }
+      (i == share.range ? at : stop) = start;
     }
     is_planned = false;
     has_more = true;

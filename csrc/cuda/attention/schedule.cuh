@@ -72,7 +72,7 @@ __device__ __forceinline__ void complete(RangeRecord& record, const PlannedStart
 // make_ranges() with one CTA per list, which goes through the sequences until it knows how many ranges there are and
 // how many CTAs share each, and then once more. Each thread sums the costs of a run of sequences, and at last finds the
 // starts of some ranges.
-__global__ void __launch_bounds__(kScheduleThreads)
+__global__ void __launch_bounds__(kScheduleThreads, 1)
     plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
   PlanShared& shared = ptx::shared<PlanShared>();
   WorkShape shape = lists.work[blockIdx.x];

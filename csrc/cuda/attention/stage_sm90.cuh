@@ -20,7 +20,9 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
-  static constexpr int kConsumerRegisters = kTwoGroups ? 224 : Base::kShape.max_ctas() > 1 ? 200 : 240;
+  static constexpr int kConsumerRegisters = kTwoGroups                    ? (kDecodes ? 216 : 224)
+                                            : Base::kShape.max_ctas() > 1 ? 200
+                                                                          : 240;
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
                                             : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
@@ -92,6 +94,7 @@ template <typename I>
 struct alignas(1024) Sm90Shared {
   Walk walk;  // at the begin of the CTA's range; each role goes its own way
   WarpTile warps[I::kShape.warps()];
+  RowTile tiles[I::kShape.producer_warps()];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
