@@ -86,7 +86,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   Producer<I> producer(p, maps, call.stages, shared);
   RowTile& own = shared.tiles[(ptx::thread_index() - I::kConsumers) / 32];
   for_each_row_tile(p, call, shared, own, [&](const WorkPosition& at, const RowTile& tile) {
-    producer.produce(tile, at.kv_tile, kv_end_of(tile, at, walk.stop));
+    producer.produce(tile, at.kv_tile, kv_end_of(tile, at, shared.walk.stop));
     return at;
   });
   producer.finish();
