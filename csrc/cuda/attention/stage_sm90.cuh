@@ -20,7 +20,7 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
-  static constexpr int kConsumerRegisters = kTwoGroups                    ? (kDecodes ? 216 : 224)
+  static constexpr int kConsumerRegisters = kTwoGroups                    ? (kDecodes && !kLatent ? 216 : 224)
                                             : Base::kShape.max_ctas() > 1 ? 200
                                                                           : 240;
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
