@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
-  Walk& walk = walk;
+  Walk& walk = shared.walk;
   if (threadIdx.x == 0) {
     walk.begin(p, call, I::kMTile);
     shared.init_barriers(call.stages);
