@@ -8,6 +8,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
+constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
 
 // The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
 // of row_warps x key_warps. With few rows the warps share the keys of a stage, each with its own softmax state, joined
@@ -81,7 +82,9 @@ struct TileShape {
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
-  constexpr int max_stages() const { return is_wgmma() ? kMaxWgmmaStages : kMaxStages; }
+  constexpr int max_stages() const {
+    return is_wgmma() ? min_of(kMaxWgmmaStages, (kWgmmaSharedBytes - shared_bytes(2, 0)) / stage_bytes(2)) : kMaxStages;
+  }
 };
 
 constexpr TileShape kTileShapes[] = {
@@ -229,7 +232,6 @@ constexpr bool every_head_has_a_tile() {
   return true;
 }
 static_assert(every_head_has_a_tile(), "kTileShapes lacks a size of core/head_dims.h");
-constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
 static_assert(every_pair_fits(MatrixEngine::kWgmma, kWgmmaSharedBytes));
 // There two CTAs of the larger wide tile share an SM, and what they copy hides what they compute.
 static_assert(residency(tile_shape(MatrixEngine::kMmaSync, 576, 512, 32), 2, kWgmmaSharedBytes).ctas == 2);

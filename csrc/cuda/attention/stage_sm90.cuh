@@ -96,7 +96,7 @@ struct alignas(1024) Sm90Shared {
   WarpTile warps[I::kShape.warps()];
   RowTile tiles[I::kShape.producer_warps()];
   KeyReader readers[I::kShape.producer_warps()];
-  uint64_t full[kMaxWgmmaStages][I::kParts], empty[kMaxWgmmaStages];
+  uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];                    // where V comes later than K, of two stages
   float of_rows[I::kShape.column_warps][I::kLatent ? I::kMTile : 1];  // what groups with the same rows tell each other
