@@ -160,10 +160,11 @@ class Replayer {
   }
 
   void begin_row_tile(Cta& cta, const SequenceWork& sequence) {
-    const int64_t first_row =
-        cta.at.row_tile % sequence.m_tiles * sequence.tile_rows + int64_t{cta.part} * work_.m_tile;
-    if (first_row >= sequence.tokens.size() * work_.group_size) return;
-    const TileSpan seen = visible_tiles(work_, sequence, cta.at.sequence, first_row, work_.m_tile);
+    const auto m = static_cast<uint32_t>(cta.at.row_tile % sequence.m_tiles),
+               height = static_cast<uint32_t>(work_.m_tile);
+    const uint32_t first_row = m * sequence.tile_rows + static_cast<uint32_t>(cta.part) * height;
+    if (first_row >= sequence.rows) return;
+    const TileSpan seen = seen_tiles(work_, sequence, cta.at.sequence, first_row, first_row + height - 1);
     const int32_t end = cta.at.same_row(cta.stop) ? cta.stop.kv_tile : sequence.kv_tiles;
     cta.tile = max_of(cta.at.kv_tile, seen.first);
     cta.end = sequence.seq_len > 0 ? min_of(end, seen.end) : 0;

@@ -13,9 +13,10 @@
 //
 // A batch is one list of sequences, or two: sequences with few rows in small tiles, the others in large tiles.
 //
-// A plan holds nothing but the starts of the ranges of each list, and how many share them. Each range ends where the
-// next one begins, the first begins at the origin and the last ends at the end. So every plan, even a stale one, covers
-// all work exactly once; it can only be badly balanced.
+// A plan holds the starts of the ranges of each list, and how many share them. Each range ends where the next one
+// begins, the first begins at the origin and the last ends at the end. So every plan in order, even a stale one, covers
+// all work exactly once; it can only be badly balanced. What else a plan for CUDA holds counts for the lengths it was
+// made for.
 #pragma once
 
 #include "core/attention.h"

@@ -68,8 +68,8 @@ def tree_attention(
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
             heads); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only. A call on
-            CUDA writes to it and restores it, so calls that share a plan must be ordered by one stream.
+        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only. A CUDA
+            call writes to it and restores it: calls that share it run in stream order.
         out: [T, Hq, Dv] of q's dtype, written and returned; last dimension contiguous.
         return_lse: also return lse.
 
@@ -223,7 +223,7 @@ def attention_plan(
 
     Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
     or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host.
-    After an aborted call make a new plan.
+    An aborted call voids it.
 
     The order (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler, is cut into
     ranges of equal cost: one per visible key tile, plus a constant per piece of a row tile. The plan holds their

@@ -45,7 +45,7 @@ def sample(
         noise[x] = -log(least if member == has_least else least + exp(w[member + (member < has_least)]))
         token = argmax over kept x of (logits[x] - max) / temperature + noise[x]     # lowest id on ties
 
-    This is a draw from the filtered softmax: the least of 8 exponentials is one over 8, the others begin there.
+    This is a draw from the filtered softmax.
 
     Sources: the Gumbel-max trick (Gumbel, 1954), Philox (Salmon et al., SC 2011).
 

@@ -70,7 +70,8 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     const bool reads_page = thread < kKeys && i + ring < stages.end;
     const int32_t page = reads_page ? shared.reader.page(p, later_key) : -1;
     const auto start_copies = [&] {
-      if (i + ring - 1 < stages.end) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), thread);
+      // The index again, instead of being kept in a register.
+      if (i + ring - 1 < stages.end) copy_stage<I>(shared.stage(now == 0 ? ring - 1 : now - 1), ptx::thread_index());
       ptx::cp_async_commit();
     };
 
@@ -99,8 +100,9 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
 }
 
 // A reference to `pieces` would be kept in local memory.
-__device__ inline __attribute__((noinline)) void note_rare_cut(Walk& walk, Pieces pieces) {
-  note_cut(walk, pieces, walk.at, walk.tile, order_of(walk, pieces, walk.at, walk.tile.kv_tiles()));
+__device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) {
+  note_cut(walk, pieces, walk.at, walk.tile,
+           walk.is_planned ? walk.order : order_of(walk, pieces, walk.at, walk.tile.kv_tiles()));
 }
 
 template <typename I>
@@ -135,13 +137,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       parts.store(sums);
     }
     const bool is_whole = walk.is_whole();
-    if (!is_whole && ptx::thread_index() == 0) {
-      if (walk.is_planned) {
-        note_cut(walk, call.pieces, walk.at, walk.tile, walk.order);
-      } else {
-        note_rare_cut(walk, call.pieces);
-      }
-    }
+    if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
     __syncthreads();
     const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
     join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
