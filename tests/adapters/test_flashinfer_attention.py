@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pagedtree import tree_attention
+from pagedtree.attention import PLAN_SIZE
 from pagedtree.check.cases.inputs import as_words, offsets
 from pagedtree.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -307,7 +308,7 @@ def test_offsets_of_queries_that_are_not_there(causal) -> None:
     }.items():
         with pytest.raises(ValueError, match=f"^qo_indptr: {message}$"):
             outcome([*begins], torch.int64)
-    assert largest.bytes < 2**18
+    assert largest.bytes <= 4 * PLAN_SIZE
 
 
 def test_other_refusals() -> None:
