@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pagedtree import tree_attention
-from pagedtree.attention import PLAN_SIZE
+from pagedtree.attention import PLAN_SIZE, tree_attention
 from pagedtree.check.cases.inputs import as_words, offsets
 from pagedtree.integrations.flashinfer import (
     BatchPrefillWithPagedKVCacheWrapper,
