@@ -87,9 +87,10 @@ ENGINE = [
 
 JOINED = [
     of_join("empty ranges counted as pieces", "ranges", "order.count += begin < end;", "order.count += 1;"),
-    of_join("neighbours joined in place of groups", "join", "first + begin * step;", "first + begin * sharers;"),
-    of_join("a ticket for all levels", "join", "ticket(cta + level * sharers,", "ticket(cta,"),
-    of_join("tickets that stay taken", "join", "increment(ticket, last)", "increment(ticket, ~0u)"),
+    of_join("tickets that stay taken", "join", "*arrived = *taken = 0;", "*arrived = 0;"),
+    of_join("who goes is not counted", "join", "{ add(kUpper); }", "{}"),
+    of_join("parts that nobody takes", "join", "next = tickets.take();", "next = tickets.count;"),
+    of_join("states of the first rows", "join", "row - first_pair * 2;", "row % 2;"),
 ]  # fmt: skip
 
 WIDE = [

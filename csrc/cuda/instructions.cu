@@ -147,13 +147,13 @@ struct ToFloat8 {  // two numbers for each word
   }
 };
 
-struct Increment {  // a counter before and after; twice
+struct FetchAdd {  // a word before and after; twice
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
     for (int i = 0; i < 2; ++i) {
       own_words(s)[i] = in[i];
-      out[2 * i] = ptx::increment(own_words(s) + i, in[4 + i]);
-      out[2 * i + 1] = own_words(s)[i];
+      out[2 * i] = ptx::fetch_add(own_words(s) + i, in[4 + i]);
+      out[2 * i + 1] = ptx::load_acquire(own_words(s) + i);
     }
   }
 };
@@ -235,7 +235,7 @@ constexpr Instruction kInstructions[] = {
     {"half2_from_e4m3", run<Float8>},
     {"e4m3_from_floats", run<ToFloat8>},
     {"move_e4m3", run<MoveFloat8>},
-    {"increment", run<Increment>},
+    {"fetch_add", run<FetchAdd>},
     {"barrier_sync", run<Barrier>},
     {"barrier_arrive", run<BarrierArrive>},
     {"smem_addr", run<Address>},

@@ -186,9 +186,6 @@ T atomicExch(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).exchange(value);
 }
 
-inline unsigned atomicInc(unsigned* address, unsigned top) {
-  return pagedtree::simt::atomic_update(address, [=](unsigned old) { return old >= top ? 0 : old + 1; });
-}
 
 // ---- arithmetic and bits
 

@@ -195,8 +195,9 @@ T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
 
 // ---- others
 
-// As atomicInc, with release and acquire for the whole GPU.
-inline unsigned increment(unsigned* counter, unsigned top) { return atomicInc(counter, top); }
+// As atomicAdd, with release and acquire for the whole GPU.
+inline unsigned fetch_add(unsigned* word, unsigned value) { return atomicAdd(word, value); }
+inline unsigned load_acquire(const unsigned* word) { return std::atomic_ref(*const_cast<unsigned*>(word)).load(); }
 
 inline uint32_t thread_index() { return threadIdx.x; }
 

@@ -11,7 +11,9 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int64_t kAlignment = 16;  // of pieces, whose size is a multiple of it
+constexpr int64_t kAlignment = 16;  // of pieces
+
+int64_t aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
 Pieces pieces_of(const WorkShape& work, const TileShape& tile, const DeviceLimits& limits) {
   return {nullptr, nullptr, range_bound(work, range_limits(tile, limits.num_sms, limits.max_shared_bytes)), tile.m_tile,
@@ -79,7 +81,7 @@ int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& params, c
   const TreeAttentionParams p = with_engine(params, limits);
   int64_t bytes = kAlignment;
   for (const auto& [list, tile] : lists_of(p, limits.max_shared_bytes)) {
-    bytes += pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes();
+    bytes += aligned(pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes());
   }
   return bytes;
 }
@@ -90,7 +92,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
   const AttentionParams p(with_engine(params, limits));
   check_engine(p.engine, limits);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
-  auto scratch = ceil_div<intptr_t>(reinterpret_cast<intptr_t>(p.scratch), kAlignment) * kAlignment;
+  int64_t scratch = aligned(reinterpret_cast<intptr_t>(p.scratch));
   for (const auto& [list, tile] : lists) {
     const Residency resident = residency(tile, static_cast<int>(element_size(p.kv_dtype)), limits.max_shared_bytes);
     CallShape call{};
@@ -98,12 +100,13 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
     call.pieces = pieces_of(call.work, tile, limits);
     call.pieces.memory = reinterpret_cast<float*>(scratch);
     call.pieces.plan = ranges_of_list(p.plan, list);
-    scratch += call.pieces.bytes();
+    scratch += aligned(call.pieces.bytes());
     call.stages = resident.stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
     call.q_copied = call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr;
     call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
-    launcher_of(p, tile)(p, call, static_cast<unsigned>(call.pieces.capacity), resident.shared_bytes, ctx.stream);
+    const int shared_bytes = max_of(resident.shared_bytes, tile.join_bytes(call.pieces.capacity));
+    launcher_of(p, tile)(p, call, static_cast<unsigned>(call.pieces.capacity), shared_bytes, ctx.stream);
   }
 }
 

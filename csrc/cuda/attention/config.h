@@ -82,6 +82,11 @@ struct TileShape {
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
+  // Where the CTAs of up to `pieces` pieces of a row tile join these, each its part of the columns.
+  constexpr int join_bytes(int pieces) const {
+    const int fours = m_tile * head_dim_v / 4;
+    return header_bytes() + 16 * max_of(fours + 3 * min_of(pieces, fours) + m_tile, 2 * pieces);
+  }
   constexpr int max_stages() const {
     return is_wgmma() ? min_of(kMaxWgmmaStages, (kWgmmaSharedBytes - shared_bytes(2, 0)) / stage_bytes(2)) : kMaxStages;
   }

@@ -1,125 +1,140 @@
-// How CTAs join the pieces of a row tile that cuts cross. Eight neighbours make a group. The last CTA to finish one
-// joins the group's pieces into the first of them, and goes on as the CTA of that larger piece, until a group is the
-// whole row tile. No CTA waits for another one, and the sums do not depend on which CTA comes last.
+// How CTAs join the pieces of a row tile that cuts cross. A CTA whose pieces are stored waits a moment for those of
+// other CTAs, which need not run at the same time. When all have arrived, those that wait take parts of the row tile's
+// columns and join these over all pieces, until no part is left. The last CTA to arrive does not wait, so somebody
+// takes them. Sums are in the order of the pieces, whoever takes a part.
 #pragma once
-
-#include <bit>
 
 #include "cuda/attention/output.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int32_t kGroupPieces = 8;
+constexpr int kLooks = 16;  // at a ticket while waiting, of about 0.7 us each
 
-// A thread's columns of a row.
-template <typename I>
-struct JoinedColumns {
-  static constexpr uint32_t kVectors = I::kHeadDimV > 256 ? 4 : 2;   // of four columns
-  static constexpr uint32_t kThreads = I::kHeadDimV / 4 / kVectors;  // of a warp, that have the columns of a row
-  float maximum = -kInfinity, sum = 0.0f;
-  float values[kVectors][4] = {};
+// Two tickets of a row tile: the CTAs that have arrived; the parts taken and, in the upper half, the CTAs that went
+// without. Each CTA goes, or takes a part that is not there, so the last of these is known and puts both back to 0.
+struct Tickets {
+  unsigned *arrived, *taken;
+  uint32_t count;  // of pieces, and of parts
 
-  static __device__ __forceinline__ uint32_t column(uint32_t thread, uint32_t vector) {
-    return (vector * kThreads + thread) * 4;
-  }
+  __device__ __forceinline__ Tickets(const Pieces& pieces, const PieceOrder& order, int32_t sharers)
+      : arrived(pieces.ticket(order.first, true)),
+        taken(pieces.ticket(order.first + sharers, false)),
+        count(static_cast<uint32_t>(order.count)) {}
 
-  // Loads are in flight together. Pieces past `size` are not there, and those of weight 0 may hold anything.
-  template <typename PieceOf>
-  __device__ __forceinline__ JoinedColumns(const PieceOf& piece_of, int32_t size, uint32_t row, uint32_t thread) {
-    float2 states[kGroupPieces];
-    float4 outs[kGroupPieces][kVectors];
-#pragma unroll
-    for (int32_t i = 0; i < kGroupPieces; ++i) {
-      states[i] = make_float2(-kInfinity, 0.0f);
-      if (i >= size) continue;
-      const Piece piece = piece_of(i);
-      states[i] = __ldcg(piece.states + row);
-#pragma unroll
-      for (uint32_t v = 0; v < kVectors; ++v) {
-        outs[i][v] = __ldcg(reinterpret_cast<const float4*>(piece.out + row * I::kHeadDimV + column(thread, v)));
-      }
+  // Returns whether all are there. Two at a time, as each look at a ticket is a round trip to memory.
+  __device__ __forceinline__ bool arrive() const { return ptx::fetch_add(arrived, 1) + 1 == count; }
+  __device__ __forceinline__ bool wait() const {
+#pragma unroll 1
+    for (int look = 0; look < kLooks; ++look) {
+      if (ptx::load_acquire(arrived) == count) return true;
     }
-#pragma unroll
-    for (const float2& state : states) maximum = fmaxf(maximum, state.x);
-#pragma unroll
-    for (int32_t i = 0; i < kGroupPieces; ++i) {
-      const float weight = weight_of(states[i].x, maximum);
-      if (weight == 0.0f) continue;
-      sum = __fmaf_rn(states[i].y, weight, sum);
-#pragma unroll
-      for (uint32_t v = 0; v < kVectors; ++v) {
-        const float of_piece[4] = {outs[i][v].x, outs[i][v].y, outs[i][v].z, outs[i][v].w};
-#pragma unroll
-        for (int d = 0; d < 4; ++d) values[v][d] = __fmaf_rn(of_piece[d], weight, values[v][d]);
-      }
-    }
+    return false;
   }
+  __device__ __forceinline__ uint32_t take() const { return add(1) % kUpper; }
+  __device__ __forceinline__ void go() const { add(kUpper); }
 
-  template <typename Target>
-  __device__ __forceinline__ void store(const Target& target, uint32_t row, uint32_t thread) const {
-    const typename Target::Row to = target.row(row, maximum, sum, thread == 0);
-#pragma unroll
-    for (uint32_t v = 0; v < kVectors; ++v) to.store(column(thread, v), values[v]);
+ private:
+  static constexpr uint32_t kUpper = 1u << 16;
+
+  __device__ __forceinline__ uint32_t add(uint32_t value) const {
+    const uint32_t before = ptx::fetch_add(taken, value);
+    if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
+    return before;
   }
 };
 
-// Joins the pieces of `rows` rows, each row by neighbouring threads of a warp, into the first one or to the output.
-template <typename I, typename T, typename PieceOf>
-__device__ __forceinline__ void join_group(const PieceOf& piece_of, int32_t size, uint32_t rows, uint32_t num_threads,
-                                           bool is_whole, const ToOutput<T>& output) {
-  using Columns = JoinedColumns<I>;
-  constexpr uint32_t kLanes = std::bit_ceil(Columns::kThreads);
-  static_assert(kLanes <= 32);
+// Joins part `part` of a row tile to the output: neighbouring columns, counted in fours from the first row's on. The
+// pieces come to shared memory at once, where `memory` has TileShape::join_bytes() for them. `meanwhile` is called
+// while they are on their way.
+template <typename I, typename PieceOf, typename Meet, typename Meanwhile>
+__device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t count, uint32_t part,
+                                          const ToOutput<typename I::T>& output, void* memory, uint32_t num_threads,
+                                          const Meet& meet, const Meanwhile& meanwhile) {
+  constexpr uint32_t kFours = I::kHeadDimV / 4;  // of a row
+  const uint32_t thread = ptx::thread_index(), lane = thread % 32, all = output.tile.rows * kFours,
+                 of_part = ceil_div(all, count), begin = min_of(part * of_part, all),
+                 fours = min_of(of_part, all - begin), first_pair = begin / kFours / 2,
+                 pairs = fours == 0 ? 0 : (begin + fours - 1) / kFours / 2 - first_pair + 1;
+  auto* const outs = static_cast<float4*>(memory);
+  auto* const states = outs + count * fours;  // of two rows each
 #pragma unroll 1
-  for (uint32_t i = ptx::thread_index(); i / 32 * 32 < rows * kLanes; i += num_threads) {
-    const uint32_t row = i / kLanes, lane = i % kLanes;
-    const bool has_columns = row < rows && lane < Columns::kThreads;
-    const Columns joined(piece_of, has_columns ? size : 0, row, lane);
-    __syncwarp();  // the row's states are read
-    if (!has_columns) continue;
-    if (is_whole) {
-      joined.store(output, row, lane);
-    } else {
-      joined.store(ToPiece{piece_of(0), I::kHeadDimV}, row, lane);
+  for (uint32_t i = thread / 32; i < count; i += num_threads / 32) {
+    const Piece piece = piece_of(i);
+#pragma unroll 1
+    for (uint32_t k = lane; k < fours; k += 32) {
+      ptx::cp_async_16(ptx::smem_addr(outs + i * fours + k), piece.out + (begin + k) * 4);
     }
+#pragma unroll 1
+    for (uint32_t k = lane; k < pairs; k += 32) {
+      ptx::cp_async_16(ptx::smem_addr(states + i * pairs + k), piece.states + (first_pair + k) * 2);
+    }
+  }
+  ptx::cp_async_commit();
+  ptx::cp_async_wait<0>();
+  meanwhile();
+  meet();
+#pragma unroll 1
+  for (uint32_t k = thread; k < fours; k += num_threads) {
+    const uint32_t row = (begin + k) / kFours, column = (begin + k) % kFours * 4;
+    const float2* const of_row = reinterpret_cast<const float2*>(states) + row - first_pair * 2;
+    float maximum = -kInfinity, sum = 0.0f, values[4] = {};
+#pragma unroll 4
+    for (uint32_t i = 0; i < count; ++i) maximum = fmaxf(maximum, of_row[i * pairs * 2].x);
+#pragma unroll 4
+    for (uint32_t i = 0; i < count; ++i) {
+      const float2 state = of_row[i * pairs * 2];
+      const float weight = weight_of(state.x, maximum);
+      if (weight == 0.0f) continue;  // its output may be anything
+      const float4 out = outs[i * fours + k];
+      sum = __fmaf_rn(state.y, weight, sum);
+      values[0] = __fmaf_rn(out.x, weight, values[0]);
+      values[1] = __fmaf_rn(out.y, weight, values[1]);
+      values[2] = __fmaf_rn(out.z, weight, values[2]);
+      values[3] = __fmaf_rn(out.w, weight, values[3]);
+    }
+    output.row(row, maximum, sum, column == 0).store(column, values);
   }
 }
 
-// Joins what is ready with a piece, which the `num_threads` threads of the CTA have stored; meet() is their barrier.
+// After the end of a CTA's range, whose pieces its `num_threads` threads have stored: until then accumulators fill the
+// registers, and stages shared memory. meet() is the threads' barrier.
 template <typename I, typename Meet>
-__device__ __forceinline__ void join_pieces(const AttentionParams& p, const CallShape& call, Walk& walk, Cut cut,
-                                            uint32_t num_threads, const Meet& meet) {
-  const ToOutput<typename I::T> output{p, cut, call.out_aligned};
-  const Pieces pieces = pieces_of<I>(call);
-  auto [first, number, count] = cut.order;
-  const int32_t sharers = walk.share.sharers;
-#pragma unroll 1
-  for (int32_t level = 0, step = sharers; count > 1; ++level, step *= kGroupPieces) {
-    const int32_t begin = number / kGroupPieces * kGroupPieces, size = min_of(count - begin, kGroupPieces);
-    const int32_t cta = first + begin * step;
-    number /= kGroupPieces;
-    count = ceil_div(count, kGroupPieces);
-    if (size == 1) continue;
-    meet();
-    if (ptx::thread_index() == 0) {  // each level has a ticket of its own, that of another one of the pieces
-      unsigned* const ticket = pieces.ticket(cta + level * sharers, begin == 0 && level == 0);
-      const auto last = static_cast<unsigned>(size - 1);
-      walk.joins = ptx::increment(ticket, last) >= last;
-    }
-    meet();
-    if (!walk.joins) return;
-    const auto piece_of = [&](int32_t i) { return pieces.of(cta + i * step, begin + i == 0); };
-    join_group<I>(piece_of, size, cut.rows, num_threads, count == 1, output);
-  }
-}
-
-// Of a range's two cuts, after its end: until then accumulators fill the registers.
-template <typename I, typename Meet>
-__device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, Walk& walk,
+__device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallShape& call, Walk& walk, void* memory,
                                           uint32_t num_threads, const Meet& meet) {
+  if (!walk.is_cut[0] && !walk.is_cut[1]) return;
+  const Pieces pieces = pieces_of<I>(call);
+  const auto [sharers, cta, range] = walk.share;
+  const uint32_t thread = ptx::thread_index();
+  meet();
+  if (thread < 2 && walk.is_cut[thread]) {  // at both before it waits, or CTAs would wait for each other in turn
+    const PieceOrder order = pieces.cuts(cta)[thread].order;
+    walk.is_cut[thread] = order.count > 1;
+    walk.is_last[thread] = order.count > 1 && Tickets(pieces, order, sharers).arrive();
+  }
+  meet();
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
-    if (walk.is_cut[i]) join_pieces<I>(p, call, walk, call.pieces.cuts(walk.share.cta)[i], num_threads, meet);
+    if (!walk.is_cut[i]) continue;
+    const Cut cut = pieces.cuts(cta)[i];
+    const Tickets tickets(pieces, cut.order, sharers);
+    if (thread == 0) {
+      const bool joins = walk.is_last[i] || tickets.wait();
+      if (!joins) tickets.go();
+      walk.part[i] = static_cast<uint16_t>(joins ? tickets.take() : tickets.count);
+    }
+    meet();
+#pragma unroll 1
+    for (uint32_t part = walk.part[i]; part < tickets.count; part = walk.part[i]) {
+      uint32_t next = 0;
+      const auto piece_of = [&](uint32_t number) {
+        return pieces.of(cut.order.first + static_cast<int32_t>(number) * sharers, number == 0);
+      };
+      join_part<I>(piece_of, tickets.count, part, {p, cut, call.out_aligned}, memory, num_threads, meet, [&] {
+        if (thread == 0) next = tickets.take();  // behind the first takes of those that wait
+      });
+      if (thread == 0) walk.part[i] = static_cast<uint16_t>(next);
+      meet();
+    }
   }
 }
 

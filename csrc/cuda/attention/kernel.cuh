@@ -106,8 +106,9 @@ __device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces
 }
 
 template <typename I>
-__device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& p, const CallShape& call, Walk& walk) {
-  join_cuts<I>(p, call, walk, I::kThreads, [] { __syncthreads(); });
+__device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& p, const CallShape& call,
+                                                         Shared<I>& shared) {
+  join_cuts<I>(p, call, shared.walk, shared.out(), I::kThreads, [] { __syncthreads(); });
 }
 
 // CTA i works on range i, or where several CTAs share a range's row tiles, on its part of one.
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, true);
     __syncthreads();
   }
-  join_rare_cuts<I>(p, call, walk);
+  join_rare_cuts<I>(p, call, shared);
   if (has_padding(p)) clear_rare_padding<I>(p, walk.share.cta);
 }
 

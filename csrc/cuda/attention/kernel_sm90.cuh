@@ -77,7 +77,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
     return at;
   });
   consumer.finish();
-  join_cuts<I>(p, call, walk, I::kConsumers, meet);
+  join_cuts<I>(p, call, walk, shared.q(0), I::kConsumers, meet);
 }
 
 template <typename I>

@@ -36,8 +36,9 @@ struct Walk {
   int32_t kv_end;    // of the row tile that begins at `at`
   bool is_planned;   // the row tile is the record's
   bool has_more;     // others may follow
-  bool joins;        // a group of pieces
   bool is_cut[2];    // whether the CTA has a piece of the row tile at the begin of its range, or of that at the end
+  bool is_last[2];   // of the CTAs that have a piece of that row tile
+  uint16_t part[2];  // of that row tile, that the CTA joins
   PieceOrder order;  // of the record's piece
   RowTile tile;      // the CTA's rows of it; none at the end of the range
 

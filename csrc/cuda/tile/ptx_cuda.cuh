@@ -170,12 +170,17 @@ PT_DEVICE void wait_for_kernels_before() {
 
 // ---- others
 
-// As atomicInc, with release and acquire for the whole GPU: what the calling thread has written or seen before is
-// visible to threads that increment later.
-PT_DEVICE unsigned increment(unsigned* counter, unsigned top) {
+// As atomicAdd, with release and acquire for the whole GPU: what the calling thread has written or seen before is
+// visible to threads that add to the word, or load it with load_acquire(), later.
+PT_DEVICE unsigned fetch_add(unsigned* word, unsigned value) {
   unsigned old;
-  asm volatile("atom.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(top) : "memory");
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
   return old;
+}
+PT_DEVICE unsigned load_acquire(const unsigned* word) {
+  unsigned value;
+  asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
 }
 
 // Loads a word for nobody: who reads its line next finds it in the L1 cache.

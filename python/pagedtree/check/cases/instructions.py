@@ -231,10 +231,10 @@ def _e4m3_from_floats(words: Words) -> Words:
     return codes[:, ::2] | codes[:, 1::2] << np.uint32(8)
 
 
-def _increment(words: Words) -> Words:
-    """Returns the old counter, and the counter plus one, or 0 from the top on."""
-    old, top = words[:, :2], words[:, 4:6]
-    return np.stack([old, np.where(old >= top, 0, old + np.uint32(1))], axis=2).reshape(64, 4)
+def _fetch_add(words: Words) -> Words:
+    """Returns the old word, and the sum."""
+    old, value = words[:, :2], words[:, 4:6]
+    return np.stack([old, old + value], axis=2).reshape(64, 4)
 
 
 def floats_within(limit: float, unit: float) -> Difference:
@@ -273,7 +273,7 @@ GOLDEN: dict[str, tuple[Callable[[int], Words], Callable[[Words], Words], Differ
     "half2_from_e4m3": (float8_words, lambda words: _halves(words, slice(2), 1.0), equal),
     "e4m3_from_floats": (float8_numbers, _e4m3_from_floats, equal),
     "move_e4m3": (float8_words, lambda words: _halves(words, slice(1, None, 2), 1 / 256), equal),
-    "increment": (any_words, _increment, equal),
+    "fetch_add": (any_words, _fetch_add, equal),
     "barrier_sync": (any_words, lambda words: words[np.arange(64) ^ 32, :4], equal),
     "barrier_arrive": (any_words, lambda words: words[np.arange(64) % 32, :4], equal),
 }
