@@ -17,6 +17,7 @@ import torch
 from attention_case import HEAD_SIZES, prepared_attention
 from cache_case import FP8, prepared_compact, raw
 from calls import tensors_of
+from device_case import made_on
 from step_case import int32
 from torch import Tensor
 
@@ -247,7 +248,7 @@ REFUSALS: Table = {
         ({"logits": lambda t: t.new_empty(2, 2**20 + 1)}, "`logits` of at most 2^20 columns, got [2, 1048577]"),
         ({"logits": by_columns}, "`logits` contiguous in its last dimension"),
         ({"params": SamplingParams(top_k=torch.zeros(2))}, "`top_k` of dtype torch.int32"),
-        ({"params": SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape [1] or [2], got [3]"),
+        ({"params": lambda _: SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape [1] or [2], got [3]"),
         ({"seeds": Tensor.int}, "`seeds` of dtype torch.int64, got torch.int32"),
         ({"positions": lambda t: t[:1]}, "`positions` of shape [2] ..., got [1]"),
     ],
@@ -259,8 +260,8 @@ REFUSALS: Table = {
         ({"rows": Tensor.float}, "`rows` of dtype torch.int32 or torch.int64, got torch.float32"),
         *(({"top_n": n}, f"`top_n` in 0..40, got {n}") for n in (-1, 41)),
         ({"logits": lambda t: t.new_zeros(4, 2000), "top_n": 1025}, "`top_n` in 0..1024, got 1025"),
-        ({"params": SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape"),
-        ({"params": SamplingParams(presence_penalty=torch.ones(3))}, "`presence_penalty` of shape"),
+        ({"params": lambda _: SamplingParams(top_p=torch.ones(3))}, "`top_p` of shape"),
+        ({"params": lambda _: SamplingParams(presence_penalty=torch.ones(3))}, "`presence_penalty` of shape"),
         ({"options": counts(lambda t: t[:1])}, "`output_counts` of shape"),
         ({"options": lambda o: replace(o, allowed_mask=o.allowed_mask.repeat(1, 2))}, "`allowed_mask` of shape"),
     ],
@@ -289,7 +290,7 @@ REFUSALS: Table = {
         ({"seeds": None}, "`seeds` a tensor under this law, got None"),
         ({"seeds": Tensor.int}, "`seeds` of dtype torch.int64, got torch.int32"),
         ({"positions": lambda t: t[:1]}, "`positions` of shape [2] ..., got [1]"),
-        ({"params": SamplingParams(top_k=int32([1, 2, 3]))}, "`top_k` of shape [1] or [2], got [3]"),
+        ({"params": lambda _: SamplingParams(top_k=int32([1, 2, 3]))}, "`top_k` of shape [1] or [2], got [3]"),
         ({"num_children": 41}, "`num_children` in 1..40, got 41"),
         ({"law": "iid", "num_children": 1025}, "`num_children` in 1..1024, got 1025"),
     ],
@@ -492,7 +493,8 @@ BAD_VALUES: Table = {
 def refuses(device: torch.device, name: str, changes: Changes, message: str) -> None:
     call = calls.make(name).on_memory(lambda memory: memory.to(device))
     for key, change in changes.items():
-        new = change(call.arguments[key]) if callable(change) else change
+        with made_on(device):
+            new = change(call.arguments[key]) if callable(change) else change
         call.arguments[key] = new.to(device) if isinstance(new, Tensor) else new
     outputs = [t for key in call.written for t in tensors_of(call.arguments[key])]
     before = [raw(t).clone() for t in outputs]
