@@ -8,7 +8,7 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kLooks = 16;  // at a ticket while waiting, of about 0.7 us each
+constexpr int kLooks = 64;  // at a ticket while waiting, of about 0.7 us each
 
 // Two tickets of a row tile: the CTAs that have arrived; the parts taken and, in the upper half, the CTAs that went
 // without. Each CTA goes, or takes a part that is not there, so the last of these is known and puts both back to 0.
@@ -21,7 +21,7 @@ struct Tickets {
         taken(pieces.ticket(order.first + sharers, false)),
         count(static_cast<uint32_t>(order.count)) {}
 
-  // Returns whether all are there. Two at a time, as each look at a ticket is a round trip to memory.
+  // Returns whether all are there.
   __device__ __forceinline__ bool arrive() const { return ptx::fetch_add(arrived, 1) + 1 == count; }
   __device__ __forceinline__ bool wait() const {
 #pragma unroll 1
@@ -30,17 +30,17 @@ struct Tickets {
     }
     return false;
   }
-  __device__ __forceinline__ uint32_t take() const { return add(1) % kUpper; }
-  __device__ __forceinline__ void go() const { add(kUpper); }
+  // What it returns arrives later; noted() takes it.
+  __device__ __forceinline__ uint32_t take() const { return atomicAdd(taken, 1u); }
+  __device__ __forceinline__ void go() const { noted(atomicAdd(taken, kUpper)); }
+  // Returns the part.
+  __device__ __forceinline__ uint16_t noted(uint32_t before) const {
+    if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
+    return static_cast<uint16_t>(before);
+  }
 
  private:
   static constexpr uint32_t kUpper = 1u << 16;
-
-  __device__ __forceinline__ uint32_t add(uint32_t value) const {
-    const uint32_t before = ptx::fetch_add(taken, value);
-    if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
-    return before;
-  }
 };
 
 // Joins part `part` of a row tile to the output: neighbouring columns, counted in fours from the first row's on. The
@@ -120,7 +120,7 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
     if (thread == 0) {
       const bool joins = walk.is_last[i] || tickets.wait();
       if (!joins) tickets.go();
-      walk.part[i] = static_cast<uint16_t>(joins ? tickets.take() : tickets.count);
+      walk.part[i] = joins ? tickets.noted(tickets.take()) : static_cast<uint16_t>(tickets.count);
     }
     meet();
 #pragma unroll 1
@@ -130,9 +130,9 @@ __device__ __forceinline__ void join_cuts(const AttentionParams& p, const CallSh
         return pieces.of(cut.order.first + static_cast<int32_t>(number) * sharers, number == 0);
       };
       join_part<I>(piece_of, tickets.count, part, {p, cut, call.out_aligned}, memory, num_threads, meet, [&] {
-        if (thread == 0) next = tickets.take();  // behind the first takes of those that wait
+        if (thread == 0) next = tickets.take();  // later than the first part of CTAs that wait
       });
-      if (thread == 0) walk.part[i] = static_cast<uint16_t>(next);
+      if (thread == 0) walk.part[i] = tickets.noted(next);
       meet();
     }
   }

@@ -101,8 +101,7 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
 
 // A reference to `pieces` would be kept in local memory.
 __device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) {
-  note_cut(walk, pieces, walk.at, walk.tile,
-           walk.is_planned ? walk.order : order_of(walk, pieces, walk.at, walk.tile.kv_tiles()));
+  note_cut(walk, pieces, walk.at, walk.tile, walk.is_planned ? walk.order : order_of(walk, pieces, walk.at, walk.tile));
 }
 
 template <typename I>

@@ -61,7 +61,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
     if (ptx::thread_index() == 0 && !is_whole(begin, of_rows)) {
       const bool is_planned = walk.tile.rows > 0 && begin.same_row(walk.at);
       note_cut(walk, call.pieces, begin, of_rows,
-               is_planned ? walk.order : order_of(walk, call.pieces, begin, of_rows.kv_tiles()));
+               is_planned ? walk.order : order_of(walk, call.pieces, begin, of_rows));
     }
     Accumulator<I> sums;
     consumer.attend(begin, of_rows, kv_end_of(of_rows, begin, walk.stop), sums);

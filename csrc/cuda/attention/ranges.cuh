@@ -1,6 +1,8 @@
 // The ranges of a call.
 #pragma once
 
+#include <cstddef>
+
 #include "cuda/attention/call.h"
 
 namespace pagedtree::cuda {
@@ -139,11 +141,23 @@ struct Walk {
   }
 };
 
-// Where the CTA's piece of a row tile, from `at` on, stands among the others. Empty ranges have none.
+// Where the CTA's piece of a row tile, from `at` on, stands among the others. Empty ranges have none. The record of the
+// next range has it, too, if its lengths are the row tile's; to go from range to range takes long.
 __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces, const WorkPosition& at,
-                                               int32_t kv_tiles) {
+                                               const RowTile& tile) {
   const auto [sharers, cta, own] = walk.share;
-  const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers);
+  const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers), kv_tiles = tile.kv_tiles();
+  if (own + 1 < ranges && at.kv_tile == 0 && planned_start(pieces.plan, own + 1).same_row(at)) {
+    const int32_t* next = pieces.plan + kPlanEntry * (own + 2);  // a record, but maybe not aligned as one
+    const auto word = [&](size_t offset) { return next[offset / sizeof(int32_t)]; };
+    if (word(offsetof(RangeRecord, first_token)) == tile.first_token &&
+        word(offsetof(RangeRecord, num_queries)) == tile.num_queries &&
+        word(offsetof(RangeRecord, seq_len)) == tile.seq_len && word(offsetof(RangeRecord, number)) == 1 &&
+        word(offsetof(RangeRecord, kind)) != 0 &&
+        static_cast<uint32_t>(word(offsetof(RangeRecord, count)) - 2) < static_cast<uint32_t>(ranges - own - 1)) {
+      return {cta, 0, word(offsetof(RangeRecord, count))};
+    }
+  }
   const auto begin_of = [&](int32_t range) {  // inside the row tile
     if (range >= ranges) return kv_tiles;
     const WorkPosition begin = range == 0 ? WorkPosition{} : planned_start(pieces.plan, range);
