@@ -81,9 +81,10 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
   int32_t* const ranges = ranges_of_list(plan, shape.list);
   auto* const records = reinterpret_cast<RangeRecord*>(ranges) + 1;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
-  const auto batch = static_cast<int32_t>(shape.batch), run = ceil_div(batch, threads);
+  const auto batch = static_cast<int32_t>(shape.batch), run = max_of(ceil_div(batch, threads), 1),
+             runs = max_of(ceil_div(batch, run), 1), busy = threads > 32 ? 32 : 0;  // for which the others wait
 #pragma unroll 1
-  for (int32_t i = thread; i < kListSize / 4; i += threads)
+  for (int32_t i = thread - busy; i < kListSize / 4 && thread >= busy; i += threads - busy)
     reinterpret_cast<uint4*>(ranges)[i] = make_uint4(0, 0, 0, 0);
 
   WorkSum alone{}, total{};
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
       if (num_ranges > 0) {
         target = cuts.target(range);
         int32_t low = 0;  // finds the first run whose end is past the target
-        for (int32_t high = threads - 1; low < high;) {
+        for (int32_t high = runs - 1; low < high;) {
           const int32_t middle = (low + high) / 2;
           cuts.progress(shared.sums[middle]) > target ? high = middle : low = middle + 1;
         }
@@ -124,8 +125,8 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
       if (num_ranges == 0) shared.sums[thread] = sum;
     }
     if (num_ranges > 0) break;
-    block_scan(shared.sums, shared.sums[thread], [](const WorkSum& a, const WorkSum& b) { return a + b; });
-    total = shared.sums[threads - 1];
+    block_scan(shared.sums, shared.sums[thread], runs, [](const WorkSum& a, const WorkSum& b) { return a + b; });
+    total = shared.sums[runs - 1];
     __syncthreads();
     if (pass == 0) alone = total;
     wanted = pass == 0 ? sharers_of(alone, limits) : pass == 1 && can_share(alone, total, sharers) ? sharers : 1;

@@ -24,13 +24,14 @@ __device__ __forceinline__ uint32_t column_or(uint32_t x) {
   return x | __shfl_xor_sync(kWholeWarp, x, 16);
 }
 
-// Thread i of the CTA gets op over the values of threads 0..i; `values` has one entry per thread and keeps the results.
+// Thread i < `count` of the CTA gets op over the values of threads 0..i; `values` has one entry per thread and keeps
+// the results.
 template <typename T, typename Op>
-__device__ T block_scan(T* values, T value, const Op& op) {
-  const int thread = static_cast<int>(threadIdx.x), threads = static_cast<int>(blockDim.x);
+__device__ T block_scan(T* values, T value, int32_t count, const Op& op) {
+  const auto thread = static_cast<int32_t>(threadIdx.x);
   values[thread] = value;
   __syncthreads();
-  for (int step = 1; step < threads; step *= 2) {
+  for (int32_t step = 1; step < count; step *= 2) {
     const bool has_left = thread >= step;
     if (has_left) value = op(values[thread - step], value);
     __syncthreads();
