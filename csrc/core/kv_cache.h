@@ -88,11 +88,17 @@ struct Slot {
 
 // The place of a position; none if it is outside the table or the table names no page. Whether the page is in the pool
 // is checked by the caller, who knows the pool.
-PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position) {
-  const int64_t index = position / table.page_size;
-  if (position < 0 || index >= table.max_pages) return {-1, 0};
+// `page_of` divides by the table's page size.
+template <typename PageOf>
+PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position, const PageOf& page_of) {
+  const int64_t index = position < 0 ? table.max_pages : page_of(position);
+  if (index >= table.max_pages) return {-1, 0};
   const int32_t page = table.pages[b * table.row_stride + index];
   return {page, static_cast<int32_t>(position - index * table.page_size)};
+}
+
+PT_HOST_DEVICE Slot locate(const PageTable& table, int64_t b, int64_t position) {
+  return locate(table, b, position, [&](int64_t at) { return at / table.page_size; });
 }
 
 PT_HOST_DEVICE int64_t slot_id(Slot slot, int64_t page_size) {
@@ -131,11 +137,12 @@ struct Move {
 };
 
 // The j-th move of sequence b; false if the row is in place already or one of the two places is outside the cache.
-PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, Move& move) {
+template <typename PageOf>
+PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, Move& move, const PageOf& page_of) {
   const int32_t node = p.accept_index[b * p.accept_stride + j];
   if (node < 0 || node == j) return false;
-  move.from = locate(p.table, b, int64_t{p.start[b]} + node);
-  move.to = locate(p.table, b, int64_t{p.start[b]} + j);
+  move.from = locate(p.table, b, int64_t{p.start[b]} + node, page_of);
+  move.to = locate(p.table, b, int64_t{p.start[b]} + j, page_of);
   const auto inside = [&](Slot slot) { return slot.page >= 0 && slot.page < p.num_pages; };
   return inside(move.from) && inside(move.to);
 }

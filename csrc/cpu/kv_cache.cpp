@@ -127,6 +127,7 @@ void CpuBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) 
 
 void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
   for (int64_t b = 0; b < p.batch; ++b) p.seq_lens[b] = compacted_length(p, b);
+  const auto page_of = [&](int64_t position) { return position / p.table.page_size; };
   // The outer loop is over sequences, because a sequence's moves are the same for all tensors.
   parallel_for(ctx, p.batch * p.num_caches, 4, [&](int64_t begin, int64_t end) {
     Move moves[kMaxTreeNodes];
@@ -137,7 +138,7 @@ void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) co
       if (b != planned) {
         planned = b;
         count = 0;
-        for (int32_t j = 1; j <= path_length(p, b); ++j) count += path_move(p, b, j, moves[count]);
+        for (int32_t j = 1; j <= path_length(p, b); ++j) count += path_move(p, b, j, moves[count], page_of);
       }
       if (count > 0) move_rows(p.caches[task % p.num_caches], moves, count, scratch);
     }

@@ -339,78 +339,117 @@ void launch_rope(const RopeAppendParams& p, const ExecContext& ctx) {
 
 // ---- compact_kv
 
-constexpr int kStagingBytes = 32 << 10;
+constexpr int kStagingBytes = 16 << 10;
+constexpr int64_t kBytesPerCta = 16 << 10;
+constexpr int kCompactCtasPerSm = 4;
+
+// How a row of a cache is cut into units, the largest at whose multiples everything lies.
+struct RowLayout {
+  Divisor units_a_run, sizes_1, sizes_2;
+  int32_t unit_bytes;
+};
+
+struct RowLayouts {
+  RowLayout of[kMaxCompactTensors];
+};
 
 struct CompactShared {
   alignas(kVectorBytes) uint8_t staging[kStagingBytes];
-  Move moves[kMaxTreeNodes];  // of path node j + 1; from.page -1: the row stays
+  // Then the moves [path_width - 1], of path node j + 1; from.page -1: the row stays.
 };
 
 // The offset of unit `unit` from the first byte of its row.
-__device__ __forceinline__ int64_t unit_offset(const CacheView& cache, int64_t unit, int64_t unit_bytes) {
-  const int64_t units_a_run = cache.run_bytes / unit_bytes;
-  const int64_t run = unit / units_a_run;
-  const int64_t i0 = run / (cache.sizes[1] * cache.sizes[2]), i1 = run / cache.sizes[2] % cache.sizes[1];
-  return i0 * cache.strides[0] + i1 * cache.strides[1] + run % cache.sizes[2] * cache.strides[2] +
-         unit % units_a_run * unit_bytes;
+__device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const RowLayout& layout, int64_t unit) {
+  const int64_t run = layout.units_a_run.quotient(unit), rest = layout.sizes_2.quotient(run);
+  const int64_t i0 = layout.sizes_1.quotient(rest), i1 = layout.sizes_1.remainder(rest, i0);
+  return i0 * cache.strides[0] + i1 * cache.strides[1] + layout.sizes_2.remainder(run, rest) * cache.strides[2] +
+         layout.units_a_run.remainder(unit, run) * layout.unit_bytes;
 }
 
-// All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. Each CTA of
-// a row takes its own windows.
+// All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. A thread
+// has one unit of the window, and takes turns at the moves with the other threads that have it. Each CTA of a row takes
+// its own windows.
 template <typename Unit>
-__device__ __forceinline__ void move_rows(const CacheView& cache, CompactShared& shared, int32_t num_moves) {
-  auto* const data = static_cast<uint8_t*>(cache.data);
-  auto* const staging = reinterpret_cast<Unit*>(shared.staging);
+__device__ __forceinline__ void move_rows(const CacheView& cache, const RowLayout& layout, CompactShared& shared,
+                                          int32_t num_moves) {
+  constexpr int kUnderWay = 4;
+  const auto* const moves = reinterpret_cast<const Move*>(&shared + 1);
   const int64_t units = cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * (cache.run_bytes / int64_t{sizeof(Unit)});
-  const int32_t window = kStagingBytes / int32_t{sizeof(Unit)} / num_moves;
+  int32_t window = highest_bit(min_of(kMaxThreads, kStagingBytes / int32_t{sizeof(Unit)} / num_moves));
+  while (window / 2 >= units && window > 1) window /= 2;
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), column = thread & (window - 1);
+  const int32_t first = thread >> (__ffs(window) - 1), step = kMaxThreads >> (__ffs(window) - 1);
+  auto* const staging = reinterpret_cast<Unit*>(shared.staging) + column;
   for (int64_t at = int64_t{blockIdx.y} * window; at < units; at += int64_t{gridDim.y} * window) {
-    const int32_t width = static_cast<int32_t>(min_of<int64_t>(window, units - at));
-    for (int32_t i = threadIdx.x; i < num_moves * width; i += blockDim.x) {
-      const Move& move = shared.moves[i / width];
-      if (move.from.page < 0) continue;
-      const int64_t offset = unit_offset(cache, at + i % width, sizeof(Unit));
-      staging[i] = *reinterpret_cast<const Unit*>(data + row_offset(cache, move.from) + offset);
+    const bool is_inside = at + column < units;
+    auto* const data = static_cast<uint8_t*>(cache.data) + (is_inside ? unit_offset(cache, layout, at + column) : 0);
+    const auto is_moved = [&](int32_t i) { return is_inside && i < num_moves && moves[i].from.page >= 0; };
+#pragma unroll 1
+    for (int32_t begin = first; begin < num_moves; begin += kUnderWay * step) {
+      Unit units_under_way[kUnderWay];
+#pragma unroll
+      for (int j = 0; j < kUnderWay; ++j) {
+        const int32_t i = begin + j * step;
+        if (is_moved(i)) units_under_way[j] = *reinterpret_cast<Unit*>(data + row_offset(cache, moves[i].from));
+      }
+#pragma unroll
+      for (int j = 0; j < kUnderWay; ++j) {
+        const int32_t i = begin + j * step;
+        if (is_moved(i)) staging[i * window] = units_under_way[j];
+      }
     }
     __syncthreads();
-    for (int32_t i = threadIdx.x; i < num_moves * width; i += blockDim.x) {
-      const Move& move = shared.moves[i / width];
-      if (move.from.page < 0) continue;
-      const int64_t offset = unit_offset(cache, at + i % width, sizeof(Unit));
-      *reinterpret_cast<Unit*>(data + row_offset(cache, move.to) + offset) = staging[i];
+#pragma unroll 1
+    for (int32_t i = first; i < num_moves; i += step) {
+      if (is_moved(i)) *reinterpret_cast<Unit*>(data + row_offset(cache, moves[i].to)) = staging[i * window];
     }
-    __syncthreads();
   }
 }
 
-// One CTA per (sequence * caches + cache, piece of the row).
-__global__ void __launch_bounds__(kMaxThreads, 1) compact_kernel(const __grid_constant__ CompactKvParams p) {
+// CTA (sequence, piece of the row, cache); those of a sequence's caches take turns.
+__global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
+    compact_kernel(const __grid_constant__ CompactKvParams p, const __grid_constant__ RowLayouts layouts,
+                   const __grid_constant__ Divisor page_size) {
   auto& shared = ptx::shared<CompactShared>();
-  const int64_t num_caches = max_of(p.num_caches, 1);
-  const int64_t b = blockIdx.x / num_caches, index = blockIdx.x % num_caches;
-  if (index == 0 && blockIdx.y == 0 && threadIdx.x == 0) p.seq_lens[b] = compacted_length(p, b);
+  auto* const path_moves = reinterpret_cast<Move*>(&shared + 1);
+  const int64_t b = blockIdx.x;
+  if (blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) p.seq_lens[b] = compacted_length(p, b);
   if (p.num_caches == 0) return;
   const int32_t length = path_length(p, b);
   bool moves = false;
   for (int32_t j = 1 + static_cast<int32_t>(threadIdx.x); j <= length; j += blockDim.x) {
-    Move& move = shared.moves[j - 1];
-    const bool needed = path_move(p, b, j, move);
+    Move& move = path_moves[j - 1];
+    const bool needed = path_move(p, b, j, move, [&](int64_t at) { return page_size.quotient(at); });
     if (!needed) move.from.page = -1;
     moves = moves || needed;
   }
   if (!__syncthreads_or(moves)) return;
-  const CacheView& cache = p.caches[index];
-  const auto bits = static_cast<uint64_t>(reinterpret_cast<uintptr_t>(cache.data)) |
-                    static_cast<uint64_t>(cache.page_stride | cache.slot_stride | cache.run_bytes | cache.strides[0] |
-                                          cache.strides[1] | cache.strides[2]);
-  if (bits % 16 == 0) {
-    move_rows<uint4>(cache, shared, length);
-  } else if (bits % 4 == 0) {
-    move_rows<uint32_t>(cache, shared, length);
-  } else if (bits % 2 == 0) {
-    move_rows<uint16_t>(cache, shared, length);
-  } else {
-    move_rows<uint8_t>(cache, shared, length);
+#pragma unroll 1
+  for (int32_t i = static_cast<int32_t>(blockIdx.z); i < p.num_caches; i += static_cast<int32_t>(gridDim.z)) {
+    const CacheView& cache = p.caches[i];
+    const RowLayout& layout = layouts.of[i];
+    switch (layout.unit_bytes) {
+      case 16:
+        move_rows<uint4>(cache, layout, shared, length);
+        break;
+      case 4:
+        move_rows<uint32_t>(cache, layout, shared, length);
+        break;
+      case 2:
+        move_rows<uint16_t>(cache, layout, shared, length);
+        break;
+      default:
+        move_rows<uint8_t>(cache, layout, shared, length);
+    }
+    __syncthreads();  // windows of the next cache may be others
   }
+}
+
+RowLayout layout_of(const CacheView& cache) {
+  const int64_t bits = address(cache.data) | cache.page_stride | cache.slot_stride | cache.run_bytes |
+                       cache.strides[0] | cache.strides[1] | cache.strides[2];
+  const int32_t unit_bytes = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+  return {Divisor(cache.run_bytes / unit_bytes), Divisor(cache.sizes[1]), Divisor(cache.sizes[2]), unit_bytes};
 }
 
 }  // namespace
@@ -448,15 +487,20 @@ void CudaBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx)
 }
 
 void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) const {
-  constexpr int64_t kBytesPerCta = 16 << 10;
+  RowLayouts layouts;
   int64_t most = 0;
   for (int32_t i = 0; i < p.num_caches; ++i) {
     const CacheView& cache = p.caches[i];
     most = max_of(most, cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * cache.run_bytes);
+    layouts.of[i] = layout_of(cache);
   }
-  const auto pieces = static_cast<unsigned>(clamp_to<int64_t>(ceil_div(most, kBytesPerCta), 1, 16));
-  const auto rows = static_cast<unsigned>(p.batch * max_of(p.num_caches, 1));
-  launch(compact_kernel, dim3(rows, pieces), dim3(kMaxThreads), sizeof(CompactShared), ctx.stream, p);
+  const int64_t pieces = clamp_to<int64_t>(ceil_div(most, kBytesPerCta), 1, 16);
+  const int64_t enough =
+      ceil_div<int64_t>(int64_t{kCompactCtasPerSm} * device_limits().num_sms, max_of<int64_t>(p.batch * pieces, 1));
+  const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(pieces),
+                  static_cast<unsigned>(clamp_to<int64_t>(enough, 1, max_of(p.num_caches, 1))));
+  const size_t bytes = sizeof(CompactShared) + static_cast<size_t>(max_of(p.path_width - 1, 0)) * sizeof(Move);
+  launch(compact_kernel, grid, dim3(kMaxThreads), bytes, ctx.stream, p, layouts, Divisor(p.table.page_size));
 }
 
 }  // namespace pagedtree::cuda

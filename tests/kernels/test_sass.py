@@ -186,7 +186,7 @@ BUDGETS = {
     "expand_top_kernel<(DType)2>": (7968,),
     "expand_drawn_kernel<(DType)2>": (15856,),
     "step_kernel<(DType)2>": (8680,),
-    "compact_kernel": (2688,),
+    "compact_kernel": (1960,),
 }
 COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 

@@ -12,6 +12,7 @@ namespace pagedtree::cuda {
 // = 2^(63 + bits) / divisor, rounded up: exact for every value below 2^63 (Granlund and Montgomery, PLDI 1994).
 class Divisor {
  public:
+  Divisor() = default;  // of nothing yet
   explicit Divisor(int64_t divisor) : divisor_(max_of<int64_t>(divisor, 1)) {
     int bits = 0;
     while (bits < 63 && (int64_t{1} << bits) < divisor_) ++bits;
