@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from recurrent_case import Layer, error, layer, plain_dtype, trees_of  # noqa: F401
+from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
 from step_case import int32
 
-from pagedtree import build_trees
+from pagedtree import advance_state, build_trees
 from pagedtree.reference import recurrent as loops
 
 pytestmark = pytest.mark.usefixtures("on_device")
@@ -43,6 +43,20 @@ def test_sizes_and_strides_do_not_matter(dims: tuple[int, int], transposed: bool
         assert error(out, of.run(loops.tree_delta_rule)) <= 2.5e-3 and not out[sum(sizes) :].any()
         assert torch.equal(without_words(of).run(), out)
         assert torch.equal(of_larger_trees(of).run(), out)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("dims", [(128, 128), (72, 40), (128, 72)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("with_beta", [True, False])
+def test_lengths_and_strides_of_paths_do_not_matter(dims: tuple[int, int], transposed: bool, with_beta: bool) -> None:
+    trees = trees_of([20, 3, 9, 9, 0, 4], 5, reach=1)
+    of = layer(trees, dims=dims, heads=(1, 2), transposed=transposed, with_beta=with_beta, l2norm=dims[0] == 72)
+    leaves = [15, 0, 7, 8, -1, 3]
+    found = of.advance(advance_state, *paths_to(trees, leaves, 16))
+    assert error(found, of.advance(loops.advance_state, *paths_to(trees, leaves, 16))) <= 2.5e-3
+    assert torch.equal(of.advance(advance_state, *paths_to(trees, leaves, 17)), found)
+    assert torch.equal(without_words(of).advance(advance_state, *paths_to(trees, leaves, 16)), found)
 
 
 @pytest.mark.parametrize("with_beta", [True, False])

@@ -1,6 +1,7 @@
 // A short convolution along the paths of trees, see core/recurrent.h: one thread for each row and channel.
 #include "cuda/backend.h"
 #include "cuda/recurrent/elements.cuh"
+#include "cuda/recurrent/paths.cuh"
 
 namespace pagedtree::cuda {
 namespace {
@@ -46,7 +47,7 @@ __global__ void __launch_bounds__(kConvThreads, 1) conv1d_kernel(const __grid_co
 template <typename T>
 __global__ void __launch_bounds__(kConvThreads, 1) advance_conv_kernel(const __grid_constant__ ConvParams p) {
   const int64_t b = blockIdx.x, channel = int64_t{blockIdx.y} * kConvThreads + threadIdx.x;
-  const int64_t replayed = tokens_to_replay(p.tokens, b), kept = p.width - 1, step = p.state_strides[2];
+  const int64_t replayed = replayed_tokens(p.tokens, b), kept = p.width - 1, step = p.state_strides[2];
   if (replayed == 0 || channel >= p.channels) return;
   T* state =
       static_cast<T*>(p.conv_state) + state_index_of(p.tokens, b) * p.state_strides[0] + channel * p.state_strides[1];

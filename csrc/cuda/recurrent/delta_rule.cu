@@ -2,6 +2,7 @@
 // trees have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
 // sequence, value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
+#include "cuda/recurrent/advance.cuh"
 #include "cuda/recurrent/chunk.cuh"
 #include "cuda/recurrent/products.cuh"
 #include "cuda/recurrent/solve.cuh"
@@ -212,7 +213,25 @@ bool has_words(const DeltaRuleParams& p, int along, int across) {
          reinterpret_cast<uintptr_t>(p.state) % 16 == 0;
 }
 
+template <typename T>
+void launch_path(const DeltaRuleParams& p, bool by_columns, const ExecContext& ctx) {
+  const int32_t column_blocks = ceil_div(p.value_dim, kPathWarps * kPathColumns);
+  const auto kernel =
+      by_columns ? advance_path_kernel<T, StateWords::kOfColumns> : advance_path_kernel<T, StateWords::kOfChannels>;
+  launch(kernel, dim3(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks)), dim3(kPathWarps * 32),
+         sizeof(PathShared), ctx.stream, p, column_blocks);
+}
+
 // False where the call is not one for this kernel.
+bool run_short_path(const DeltaRuleParams& p, const ExecContext& ctx) {
+  const bool by_columns = has_words(p, 3, 2);
+  if (p.tokens.accept_index == nullptr || p.tokens.path_width > kPathTokens || p.channel_decay) return false;
+  if (p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
+  p.dtype == DType::kFloat16 ? launch_path<__half>(p, by_columns, ctx) : launch_path<__nv_bfloat16>(p, by_columns, ctx);
+  return true;
+}
+
+// Likewise.
 bool run_small_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
   const RecurrentBatch& tokens = p.tokens;
   const bool by_columns = has_words(p, 3, 2), is_half = p.dtype == DType::kFloat16;
@@ -253,6 +272,8 @@ void CudaBackend::tree_delta_rule(const DeltaRuleParams& p, const ExecContext& c
   run(p, ctx);
 }
 
-void CudaBackend::advance_state(const DeltaRuleParams& p, const ExecContext& ctx) const { run(p, ctx); }
+void CudaBackend::advance_state(const DeltaRuleParams& p, const ExecContext& ctx) const {
+  if (!run_short_path(p, ctx)) run(p, ctx);
+}
 
 }  // namespace pagedtree::cuda

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "cuda/recurrent/numbers.cuh"
+#include "cuda/recurrent/paths.cuh"
 
 namespace pagedtree::cuda {
 
@@ -25,7 +26,7 @@ struct Sequence {
     const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
     first_row = static_cast<int32_t>(rows.begin);
     is_tree = !writes && tokens.parents != nullptr;
-    total = static_cast<int32_t>(writes ? tokens_to_replay(tokens, b) : rows.size());
+    total = writes ? replayed_tokens(tokens, b) : static_cast<int32_t>(rows.size());
     if (is_tree) total = min_of(total, tokens.max_nodes);
   }
   // Of token i of the chunk from token `begin` on.

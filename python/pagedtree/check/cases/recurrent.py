@@ -58,15 +58,16 @@ def _rows(sizes: Sequence[int] | None, reach: int) -> tuple[TreeBatch | None, Te
 def _path(trees: TreeBatch | None) -> tuple[Tensor, ...]:
     if trees is None:
         return ()
-    nodes, accepted = [], []
+    nodes, accepted = list[list[int]](), []
     for b, (begin, end) in enumerate(zip(trees.cu_nodes.tolist(), trees.cu_nodes.tolist()[1:], strict=False)):
         node, path = (end - begin) // 2 if b and end > begin else -1, list[int]()
         while node >= 0:
             path.insert(0, node)
             node = int(trees.parents[begin + node])
         accepted.append(max(len(path) - 1, 0))
-        nodes.append(path + [-1] * (256 - len(path)))
-    return int32(nodes).reshape(len(nodes), 256), int32(accepted)
+        nodes.append(path)
+    width = max([len(path) for path in nodes] + [1])
+    return int32([path + [-1] * (width - len(path)) for path in nodes]).reshape(-1, width), int32(accepted)
 
 
 def _delta_rule(
