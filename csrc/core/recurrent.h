@@ -92,8 +92,8 @@ PT_HOST_DEVICE typename M::Float decay_of(typename M::Float g) {
 PT_HOST_DEVICE int32_t linked_parent(const RecurrentBatch& p, int64_t begin, int64_t node) {
   if (node >= p.max_nodes) return -2;
   if (node == 0) return -1;
-  const int32_t parent = p.parents[begin + node];
-  return parent >= 0 && parent < node && p.depths[begin + node] >= 0 ? parent : -2;
+  const int32_t parent = p.parents[begin + node], depth = p.depths[begin + node];
+  return parent >= 0 && parent < node && depth >= 0 ? parent : -2;
 }
 
 // The reachable nodes of tree b in their order: `nodes` are their indices in the tree, `parents` places in this list,

@@ -36,9 +36,10 @@ def of_larger_trees(of: Layer) -> Layer:
 @pytest.mark.parametrize("dims", [(128, 128), (72, 40), (24, 8), (128, 160)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 def test_sizes_and_strides_do_not_matter(dims: tuple[int, int], transposed: bool) -> None:
-    for sizes, channels in ((SIZES, False), ((16, 3, 9), False), ((8, 12), True), ((40, 5, 19), True)):
-        trees, l2norm = trees_of(list(sizes), 5, padding=3), dims[0] == 128
-        of = layer(trees, dims=dims, heads=(1, 2), transposed=transposed, channels=channels, l2norm=l2norm)
+    for sizes, channels in ((SIZES, False), ((16, 9), False), ((5, 16), False), ((8, 12), True), ((40, 5, 19), True)):
+        trees, l2norm, with_beta = trees_of(list(sizes), 5, padding=3), dims[0] == 128, sizes != (5, 16)
+        options = {"channels": channels, "l2norm": l2norm, "with_beta": with_beta}
+        of = layer(trees, dims=dims, heads=(1, 2), transposed=transposed, **options)  # type: ignore[arg-type]
         out = of.run()
         assert error(out, of.run(loops.tree_delta_rule)) <= 2.5e-3 and not out[sum(sizes) :].any()
         assert torch.equal(without_words(of).run(), out)

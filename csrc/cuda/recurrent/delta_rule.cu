@@ -2,8 +2,8 @@
 // trees have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
 // sequence, value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
-#include "cuda/recurrent/advance.cuh"
 #include "cuda/recurrent/chunk.cuh"
+#include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
 #include "cuda/recurrent/solve.cuh"
 #include "cuda/recurrent/tree_solve.cuh"
@@ -107,11 +107,7 @@ __global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
   const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks, b = item / p.num_heads;
   const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
   const Tree t(p, rows, item % p.num_heads, block % column_blocks * static_cast<int32_t>(blockDim.x), kTiles);
-  if (b == 0 || b + 1 == p.tokens.batch) {
-    const NodeRange used = used_rows(p.tokens.cu_nodes, p.tokens.batch, p.tokens.num_rows);
-    if (b == 0) clear_rows(t, 0, used.begin);
-    if (b + 1 == p.tokens.batch) clear_rows(t, used.end, p.tokens.num_rows);
-  }
+  clear_others(p, b, t.head, t.first_column, static_cast<int32_t>(blockDim.x), rows.begin + t.count, rows.end);
   if (t.count == 0) return;
   if constexpr (kChannelDecay && kTiles == kSmallTiles) copy_decays(t);
   copy_rows(t);
@@ -145,7 +141,6 @@ __global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
     solve_tree<T>(t, begin, sums, infinite);
   }
   ptx::cp_async_wait<0>();
-  clear_rows(t, rows.begin + t.count, rows.end);
 }
 
 // What no node writes.
@@ -199,10 +194,12 @@ void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
 
 template <typename T, StateWords kWords>
 void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
-  if (p.tokens.max_nodes <= 2 * kTile) {
-    p.channel_decay ? launch_tree<T, kWords, 2, true>(p, ctx) : launch_tree<T, kWords, 2, false>(p, ctx);
+  if (!p.channel_decay) {
+    launch_tree<T, kWords, 4, false>(p, ctx);
+  } else if (p.tokens.max_nodes <= kSmallTiles * kTile) {
+    launch_tree<T, kWords, kSmallTiles, true>(p, ctx);
   } else {
-    p.channel_decay ? launch_tree<T, kWords, 4, true>(p, ctx) : launch_tree<T, kWords, 4, false>(p, ctx);
+    launch_tree<T, kWords, 4, true>(p, ctx);
   }
 }
 
@@ -213,36 +210,35 @@ bool has_words(const DeltaRuleParams& p, int along, int across) {
          reinterpret_cast<uintptr_t>(p.state) % 16 == 0;
 }
 
-template <typename T>
-void launch_path(const DeltaRuleParams& p, bool by_columns, const ExecContext& ctx) {
-  const int32_t column_blocks = ceil_div(p.value_dim, kPathWarps * kPathColumns);
-  const auto kernel =
-      by_columns ? advance_path_kernel<T, StateWords::kOfColumns> : advance_path_kernel<T, StateWords::kOfChannels>;
-  launch(kernel, dim3(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks)), dim3(kPathWarps * 32),
-         sizeof(PathShared), ctx.stream, p, column_blocks);
+template <typename T, StateWords kWords>
+void launch_few(const DeltaRuleParams& p, const ExecContext& ctx) {
+  const int32_t column_blocks = ceil_div(p.value_dim, kFewWarps * kFewColumns);
+  const auto kernel = p.out == nullptr ? few_tokens_kernel<T, kWords, true> : few_tokens_kernel<T, kWords, false>;
+  launch(kernel, dim3(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks)), dim3(kFewWarps * 32),
+         sizeof(FewShared), ctx.stream, p, column_blocks);
 }
 
-// False where the call is not one for this kernel.
-bool run_short_path(const DeltaRuleParams& p, const ExecContext& ctx) {
-  const bool by_columns = has_words(p, 3, 2);
-  if (p.tokens.accept_index == nullptr || p.tokens.path_width > kPathTokens || p.channel_decay) return false;
-  if (p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
-  p.dtype == DType::kFloat16 ? launch_path<__half>(p, by_columns, ctx) : launch_path<__nv_bfloat16>(p, by_columns, ctx);
-  return true;
+template <typename T, StateWords kWords>
+void launch_small(const DeltaRuleParams& p, bool is_few, const ExecContext& ctx) {
+  is_few ? launch_few<T, kWords>(p, ctx) : launch_tree<T, kWords>(p, ctx);
 }
 
-// Likewise.
-bool run_small_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
+// False where the call is not one for the kernels of few tokens or of small trees.
+bool run_small(const DeltaRuleParams& p, const ExecContext& ctx) {
   const RecurrentBatch& tokens = p.tokens;
   const bool by_columns = has_words(p, 3, 2), is_half = p.dtype == DType::kFloat16;
-  if (tokens.parents == nullptr || tokens.max_nodes > kTreeNodes || tokens.batch == 0) return false;
+  const int32_t most = p.out == nullptr ? tokens.path_width : tokens.max_nodes;
+  const bool is_few = most <= kFewTokens && !p.channel_decay;
+  if (tokens.parents == nullptr || tokens.batch == 0 || !(is_few || (p.out != nullptr && most <= kTreeNodes))) {
+    return false;
+  }
   if (p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
   if (by_columns) {
-    is_half ? launch_tree<__half, StateWords::kOfColumns>(p, ctx)
-            : launch_tree<__nv_bfloat16, StateWords::kOfColumns>(p, ctx);
+    is_half ? launch_small<__half, StateWords::kOfColumns>(p, is_few, ctx)
+            : launch_small<__nv_bfloat16, StateWords::kOfColumns>(p, is_few, ctx);
   } else {
-    is_half ? launch_tree<__half, StateWords::kOfChannels>(p, ctx)
-            : launch_tree<__nv_bfloat16, StateWords::kOfChannels>(p, ctx);
+    is_half ? launch_small<__half, StateWords::kOfChannels>(p, is_few, ctx)
+            : launch_small<__nv_bfloat16, StateWords::kOfChannels>(p, is_few, ctx);
   }
   return true;
 }
@@ -266,14 +262,14 @@ void run(const DeltaRuleParams& p, const ExecContext& ctx) {
 }  // namespace
 
 void CudaBackend::tree_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) const {
-  if (run_small_tree(p, ctx)) return;
+  if (run_small(p, ctx)) return;
   const int64_t count = p.tokens.num_rows * p.num_heads * p.value_dim;
   launch(clear_kernel, grid_of(count, 256), dim3(256), 0, ctx.stream, static_cast<uint16_t*>(p.out), count);
   run(p, ctx);
 }
 
 void CudaBackend::advance_state(const DeltaRuleParams& p, const ExecContext& ctx) const {
-  if (!run_short_path(p, ctx)) run(p, ctx);
+  if (!run_small(p, ctx)) run(p, ctx);
 }
 
 }  // namespace pagedtree::cuda

@@ -47,6 +47,11 @@ struct TreeSizes {
 static_assert(sizeof(TreeShared) % 16 == 0);
 static_assert(TreeSizes(kTreeNodes, 4, 1, true).bytes <= 99 << 10, "what every GPU has");
 
+// 8 outputs.
+__device__ __forceinline__ uint4* outputs(const DeltaRuleParams& p, int64_t row, int32_t head, int32_t column) {
+  return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (row * p.num_heads + head) * p.value_dim + column);
+}
+
 struct Tree {
   const DeltaRuleParams& p;
   TreeShared& shared;
@@ -82,11 +87,6 @@ struct Tree {
     u = reinterpret_cast<float*>(begin + sizes.u) + warp * sizes.earlier * kTreeColumns;
     state = reinterpret_cast<float4*>(begin + sizes.state) + warp * kStages * 4 * 32;
   }
-  // 8 outputs.
-  __device__ uint4* outputs(int64_t row, int32_t of_column) const {
-    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (row * p.num_heads + head) * p.value_dim +
-                                    of_column);
-  }
   __device__ uint16_t* row_of(int which, int32_t i) const { return data + (which * rows + i) * kRowStride; }
   __device__ float* weights_of(int which, int32_t row) const {
     return weights + (which * together + row) * weight_stride;
@@ -100,11 +100,25 @@ struct Tree {
 };
 
 // Zeros in the CTA's columns of the outputs of rows begin .. end - 1.
-__device__ __forceinline__ void clear_rows(const Tree& t, int64_t begin, int64_t end) {
-  const int32_t threads = blockDim.x / 8, column = t.first_column + threadIdx.x % threads * 8;  // of a row
-  if (column >= t.p.value_dim) return;
-  for (int64_t row = begin + threadIdx.x / threads; row < end; row += 8)
-    *t.outputs(row, column) = make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ void clear_rows(const DeltaRuleParams& p, int32_t head, int32_t first_column,
+                                           int32_t columns, int64_t begin, int64_t end) {
+  const int32_t threads = columns / 8, column = first_column + threadIdx.x % threads * 8;  // of a row
+  if (column >= p.value_dim) return;
+#pragma unroll 1
+  for (int64_t row = begin + threadIdx.x / threads; row < end; row += blockDim.x / threads) {
+    *outputs(p, row, head, column) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The same in rows of no tree, by its first and last sequence, and in rows begin .. end - 1, which are left of tree b.
+__device__ __forceinline__ void clear_others(const DeltaRuleParams& p, int32_t b, int32_t head, int32_t first_column,
+                                             int32_t columns, int64_t begin, int64_t end) {
+  if (b == 0 || b + 1 == p.tokens.batch) {
+    const NodeRange used = used_rows(p.tokens.cu_nodes, p.tokens.batch, p.tokens.num_rows);
+    if (b == 0) clear_rows(p, head, first_column, columns, 0, used.begin);
+    if (b + 1 == p.tokens.batch) clear_rows(p, head, first_column, columns, used.end, p.tokens.num_rows);
+  }
+  clear_rows(p, head, first_column, columns, begin, end);
 }
 
 // By one warp: the paths, and the sums of g along them. In each round a token takes over what is known at the end of

@@ -153,7 +153,7 @@ __device__ __forceinline__ void solve_tree(const Tree& t, int32_t begin, Sums<kT
       const uint32_t pair = pack_pair<T>(sums.out[own][e * 2] * p.scale, sums.out[own][e * 2 + 1] * p.scale);
       words[e] = is_reachable ? pair : 0;
     }
-    *t.outputs(t.first_row + i, t.column + column) = make_uint4(words[0], words[1], words[2], words[3]);
+    *outputs(p, t.first_row + i, t.head, t.column + column) = make_uint4(words[0], words[1], words[2], words[3]);
   }
 }
 
