@@ -55,13 +55,12 @@ struct NextChildren {
       joint = max_of(joint, joints[slot]);
     }
     const uint32_t bits = ScalarMath::bits<uint32_t>(joint), best = __reduce_min_sync(~0u, bits);
-    const uint32_t lanes = __ballot_sync(~0u, bits == best);
-    if (bits != best) node = -1;
-    if ((lanes & (lanes - 1)) != 0 || __any_sync(~0u, ties && bits == best)) {  // seldom: paths have to be compared
+    const uint32_t lanes = __ballot_sync(~0u, bits == best), tied = __ballot_sync(~0u, bits == best && ties);
+    if ((lanes & (lanes - 1)) != 0 || tied != 0) {  // seldom: paths have to be compared
       if (best == ScalarMath::bits<uint32_t>(-kInfinity)) return -1;
-      node = first_in_order(tree, ScalarMath::bits<float>(best));
+      return first_in_order(tree, ScalarMath::bits<float>(best));
     }
-    return static_cast<int32_t>(__reduce_min_sync(~0u, static_cast<uint32_t>(node)));
+    return __shfl_sync(~0u, node, __ffs(static_cast<int>(lanes)) - 1);
   }
 
   // The first of the nodes whose next children have this log-probability.
@@ -88,14 +87,33 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
   __syncwarp();
   bool any = false;
   if (p.num_candidates > 1) {
+    constexpr int kLoads = 4;  // of pairs, on their way together
     const uint32_t pairs = static_cast<uint32_t>(p.num_candidates - 1);
-#pragma unroll 4
-    for (uint32_t i = lane; i < levels * pairs; i += kLanes) {
-      const uint32_t level = i / pairs;
-      const float* log_probs = level_after(p, b, static_cast<int32_t>(level)) + i % pairs;
-      if (in_order(log_probs[0], log_probs[1])) continue;
-      atomicExch(&tree.out_of_order[level], 1);
+    const uint32_t step_levels = kLanes / pairs, step_ranks = kLanes - step_levels * pairs;
+    uint32_t level = lane / pairs, rank = lane - level * pairs;
+#pragma unroll 1
+    while (__any_sync(~0u, level < levels)) {
+      uint32_t of[kLoads];
+      float log_probs[kLoads], next[kLoads];
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        of[j] = min_of(level, levels - 1);
+        const float* const from = level_after(p, b, static_cast<int32_t>(of[j])) + rank;
+        log_probs[j] = from[0];
+        next[j] = from[1];
+        const bool wraps = rank + step_ranks >= pairs;
+        level += step_levels + wraps;
+        rank += step_ranks - (wraps ? pairs : 0);
+      }
+      uint32_t wrong = 0;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) wrong |= in_order(log_probs[j], next[j]) ? 0 : 1u << j;
+      if (wrong == 0) continue;
       any = true;
+#pragma unroll
+      for (int j = 0; j < kLoads; ++j) {
+        if ((wrong >> j & 1) != 0) atomicExch(&tree.out_of_order[of[j]], 1);
+      }
     }
   }
   __syncwarp();
