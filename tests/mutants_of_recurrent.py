@@ -5,11 +5,9 @@ from __future__ import annotations
 from mutant import Mutant
 
 
-def of_delta_rule(
-    name: str, file: str, line: str, broken: str, suffix: str = ".cuh", only: str = "simt and not channel"
-) -> Mutant:
+def of_delta_rule(name: str, file: str, line: str, broken: str, only: str = "simt and not channel") -> Mutant:
     tests = ("tests/ops/test_recurrent_kernels.py", "tests/ops/test_recurrent.py")
-    return Mutant(name, f"cuda/recurrent/{file}{suffix}", line, broken, tests, "simt", only)
+    return Mutant(name, f"cuda/recurrent/{file}.cuh", line, broken, tests, "simt", only)
 
 
 def of_channel_decays(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -32,8 +30,9 @@ DELTA_RULE = [
         "reduce_add(sum) + 1e-6f + 0.0f * eps", ("tests/ops/test_recurrent.py",), only="eps and cpu",
     ),
     of_delta_rule("weights of keys without beta", "tree", "is_above && t.p.beta != nullptr ? ", "is_above ? "),
-    of_delta_rule("rows behind all trees as they were", "delta_rule",
-                  "clear_rows(t, used.end, p.tokens.num_rows);", ";", ".cu"),
+    of_delta_rule("rows behind all trees as they were", "tree", "used.end, p.tokens.num_rows);", "0, 0);"),
+    of_delta_rule("a state with the u of few tokens before the last weights", "few_tokens",
+                  "(is_itself || p.beta == nullptr)", "p.beta == nullptr"),
     of_channel_decays("no token walks", "path_decays", "least < kLeastProduct) ? -1.0f", "false) ? -1.0f"),
     of_channel_decays("products of the token before", "path_decays", "decay * products[parent * kChannels",
                       "decay * products[(i - 1) * kChannels"),

@@ -34,10 +34,11 @@ PT_HOST_DEVICE NodeRange selectable_rows(const SelectNodesParams& p, int64_t b) 
 // The parent of node `node` of the tree that begins at row `begin`; -1 for a root, and for a node that is linked
 // wrongly. Only a node one deeper than its parent counts as linked, so that the depths of a path follow from its links.
 PT_HOST_DEVICE int32_t linked_parent(const SelectNodesParams& p, int64_t begin, int32_t node) {
-  const int32_t parent = node > 0 ? p.parents[begin + node] : -1;
+  if (node <= 0) return -1;
+  const int32_t parent = p.parents[begin + node], own_depth = p.depths[begin + node];
   if (parent < 0 || parent >= node) return -1;
   const int32_t depth = parent > 0 ? p.depths[begin + parent] : 0;
-  return depth >= 0 && depth < p.max_depth && p.depths[begin + node] == depth + 1 ? parent : -1;
+  return depth >= 0 && depth < p.max_depth && own_depth == depth + 1 ? parent : -1;
 }
 
 // What a node survives by itself: NaN and what is negative count as 0.

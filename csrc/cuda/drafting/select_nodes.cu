@@ -49,6 +49,22 @@ struct NodeItems {
   }
 };
 
+// The best of at most kThreads rows, by one CTA: to sort them takes fewer steps than the digits of their keys.
+__device__ __forceinline__ Selection select_few(RadixShared& shared, const NodeItems& items, uint64_t count) {
+  auto* const ranked = reinterpret_cast<uint64_t*>(shared.counts);
+  const int32_t size = static_cast<int32_t>(items.end - items.begin), i = static_cast<int32_t>(threadIdx.x);
+  if (i < size) {
+    const uint32_t key = items.keys[items.begin + i];
+    ranked[i] = key != 0 ? ranked_key(key, items.begin + i) : 0;
+  }
+  int32_t capacity = 1;
+  while (capacity < size) capacity *= 2;
+  block_sort(ranked, size, capacity);
+  if (count == 0) return {~0u, 0};
+  const uint64_t last = count <= static_cast<uint64_t>(size) ? ranked[count - 1] : 0;
+  return {static_cast<uint32_t>(last >> 32), last == 0 ? 0 : int64_t{~static_cast<uint32_t>(last)} + 1};
+}
+
 // Writes the keys of tree b's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
 // at most, however long it is. Earlier nodes are done.
 __device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b) {
@@ -61,8 +77,9 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b
     float survival = of_root;
     int32_t above = -1;  // the lane of an ancestor whose survival is still to be counted
     if (node > 0 && node < size) {
+      const float own = p.survival[row];
       const int32_t parent = linked_parent(p, rows.begin, node);
-      survival = parent < 0 ? kUnreachable : own_survival(p.survival[row]);
+      survival = parent < 0 ? kUnreachable : own_survival(own);
       above = parent - first;
       if (parent >= 0 && above < 0) {
         survival = min_of(survival, parent > 0 ? survival_of_key(p.keys[rows.begin + parent]) : of_root);
@@ -155,8 +172,10 @@ __global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_
 
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
   const NodeItems items{p.keys, used.begin, used.end};
+  const uint64_t count = static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(total)));
+  const bool are_few = ptx::cluster_size() == 1 && used.size() <= kThreads;
   const Selection chosen =
-      select_best(shared.radix, items, kKeyDigits, static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(total))));
+      are_few ? select_few(shared.radix, items, count) : select_best(shared.radix, items, kKeyDigits, count);
 
   for (int64_t b = first; b < last; ++b) num_kept += static_cast<uint64_t>(count_kept(p, chosen, b));
   int64_t row = static_cast<int64_t>(sum_before_warp_of_cluster(block, num_kept, total));
@@ -243,10 +262,11 @@ void select_without_clusters(const SelectNodesParams& p, void* stream) {
   launch(write_kept_kernel, trees, threads, sizeof(KeptTree) * kTreeWarps, stream, p);
 }
 
-// So many CTAs that each warp has a tree, if the GPU has such clusters. A power of two fits into any GPU's clusters.
+// So many CTAs that each warp has two trees, if the GPU has such clusters: to meet costs a cluster as much as a tree. A
+// power of two fits into any GPU's clusters.
 unsigned ctas_for(int64_t batch, unsigned most) {
   unsigned ctas = 1;
-  while (ctas * kWarps < batch && 2 * ctas <= most) ctas *= 2;
+  while (2 * ctas * kWarps < batch && 2 * ctas <= most) ctas *= 2;
   return ctas;
 }
 
