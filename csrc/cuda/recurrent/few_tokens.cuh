@@ -82,7 +82,7 @@ struct StateColumns {
 
 // What a lane has of token `lane`.
 struct FewTokens {
-  int32_t count, row, above;
+  int32_t count, row;
   uint32_t mask = 0;  // the tokens of its path, itself included; none where it cannot be reached
   float g = 0.0f, beta = 1.0f;
   int64_t sum = 0;  // of g from the root on
@@ -92,18 +92,19 @@ struct FewTokens {
                                                  const NodeRange& rows) {
     const int32_t lane = threadIdx.x % 32,
                   size = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.tokens.max_nodes));
-    FewTokens t{kAdvances ? replayed_tokens(p.tokens, b) : size, static_cast<int32_t>(rows.begin) + lane, -2};
+    FewTokens t{kAdvances ? replayed_tokens(p.tokens, b) : size, static_cast<int32_t>(rows.begin) + lane};
     if (lane >= t.count) return t;
     if (kAdvances) t.row = static_cast<int32_t>(replayed_row(p.tokens, b, lane));
-    t.above = kAdvances ? lane - 1 : linked_parent(p.tokens, rows.begin, lane);
     t.mask = 1u << lane;
     t.g = p.g[t.row * p.g_token_stride + head * p.g_head_stride];
     if (p.beta != nullptr) t.beta = p.beta[t.row * p.beta_token_stride + head * p.beta_head_stride];
     return t;
   }
   // In each round a token takes over what is known at the end of its own stretch of the path.
-  __device__ __forceinline__ void link() {
+  template <bool kAdvances>
+  __device__ __forceinline__ void link(const DeltaRuleParams& p, const NodeRange& rows) {
     const int32_t lane = threadIdx.x % 32;
+    int32_t above = lane >= count ? -2 : kAdvances ? lane - 1 : linked_parent(p.tokens, rows.begin, lane);
     sum = fixed_point(g);
 #pragma unroll 1
     for (int32_t reach = 1; reach < count; reach *= 2) {
@@ -323,17 +324,20 @@ __device__ __forceinline__ void run_few(const DeltaRuleParams& p, int32_t head, 
   auto& shared = ptx::shared<FewShared>();
   const int32_t quad = threadIdx.x % 32 / 4,
                 column = first_column + threadIdx.x / 32 * kFewColumns + threadIdx.x % 4 * 4;
-  FewSums sums{};
+  copy_rows<kAdvances>(p, shared, head, tokens);
+  uint2 values[2]{};  // unpacked later, so that nothing waits for them
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const int64_t row = __shfl_sync(~0u, tokens.row, tile * kTile + quad);
     if (tile * kTile + quad >= tokens.count || column >= p.value_dim) continue;
-    sums.left[tile] = load_four_halves(p.v, p.dtype, row * p.v_token_stride + head * p.v_head_stride + column);
+    const auto* const from =
+        static_cast<const uint16_t*>(p.v) + row * p.v_token_stride + head * p.v_head_stride + column;
+    values[tile] = load_pairs(from, is_aligned(from));
   }
-  copy_rows<kAdvances>(p, shared, head, tokens);
-  tokens.link();
+  tokens.link<kAdvances>(p, rows);
   ptx::cp_async_wait<0>();
   __syncthreads();
+  FewSums sums{{unpack(values[0], kTypeOf<T>), unpack(values[1], kTypeOf<T>)}, {}, {}};
   if (p.l2norm) find_norms(p, shared);
   if (!kAdvances || p.beta != nullptr) find_sums<T, kAdvances>(p, shared, tokens, state, sums);
   solve_few<kAdvances>(p, tokens, sums);
