@@ -21,45 +21,39 @@ struct FewShared {
 template <StateWords kWords>
 struct StateColumns {
   float x[kFewSteps][4][2];
-  float* begin;  // null where there are none
-  int64_t channel_stride, column_stride;
+  float* begin;      // null where there are none
   int32_t channels;  // from the lane's first one on
 
   __device__ __forceinline__ StateColumns(const DeltaRuleParams& p, int64_t b, int32_t head, int32_t first_column) {
     const int32_t lane = threadIdx.x % 32, column = first_column + lane / 4 * 2, channel = lane % 4 * 4;
     const int64_t index = state_index_of(p.tokens, b);
-    channel_stride = p.state_strides[2];
-    column_stride = p.state_strides[3];
     channels = p.key_dim - channel;
     begin = index < 0 || column >= p.value_dim ? nullptr
                                                : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
-                                                     channel * channel_stride + column * column_stride;
+                                                     channel * p.state_strides[2] + column * p.state_strides[3];
   }
-  // f(the neighbours in memory, as many elements of x) for each word.
+  // f(the neighbours in memory, as many elements of x) for each word of a step.
   template <typename F>
-  __device__ __forceinline__ void each_word(const F& f) {
-    if (begin == nullptr) return;
+  __device__ __forceinline__ void each_word(const DeltaRuleParams& p, int step, const F& f) {
+    if (begin == nullptr || step * kStep >= channels) return;
+    float* const from = begin + step * kStep * p.state_strides[2];
 #pragma unroll
-    for (int step = 0; step < kFewSteps; ++step) {
-      if (step * kStep >= channels) break;
-      float* const from = begin + step * kStep * channel_stride;
-#pragma unroll
-      for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
-        if constexpr (kWords == StateWords::kOfColumns) {
-          f(*reinterpret_cast<float2*>(from + j * channel_stride), x[step][j][0], x[step][j][1]);
-        } else {
-          f(*reinterpret_cast<float4*>(from + j * column_stride), x[step][0][j], x[step][1][j], x[step][2][j],
-            x[step][3][j]);
-        }
+    for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
+      if constexpr (kWords == StateWords::kOfColumns) {
+        f(*reinterpret_cast<float2*>(from + j * p.state_strides[2]), x[step][j][0], x[step][j][1]);
+      } else {
+        f(*reinterpret_cast<float4*>(from + j * p.state_strides[3]), x[step][0][j], x[step][1][j], x[step][2][j],
+          x[step][3][j]);
       }
     }
   }
-  __device__ __forceinline__ void load() {
+  __device__ __forceinline__ void load(const DeltaRuleParams& p) {
 #pragma unroll
     for (int e = 0; e < kFewSteps * 8; ++e) x[e / 8][e / 2 % 4][e % 2] = 0.0f;
-    each_word(Load{});
+#pragma unroll
+    for (int step = 0; step < kFewSteps; ++step) each_word(p, step, Load{});
   }
-  __device__ __forceinline__ void store() { each_word(Store{}); }
+  __device__ __forceinline__ void store(const DeltaRuleParams& p, int step) { each_word(p, step, Store{}); }
 
  private:
   struct Load {
@@ -176,55 +170,51 @@ struct FewSums {
 template <typename T, bool kAdvances, StateWords kWords>
 __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const FewShared& shared, const FewTokens& tokens,
                                           const StateColumns<kWords>& state, FewSums& sums) {
-  constexpr int kProducts = kAdvances ? 1 : 2, kKinds = kAdvances ? 1 : 2;
   const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
   const bool is_long = tokens.count > kTile;
-  float high[kProducts][2][4]{}, low[kProducts][2][4]{};  // columns 2 x + n of the product's columns n
-  float with_keys[kProducts][2][4]{};                     // of each tile
 #pragma unroll
-  for (int step = 0; step < kFewSteps; ++step) {
-    if (step * kStep >= p.key_dim) break;
-    const auto load = [&](int which, int tile) {
-      return *reinterpret_cast<const uint2*>(shared.rows[which][tile * kTile + quad] + step * kStep + pair * 4);
-    };
-    const uint2 keys[2] = {load(0, 0), load(0, 1)};
+  for (int product = 0; product < (kAdvances ? 1 : 2); ++product) {
+    if (product == 1 && !is_long) break;
+    float high[2][4]{}, low[2][4]{};  // columns 2 x + n of the product's columns n
+    float with_keys[2][4]{};          // of each tile
 #pragma unroll
-    for (int at = 0; at < kProducts; ++at) {
-      if (at == 1 && !is_long) break;
-      const TokenPairs rows{keys[at], kAdvances ? keys[1] : load(1, at)};
+    for (int step = 0; step < kFewSteps; ++step) {
+      if (step * kStep >= p.key_dim) break;
+      const auto load = [&](int which, int tile) {
+        return *reinterpret_cast<const uint2*>(shared.rows[which][tile * kTile + quad] + step * kStep + pair * 4);
+      };
+      const TokenPairs rows{load(0, product), kAdvances ? load(0, 1) : load(1, product)};
       const StepRows a = rows_of(rows, kTypeOf<T>);
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const int half = part / 2, n = part % 2;
-        add_split_product(high[at][n], low[at][n], a.a[half], state.x[step][half * 2][n],
-                          state.x[step][half * 2 + 1][n]);
+        add_split_product(high[n], low[n], a.a[half], state.x[step][half * 2][n], state.x[step][half * 2 + 1][n]);
       }
-      add_key_product<T>(with_keys[at][0], rows, keys[0]);
-      if (at == 1 || (kAdvances && is_long)) add_key_product<T>(with_keys[at][1], rows, keys[1]);
+      add_key_product<T>(with_keys[0], rows, load(0, 0));
+      if (product == 1 || (kAdvances && is_long)) add_key_product<T>(with_keys[1], rows, load(0, 1));
     }
-  }
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    if (tile == 1 && !is_long) break;
-    const int32_t i = tile * kTile + quad;
-    const int64_t path = __shfl_sync(~0u, tokens.sum, i);
-    const float decay = decay_between(path, 0);
+    for (int tile = product; tile < (kAdvances ? 2 : product + 1); ++tile) {
+      if (tile == 1 && !is_long) break;
+      const int32_t i = tile * kTile + quad;
+      const int64_t path = __shfl_sync(~0u, tokens.sum, i);
+      const float decay = decay_between(path, 0);
 #pragma unroll
-    for (int which = 0; which < kKinds; ++which) {
-      const int at = kAdvances ? 0 : tile, first = kAdvances ? tile * 2 : which * 2;
-      const float norm = shared.norms[which][i];
+      for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
+        const int first = kAdvances ? tile * 2 : which * 2;  // of the lane's numbers of a product
+        const float norm = shared.norms[which][i];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int n = e % 2, of = first + e / 2;
-        const float read = decayed(joined(high[at][n][of], low[at][n][of]), norm, decay);
-        (which == 0 ? sums.left : sums.out)[tile].x[e] = which == 0 ? left_of(p, sums.left[tile].x[e], read) : read;
-      }
+        for (int e = 0; e < 4; ++e) {
+          const float read = decayed(joined(high[e % 2][first + e / 2], low[e % 2][first + e / 2]), norm, decay);
+          (which == 0 ? sums.left : sums.out)[tile].x[e] = which == 0 ? left_of(p, sums.left[tile].x[e], read) : read;
+        }
 #pragma unroll
-      for (int j = 0; j < 2 * (tile + 1); ++j) {
-        const int32_t m = j / 2 * kTile + pair * 2 + j % 2;
-        const float between = decay_between(path, __shfl_sync(~0u, tokens.sum, m));
-        sums.weights[tile][which][j / 2][j % 2] =
-            decayed(with_keys[at][j / 2][first + j % 2], norm * shared.norms[0][m], between);
+        for (int j = 0; j < 2 * (tile + 1); ++j) {
+          const int32_t m = j / 2 * kTile + pair * 2 + j % 2;
+          const float between = decay_between(path, __shfl_sync(~0u, tokens.sum, m));
+          sums.weights[tile][which][j / 2][j % 2] =
+              decayed(with_keys[j / 2][first + j % 2], norm * shared.norms[0][m], between);
+        }
       }
     }
   }
@@ -263,7 +253,7 @@ __device__ __forceinline__ void solve_few(const DeltaRuleParams& p, const FewTok
   }
 }
 
-// Adds what the tokens of a path leave in the state.
+// Stores the state with what the tokens of a path leave in it.
 template <typename T, StateWords kWords>
 __device__ __forceinline__ void carry_few(const DeltaRuleParams& p, FewShared& shared, const FewTokens& tokens,
                                           const FewSums& sums, StateColumns<kWords>& state) {
@@ -314,6 +304,7 @@ __device__ __forceinline__ void carry_few(const DeltaRuleParams& p, FewShared& s
       float& x = state.x[step][c % 2 * 2 + n][c / 2];
       x = decay == 0.0f ? sum : __fmaf_rn(decay, x, sum);
     }
+    state.store(p, step);
   }
 }
 
@@ -343,7 +334,6 @@ __device__ __forceinline__ void run_few(const DeltaRuleParams& p, int32_t head, 
   solve_few<kAdvances>(p, tokens, sums);
   if constexpr (kAdvances) {
     carry_few<T>(p, shared, tokens, sums, state);
-    state.store();
     return;
   }
 #pragma unroll
@@ -361,13 +351,13 @@ __device__ __forceinline__ void run_few(const DeltaRuleParams& p, int32_t head, 
 
 // One CTA for each sequence, value head and 16 columns for each of its warps.
 template <typename T, StateWords kWords, bool kAdvances>
-__global__ void __launch_bounds__(kFewWarps * 32, 3)
+__global__ void __launch_bounds__(kFewWarps * 32, 4)
     few_tokens_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
   const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks;
   const int32_t b = item / p.num_heads, head = item % p.num_heads;
   const int32_t first_column = block % column_blocks * kFewWarps * kFewColumns;
   StateColumns<kWords> state(p, b, head, first_column + static_cast<int32_t>(threadIdx.x) / 32 * kFewColumns);
-  state.load();
+  state.load(p);
   const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
   auto tokens = FewTokens::of<kAdvances>(p, b, head, rows);
   if (tokens.count > 0) run_few<T, kWords, kAdvances>(p, head, first_column, rows, tokens, state);
