@@ -167,6 +167,11 @@ struct ScoreItems {
   }
 };
 
+// Whether a token's rank or its share of the mass may keep it from being drawn.
+__device__ __forceinline__ bool has_filter(const Sampling& sampling, int64_t vocab) {
+  return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || (sampling.top_k > 0 && sampling.top_k < vocab);
+}
+
 // Whether a row's values are counted while its peak is looked for.
 template <typename Reader>
 __device__ __forceinline__ bool counts_values(const Reader& row, const Sampling& sampling) {

@@ -76,6 +76,8 @@ class LogitReader {
     grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
 
+  // Until it is known, the row is taken to have neither NaN nor +inf.
+  __device__ void presume_clean() { clean_ = true; }
   // From now on the row reads as zeros: this is the distribution of a row without finite logits.
   __device__ void make_uniform() {
     uniform_ = true;
@@ -189,17 +191,45 @@ class LogitReader {
     }
     f(own, words);
   }
-  // Calls f(index, stride, words) for the row's batches, so that a batch's words belong to groups of noise of which one
-  // block has the words (core/noise.h), if the row begins with a block.
-  template <typename F>
-  __device__ __forceinline__ void each_noise_batch(F f) const {
+  // Calls use(index, stride, see(words)) for the row's batches, so that a batch's words belong to groups of noise of
+  // which one block has the words (core/noise.h), if the row begins with a block. The words of the next batches are
+  // loaded once see() has read those before. If the row is presumed clean, a batch with a NaN has one when it is seen.
+  template <typename See, typename Use>
+  __device__ __forceinline__ void each_noise_batch(See see, Use use) const {
     static_assert(kBatch == kNoiseRun / 32);
     const int warps = own_stride() / 32, lanes = kNoiseGroup / of_word();  // that share a group
+    const int lane = static_cast<int>(threadIdx.x % 32), stride = 32 * lanes;
+    const auto first_of = [&](int i) { return i / lanes * kNoiseRun * lanes + i % lanes * 32; };
+    uint4 words[2][kBatch]{};
+    const auto load_from = [&](int i) {
+      if (first_of(i) < num_words()) load(first_of(i) + lane, stride, words[0]);
+      if (first_of(i + warps) < num_words()) load(first_of(i + warps) + lane, stride, words[1]);
+    };
+    int i = own_begin() / 32;
+    load_from(i);
 #pragma unroll 1
-    for (int i = own_begin() / 32;; i += warps) {
-      const int first = (i / lanes * kNoiseRun) * lanes + i % lanes * 32;
-      if (first >= num_words()) return;
-      with_batch(first, 32 * lanes, [&](int index, const uint4(&words)[kBatch]) { f(index, 32 * lanes, words); });
+    while (first_of(i) < num_words()) {
+      const int last = first_of(first_of(i + warps) < num_words() ? i + warps : i) + (kBatch - 1) * stride + 32;
+      if (!stands() || first_of(i) < whole_begin() || last > whole_end()) {
+#pragma unroll 1
+        for (int j = 0; j < 2 * kBatch; ++j) {
+          const int word = first_of(i + j / kBatch * warps) + lane + j % kBatch * stride;
+          const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
+                              : stands() && is_whole(word) ? words[0][0]
+                                                           : clean_or_nan(word, words[0][0]);
+          shift_in(words[0], words[1][0]);
+          shift_in(words[1], clean);
+        }
+      }
+      auto seen = see(words[0]), next = see(words[1]);
+      int at = i;
+      i += 2 * warps;
+      load_from(i);
+#pragma unroll 1
+      for (; at < i && first_of(at) < num_words(); at += warps) {
+        use(first_of(at) + lane, stride, seen);
+        seen = next;
+      }
     }
   }
   // The shuffle tells the compiler that the result is the same for all lanes.
@@ -392,9 +422,18 @@ class LogitReader {
     return bits;
   }
 
+  __device__ __forceinline__ uint4 clean_or_nan(int word, const uint4& loaded) const {
+    const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
+    const float most = largest_of_word(as_stored);
+    uint4 clean = made_clean(as_stored, allowed_of_word(word));
+    if (clean_ && most != most) clean.x = ~0u;
+    return clean;
+  }
   __device__ __forceinline__ uint4 made_clean(int word, const uint4& loaded) const {
     const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
-    const uint32_t allowed = allowed_of_word(word);
+    return made_clean(as_stored, allowed_of_word(word));
+  }
+  __device__ __forceinline__ uint4 made_clean(const uint4& as_stored, uint32_t allowed) const {
     if (clean_ && allowed == (1u << of_word()) - 1) return as_stored;
     return clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
   }

@@ -182,6 +182,11 @@ T atomicAdd(T* address, std::type_identity_t<T> value) {
 }
 
 template <typename T>
+T atomicMax(T* address, std::type_identity_t<T> value) {
+  return pagedtree::simt::atomic_update(address, [=](T old) { return old < value ? value : old; });
+}
+
+template <typename T>
 T atomicExch(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).exchange(value);
 }
