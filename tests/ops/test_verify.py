@@ -7,8 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
+from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, sample, verify_sampled
+from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, sample, verify_greedy, verify_sampled
+from pagedtree.testing import use_backend
 
 
 @pytest.mark.parametrize(
@@ -42,3 +44,22 @@ def test_distribution_of_the_first_tokens(device, draws, dtype):
     bins = expected >= 5
     statistic = ((counts[bins] - expected[bins]) ** 2 / expected[bins]).sum()
     assert statistic < bins.sum() + 10 * math.sqrt(2 * bins.sum())
+
+
+@pytest.mark.skipif(simt_library() is None, reason="built without simt")
+@pytest.mark.parametrize(("batch", "at_once"), [(1, True), (8, False)])
+@pytest.mark.parametrize("params", [None, SamplingParams(top_p=0.9)], ids=["greedy", "top-p"])
+def test_few_rows_are_read_at_once(monkeypatch, params, batch, at_once):
+    """16 SMs read 64 rows in 4 rounds; a walk of 3 rows reads in as many, but has more to do for each row."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "16:227:1")
+    library, kernels = simt_library(), []
+
+    def note(kernel, *_):
+        kernels.append(symbols_of(library)[kernel - base_of(library)])
+        return 1
+
+    trees = TreeBatch.from_trees([DraftTree([-1, 0, 1, 2, 3] + [0] * 59)] * batch)
+    rows, at = (torch.zeros(64 * batch, 4096), torch.zeros(64 * batch, dtype=torch.int64)), torch.arange(batch)
+    with use_backend("simt"), intercepted_launches(library, note):
+        verify_sampled(*rows, trees, params, seeds=at, positions=at) if params else verify_greedy(*rows, trees)
+    assert any("draw_rows" in name for name in kernels) == at_once

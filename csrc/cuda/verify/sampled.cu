@@ -75,12 +75,16 @@ __global__ void __launch_bounds__(kRowThreads, 1)
   walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
 }
 
+// A row of a walk, besides its reading, in the time in which one SM reads a row: measured, greedy and with top-p.
+constexpr double kGreedyRow = 0.9, kSampledRow = 0.7;
+
 // Whether all rows at once take no longer than a path's rows one after the other, if half of max_depth is accepted.
 template <typename Kernel>
 bool draws_all_rows(const VerifyParams& p, Kernel kernel) {
-  const auto rounds = [&](int64_t rows) {  // rounds in which each SM reads a part of a row
+  const double of_row = p.sampling.temperature == nullptr ? kGreedyRow : kSampledRow;
+  const auto rounds = [&](int64_t rows) {  // in which each SM reads a part of a row
     const int64_t ctas = ctas_of_row(kernel, rows, p.logits.vocab), sms = device_limits().num_sms;
-    return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas);
+    return static_cast<double>(ceil_div(rows * ctas, sms)) / static_cast<double>(ctas) + of_row;
   };
   const int64_t path = 1 + p.max_depth / 2;
   return !p.options.used && p.max_depth > 0 && rounds(p.logits.num_rows) <= rounds(p.batch) * static_cast<double>(path);
