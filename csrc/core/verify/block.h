@@ -19,7 +19,7 @@ PT_HOST_DEVICE double acceptance_of(double z, double weight) {
 PT_HOST_DEVICE int64_t next_in_chain(const RatioParams& p, TreeWalk& walk, int32_t& child) {
   child = walk.first_child();
   if (child >= 0 && walk.next_sibling(child) >= 0) walk.status |= kMalformedTree;
-  return child >= 0 ? draft_token_at(p.verify, walk.rows.begin + child) : -1;
+  return child >= 0 ? walk.token_of(child) : -1;
 }
 
 // The residual at a node whose prefix has `weight`, if the chain is cut between the node and `token`.

@@ -13,7 +13,7 @@ PT_HOST_DEVICE int32_t judge_in_turn(const RatioParams& p, TreeWalk& walk, Rows&
   int32_t rank = 0;
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child), ++rank) {
     const int64_t row = walk.rows.begin + child;
-    const int64_t token = draft_token_at(p.verify, row);
+    const int64_t token = walk.token_of(child);
     if (token < 0) continue;
     const double q = rows.is_tried(token) ? 0.0 : rows.draft(distributions, token);
     const double r = rows.residual(distributions, left.c, token);
@@ -32,7 +32,7 @@ PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Row
   const double bound = coin_of(p, walk.b, walk.row(), position, 0) * distributions.total;
   double cumulative = 0.0;
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
-    const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
+    const int64_t token = walk.token_of(child);
     if (token < 0 || rows.is_tried(token)) continue;
     const double mass = rows.target(distributions, token);
     cumulative += mass;
@@ -56,8 +56,7 @@ PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) 
     Residual left{0.0, distributions.total, 1.0};
     const int32_t child = exclusive ? judge_exclusive(p, walk, rows, distributions, position, left)
                                     : judge_in_turn(p, walk, rows, distributions, position, left);
-    const int64_t token = child >= 0 ? draft_token_at(p.verify, walk.rows.begin + child)
-                                     : draw_rest(p, b, position, rows, distributions, left);
+    const int64_t token = child >= 0 ? walk.token_of(child) : draw_rest(p, b, position, rows, distributions, left);
     if (rows.leads()) walk.emit(token);
     more = walk.descend(child);
   }

@@ -33,7 +33,7 @@ struct Traversal {
   PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
   PT_HOST_DEVICE const NodeDistributions& distributions() const { return rows.distributions(); }
   PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
-  PT_HOST_DEVICE int64_t token_of(int32_t node) const { return draft_token_at(p.verify, walk.rows.begin + node); }
+  PT_HOST_DEVICE int64_t token_of(int32_t node) const { return walk.token_of(node); }
 
   // The next child after `child` that drafted a token, -1 if none.
   PT_HOST_DEVICE int32_t next_child(int32_t node, int32_t child) {

@@ -55,6 +55,12 @@ PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
   return draft_token_at(p.draft_tokens, p.draft_to_target, p.draft_vocab, p.logits.vocab, row);
 }
 
+// A tree's links and what its nodes drafted, in faster memory than the params'.
+struct NearTree {
+  int32_t first_child[kMaxTreeNodes], next_sibling[kMaxTreeNodes];
+  int32_t tokens[kMaxTreeNodes];  // target ids
+};
+
 // Where a walk stands in tree b. A walk follows only links to larger indices below `num_nodes`; any other link ends its
 // list and marks the tree malformed.
 struct TreeWalk {
@@ -65,6 +71,7 @@ struct TreeWalk {
   int32_t node = 0;
   int32_t depth = 0;
   int32_t status = 0;
+  const NearTree* near = nullptr;
 
   PT_HOST_DEVICE TreeWalk(const VerifyParams& params, int64_t sequence)
       : p(params), b(sequence), rows(node_range(params.cu_nodes, params.batch, sequence, params.logits.num_rows)) {
@@ -88,13 +95,21 @@ struct TreeWalk {
     status |= kMalformedTree;
     return -1;
   }
-  PT_HOST_DEVICE int32_t first_child() { return follow(p.first_child[row()], node); }
-  PT_HOST_DEVICE int32_t next_sibling(int32_t child) { return follow(p.next_sibling[rows.begin + child], child); }
+  PT_HOST_DEVICE int32_t first_child() {
+    return follow(near != nullptr ? near->first_child[node] : p.first_child[row()], node);
+  }
+  PT_HOST_DEVICE int32_t next_sibling(int32_t child) {
+    return follow(near != nullptr ? near->next_sibling[child] : p.next_sibling[rows.begin + child], child);
+  }
+  // The target id of the draft at a node, -1 if it is not in the target's vocabulary.
+  PT_HOST_DEVICE int64_t token_of(int32_t child) const {
+    return near != nullptr ? near->tokens[child] : draft_token_at(p, rows.begin + child);
+  }
 
   // The first child in index order that drafted `token`; -1 if none did.
   PT_HOST_DEVICE int32_t child_with(int64_t token) {
     int32_t child = first_child();
-    while (child >= 0 && draft_token_at(p, rows.begin + child) != token) child = next_sibling(child);
+    while (child >= 0 && token_of(child) != token) child = next_sibling(child);
     return child;
   }
 

@@ -52,7 +52,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     if (last) break;
     const double bound = typical_bound(p, rows, distributions);
     for (; child >= 0; child = walk.next_sibling(child)) {
-      const int64_t token = draft_token_at(p.verify, walk.rows.begin + child);
+      const int64_t token = walk.token_of(child);
       if (token < 0 || !(rows.target(distributions, token) > bound)) continue;
       if (!rows.leads_cta() || nodes.depths[child] >= 0) continue;
       nodes.parents[child] = static_cast<int16_t>(node);
@@ -65,7 +65,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   for (walk.node = best; walk.node >= 0; walk.node = nodes.parents[walk.node]) {
     walk.depth = nodes.depths[walk.node];
     if (rows.leads()) walk.emit(token);
-    token = draft_token_at(p.verify, walk.row());
+    token = walk.token_of(walk.node);
   }
   walk.depth = nodes.depths[best];
   if (rows.leads()) walk.finish();

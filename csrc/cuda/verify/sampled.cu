@@ -3,15 +3,18 @@
 #include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
+#include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 struct WalkShared {
   SamplingShared sampling;
+  NearTree tree;
   int32_t node;
   bool more;
 };
+static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 template <DType kDType>
 __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
@@ -43,6 +46,7 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
   const bool writes = leads_cluster();
   TreeWalk walk(p, b);  // the first thread of each CTA leads; the others follow
   if (writes) walk.begin();
+  copy_tree(walk, shared.tree);
   ptx::cluster_sync();
   for (bool more = walk.num_nodes > 0; more;) {
     const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;

@@ -1,0 +1,21 @@
+// A tree in shared memory: a walk's links come from there, not one after the other from L2.
+#pragma once
+
+#include "core/verify/tree_walk.h"
+#include "cuda/tile/ptx.cuh"
+
+namespace pagedtree::cuda {
+
+// All threads of a CTA copy the tree; they may walk after the next barrier.
+__device__ __forceinline__ void copy_tree(TreeWalk& walk, NearTree& near) {
+#pragma unroll 1
+  for (int32_t node = static_cast<int32_t>(threadIdx.x); node < walk.num_nodes; node += blockDim.x) {
+    const int64_t row = walk.rows.begin + node;
+    near.first_child[node] = walk.p.first_child[row];
+    near.next_sibling[node] = walk.p.next_sibling[row];
+    near.tokens[node] = static_cast<int32_t>(draft_token_at(walk.p, row));
+  }
+  walk.near = &near;
+}
+
+}  // namespace pagedtree::cuda
