@@ -108,6 +108,8 @@ class KnownRows {
 
   static PT_HOST_DEVICE bool leads() { return true; }
   static PT_HOST_DEVICE void sync() {}
+  static PT_HOST_DEVICE void begin(const TreeWalk& walk) { walk.begin(); }
+  static PT_HOST_DEVICE void finish(const TreeWalk& walk) { walk.finish(); }
   PT_HOST_DEVICE NodeDistributions& distributions() { return distributions_; }
 
   PT_HOST_DEVICE void open(const RatioParams&, int64_t, int64_t row, bool, NodeDistributions& distributions) {

@@ -16,7 +16,7 @@ PT_HOST_DEVICE double acceptance_of(double z, double weight) {
 }
 
 // The draft token that follows a chain's node: its first child's, -1 if the chain ends.
-PT_HOST_DEVICE int64_t next_in_chain(const RatioParams& p, TreeWalk& walk, int32_t& child) {
+PT_HOST_DEVICE int64_t next_in_chain(TreeWalk& walk, int32_t& child) {
   child = walk.first_child();
   if (child >= 0 && walk.next_sibling(child) >= 0) walk.status |= kMalformedTree;
   return child >= 0 ? walk.token_of(child) : -1;
@@ -41,7 +41,7 @@ PT_HOST_DEVICE Residual cut_before(const RatioParams& p, Rows& rows, const NodeD
 template <typename Rows>
 PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   TreeWalk walk(p.verify, b);
-  if (rows.leads()) walk.begin();
+  rows.begin(walk);
   NodeDistributions& distributions = rows.distributions();
   const bool one_hot = p.law == DraftLaw::kOneHot;
   // The coins of nodes past the accepted prefix are used up as well, so they must not be those that the next step uses
@@ -50,7 +50,7 @@ PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   double weight = 1.0, accepted_weight = 1.0;
   bool judging = true;
   for (bool more = walk.num_nodes > 0; more;) {
-    int64_t token = next_in_chain(p, walk, child);
+    int64_t token = next_in_chain(walk, child);
     // With less weight nothing more can be accepted.
     if (judging ? weight > kLeastWeight : walk.depth == accepted) {
       rows.open(p, b, walk.row(), !one_hot && token >= 0, distributions);
@@ -80,7 +80,7 @@ PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
       walk.node = walk.depth = 0;
     }
   }
-  if (rows.leads()) walk.finish();
+  rows.finish(walk);
 }
 
 }  // namespace pagedtree

@@ -46,7 +46,7 @@ PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Row
 template <typename Rows>
 PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) {
   TreeWalk walk(p.verify, b);
-  if (rows.leads()) walk.begin();
+  rows.begin(walk);
   const bool exclusive = p.law == DraftLaw::kOneHot;
   NodeDistributions& distributions = rows.distributions();
   for (bool more = walk.num_nodes > 0; more;) {
@@ -60,7 +60,7 @@ PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) 
     if (rows.leads()) walk.emit(token);
     more = walk.descend(child);
   }
-  if (rows.leads()) walk.finish();
+  rows.finish(walk);
 }
 
 }  // namespace pagedtree

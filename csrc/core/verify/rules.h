@@ -5,6 +5,7 @@
 // - leads(): whether this thread writes the results
 // - leads_cta(): whether this thread writes distributions() and accepted_nodes(), of which each CTA has its own
 // - sync(): waits until all threads have read what was written before, and may read what is written now
+// - begin(walk), finish(walk): make the walk ready, and write its end
 // - distributions(): room for the NodeDistributions at one node; accepted_nodes(): for verify_typical
 // - open(p, b, row, with_draft, d): finds the distributions d at a node; no token is tried, as after sums(d, 0)
 // - open_again(p, b, row): makes the row of known distributions readable again, after other rows were open

@@ -131,7 +131,7 @@ struct Traversal {
 template <typename Rows>
 PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) {
   Traversal<Rows> t{p, TreeWalk(p.verify, b), rows};
-  if (rows.leads()) t.walk.begin();
+  rows.begin(t.walk);
   if (t.walk.num_nodes > 0) {
     t.find_end();
     const int64_t bonus = draw_rest(p, b, position_at(t.distributions(), t.depth), rows, t.distributions(), t.at.left);
@@ -141,7 +141,7 @@ PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) 
       if (t.walk.depth == t.depth) break;
     }
   }
-  if (rows.leads()) t.walk.finish();
+  rows.finish(t.walk);
 }
 
 }  // namespace pagedtree

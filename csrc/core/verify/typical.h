@@ -22,9 +22,9 @@ PT_HOST_DEVICE double typical_bound(const RatioParams& p, Rows& rows, const Node
 template <typename Rows>
 PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   TreeWalk walk(p.verify, b);
-  if (rows.leads()) walk.begin();
+  rows.begin(walk);
   if (walk.num_nodes == 0) {
-    if (rows.leads()) walk.finish();
+    rows.finish(walk);
     return;
   }
   NodeDistributions& distributions = rows.distributions();
@@ -68,7 +68,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     token = walk.token_of(walk.node);
   }
   walk.depth = nodes.depths[best];
-  if (rows.leads()) walk.finish();
+  rows.finish(walk);
 }
 
 }  // namespace pagedtree

@@ -5,58 +5,91 @@
 #include "core/verify/typical.h"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
-#include "cuda/verify/rules.cuh"
+#include "cuda/verify/kept_rows.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
-enum class Rule : int32_t { kRejection, kBlock, kTypical };
+enum class Rule : int32_t { kRejection, kBlock, kTypical, kTraversal };
 
-// One kernel for these, because most of its code is that of Rows, which they share.
-__global__ void __launch_bounds__(kRulesThreads, 1)
-    walk_kernel(const __grid_constant__ RatioParams p, int64_t first, Rule rule) {
-  ptx::cluster_sync();
-  Rows rows(p, ptx::shared<RulesShared>());
-  const int64_t b = first + ptx::cluster_index();
+template <typename Rows>
+__device__ __forceinline__ void walk_by(Rule rule, const RatioParams& p, int64_t b, Rows& rows) {
   switch (rule) {
     case Rule::kRejection:
       return walk_rejection(p, b, rows);
     case Rule::kBlock:
       return walk_block(p, b, rows);
-    case Rule::kTypical:
+    default:
       return walk_typical(p, b, rows);
   }
 }
 
-// The traversal's own state leaves no registers for the other rules.
-__global__ void __launch_bounds__(kRulesThreads, 1)
-    traversal_kernel(const __grid_constant__ RatioParams p, int64_t first) {
-  ptx::cluster_sync();
-  Rows rows(p, ptx::shared<RulesShared>());
-  walk_traversal(p, first + ptx::cluster_index(), rows);
+// Over lists of kept tokens. A tree that has another row is left to the kernels below.
+template <DType kDType, Rule kRule>
+__global__ void __launch_bounds__(kKeptThreads, 1) kept_kernel(const __grid_constant__ RatioParams p) {
+  KeptRows<kDType> rows(p, ptx::shared<KeptShared>());
+  if constexpr (kRule == Rule::kTraversal) {
+    walk_traversal(p, ptx::cluster_index(), rows);
+  } else {
+    walk_by(kRule, p, ptx::cluster_index(), rows);
+  }
 }
 
-template <typename Kernel, typename... Arguments>
-void walk_trees(Kernel kernel, const RatioParams& p, const ExecContext& ctx, Arguments... arguments) {
+// Over whole rows: all trees, or those that are left. One kernel for three rules, because most of its code is that of
+// Rows, which they share.
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    walk_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule rule) {
+  const int64_t b = first + ptx::cluster_index();
+  const bool walks = all || p.verify.status[b] == kLeftToOthers;
+  ptx::cluster_sync();
+  if (!walks) return;
+  Rows rows(p, ptx::shared<RulesShared>());
+  walk_by(rule, p, b, rows);
+}
+
+// The traversal's own state leaves no registers for the other rules.
+__global__ void __launch_bounds__(kRulesThreads, 1)
+    traversal_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule) {
+  const int64_t b = first + ptx::cluster_index();
+  const bool walks = all || p.verify.status[b] == kLeftToOthers;
+  ptx::cluster_sync();
+  if (!walks) return;
+  Rows rows(p, ptx::shared<RulesShared>());
+  walk_traversal(p, b, rows);
+}
+
+// Whether lists do for a rule's draws: of a draft's row they have what stands at the kept tokens.
+bool lists_suffice(const RatioParams& p) {
+  return reads_by_words(p.verify.logits, p.verify.options) && p.law != DraftLaw::kSwor &&
+         p.draft_sampling.temperature == nullptr;
+}
+
+template <Rule kRule>
+void walk_trees(const RatioParams& p, const ExecContext& ctx) {
+  const int64_t vocab = p.verify.logits.vocab;
+  const bool by_lists = lists_suffice(p);
+  if (by_lists) {
+    with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
+      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, kKeptThreads, sizeof(KeptShared), ctx.stream, p);
+    });
+  }
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {
-    launch_rows(kernel, count, p.verify.logits.vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p, first,
-                arguments...);
+    launch_rows(kRule == Rule::kTraversal ? traversal_kernel : walk_kernel, count, vocab, kRulesThreads,
+                sizeof(RulesShared), ctx.stream, p, first, !by_lists, kRule);
   });
 }
 
 }  // namespace
 
 void CudaBackend::verify_rejection(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees(walk_kernel, p, ctx, Rule::kRejection);
+  walk_trees<Rule::kRejection>(p, ctx);
 }
-void CudaBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees(walk_kernel, p, ctx, Rule::kBlock);
-}
+void CudaBackend::verify_block(const RatioParams& p, const ExecContext& ctx) const { walk_trees<Rule::kBlock>(p, ctx); }
 void CudaBackend::verify_typical(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees(walk_kernel, p, ctx, Rule::kTypical);
+  walk_trees<Rule::kTypical>(p, ctx);
 }
 void CudaBackend::verify_traversal(const RatioParams& p, const ExecContext& ctx) const {
-  walk_trees(traversal_kernel, p, ctx);
+  walk_trees<Rule::kTraversal>(p, ctx);
 }
 
 }  // namespace pagedtree::cuda

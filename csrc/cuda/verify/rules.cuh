@@ -120,6 +120,25 @@ struct ResidualMasses {
   }
 };
 
+// Adds a token to a set of tried ones, not inlined, as rules do it in several places. Returns how many there are then.
+inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int64_t token, int32_t num_tried) {
+  const TriedTokens tried{ids, num_tried};
+  if (tried.contains(token) || num_tried == kMaxTreeNodes) return num_tried;
+  const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
+  __syncthreads();
+  // Later tokens move up by one place, the last of them first.
+  for (int32_t end = num_tried; end > at; end -= threads) {
+    const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
+    const int32_t id = from >= at ? tried.ids[from] : 0;
+    __syncthreads();
+    if (from >= at) tried.ids[from + 1] = id;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) tried.ids[at] = static_cast<int32_t>(token);
+  __syncthreads();
+  return num_tried + 1;
+}
+
 class Rows {
  public:
   __device__ Rows(const RatioParams& p, RulesShared& shared)
@@ -128,6 +147,12 @@ class Rows {
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
   static __device__ void sync() { ptx::cluster_sync(); }
+  static __device__ void begin(TreeWalk& walk) {
+    if (leads()) walk.begin();
+  }
+  static __device__ void finish(const TreeWalk& walk) {
+    if (leads()) walk.finish();
+  }
   __device__ NodeDistributions& distributions() { return shared_.distributions; }
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
@@ -165,29 +190,10 @@ class Rows {
 
   __device__ void clear_tried() { tried_.size = 0; }
   __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
-  __device__ void mark_tried(int64_t token) { tried_.size = try_token(token, tried_.size); }
+  __device__ void mark_tried(int64_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
 
  private:
   // What rules do with rows in several places is not inlined there: it is most of a kernel's code.
-
-  // Returns how many tokens are tried then.
-  static __device__ __attribute__((noinline)) int32_t try_token(int64_t token, int32_t num_tried) {
-    const TriedTokens tried{ptx::shared<RulesShared>().tried, num_tried};
-    if (tried.contains(token) || num_tried == kMaxTreeNodes) return num_tried;
-    const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
-    __syncthreads();
-    // Later tokens move up by one place, the last of them first.
-    for (int32_t end = num_tried; end > at; end -= threads) {
-      const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
-      const int32_t id = from >= at ? tried.ids[from] : 0;
-      __syncthreads();
-      if (from >= at) tried.ids[from + 1] = id;
-      __syncthreads();
-    }
-    if (leads_cta()) tried.ids[at] = static_cast<int32_t>(token);
-    __syncthreads();
-    return num_tried + 1;
-  }
 
   static __device__ __attribute__((noinline)) MassSums sums_left(double c, int32_t num_tried, bool counts_drafts) {
     auto& shared = ptx::shared<RulesShared>();

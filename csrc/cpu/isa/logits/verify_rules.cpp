@@ -17,6 +17,8 @@ class Rows {
   static bool leads() { return true; }
   static bool leads_cta() { return true; }
   static void sync() {}
+  static void begin(const TreeWalk& walk) { walk.begin(); }
+  static void finish(const TreeWalk& walk) { walk.finish(); }
   NodeDistributions& distributions() { return scratch_.distributions; }
 
   void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft, NodeDistributions& distributions) {

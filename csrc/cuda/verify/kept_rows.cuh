@@ -1,0 +1,245 @@
+// The `Rows` of core/verify/rules.h over lists of kept tokens. All sums are those of `Rows` in rules.cuh, bit for bit:
+// the other tokens add zeros there. A row that does not fit makes all that follows of its tree worthless, and leaves
+// the tree to the kernels with `Rows`.
+#pragma once
+
+#include "cuda/verify/kept_tokens.cuh"
+#include "cuda/verify/rules.cuh"
+
+namespace pagedtree::cuda {
+
+struct KeptShared {
+  KeptList list;
+  MassTable sums;
+  float masses[kMostNotes];                     // of the kept tokens
+  uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
+  int32_t tried[kMaxTreeNodes];
+  int16_t parents[kMaxTreeNodes];
+  int16_t depths[kMaxTreeNodes];
+};
+static_assert(sizeof(KeptShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+
+// What is left of the masses, see ResidualMasses.
+struct KeptResiduals {
+  const KeptShared& shared;
+  float factor = 0.0f;
+  bool with_draft, counts_drafts;
+  TriedTokens tried;
+
+  __device__ KeptResiduals(KeptShared& in, double c, int32_t num_tried, bool only_drafted)
+      : shared(in), counts_drafts(only_drafted), tried{in.tried, num_tried} {
+    with_draft = c != 0.0 && in.list.distributions.draft.row.logits != nullptr;
+    if (with_draft) factor = draft_factor(in.list.distributions, c);
+    if (counts_drafts && !with_draft) tried.size = 0;
+  }
+  __device__ __forceinline__ float operator()(uint32_t i) const {
+    float left = shared.masses[i];
+    const float q = with_draft ? shared.list.drafts[i] : 0.0f;
+    if (with_draft) left = residual_mass<ScalarMath>(left, factor, q);
+    if (tried.size > 0 && (!counts_drafts || q > 0.0f) && tried.contains(shared.list.token(i))) left = 0.0f;
+    return left;
+  }
+};
+
+// Writes the sums of the blocks, and of groups of blocks, of value(i) for each kept token. Two values are added in any
+// order; a warp adds more of a block as sum_blocks() does.
+template <typename Value>
+__device__ __forceinline__ void sum_kept(KeptShared& shared, int64_t vocab, const Value& value) {
+  const uint32_t lane = threadIdx.x % 32, num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t group = threadIdx.x / 32; group * kMassRadix < num_blocks; group += blockDim.x / 32) {
+    const uint32_t block = group * kMassRadix + lane;
+    const uint32_t begin = block < num_blocks ? shared.first_of_block[block] : 0;
+    const uint32_t end = block < num_blocks ? shared.first_of_block[block + 1] : 0;
+    float sum = 0.0f;
+    for (uint32_t i = begin; i < min_of(end, begin + 2); ++i) sum += value(i);
+#pragma unroll 1
+    for (uint32_t lanes = __ballot_sync(~0u, end - begin > 2); lanes != 0; lanes &= lanes - 1) {
+      const int of_lane = __ffs(static_cast<int>(lanes)) - 1;
+      const uint32_t from = __shfl_sync(~0u, begin, of_lane), to = __shfl_sync(~0u, end, of_lane);
+      float sums[4]{};
+#pragma unroll 1
+      for (uint32_t i = from; i < to; ++i) {
+        const float mass = value(i);
+        const uint32_t place = static_cast<uint32_t>(shared.list.token(i)) % kMassSums;
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          if (place == 4 * lane + j) sums[j] += mass;
+        }
+      }
+      const float of_block = sum_of_block(sums);
+      if (static_cast<int>(lane) == of_lane) sum = of_block;
+    }
+    shared.sums.blocks[block] = sum;
+    double of_group = 0.0;
+#pragma unroll 1
+    for (uint32_t lanes = __ballot_sync(~0u, begin < end); lanes != 0; lanes &= lanes - 1) {
+      of_group += static_cast<double>(__shfl_sync(~0u, sum, __ffs(static_cast<int>(lanes)) - 1));
+    }
+    if (lane == 0) shared.sums.groups[group] = of_group;
+  }
+  __syncthreads();
+}
+
+// MassSearch::pick() of a mass of each run of `width` tokens, among the kept tokens `begin` to `end`; both are left as
+// those of the run that is picked.
+template <typename Value>
+__device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& shared, const Value& value,
+                                         int32_t width, uint32_t& begin, uint32_t& end) {
+  uint32_t picked = begin, picked_end = begin;
+  double sum = search.before;
+#pragma unroll 1
+  for (uint32_t i = begin; i < end && !(sum > search.bound && picked_end > picked);) {
+    const uint32_t first = i;
+    const int32_t run = shared.list.token(i) / width;
+    double mass = 0.0;
+    for (; i < end && shared.list.token(i) / width == run; ++i) mass += static_cast<double>(value(i));
+    if (!(mass > 0.0)) continue;
+    picked = first;
+    picked_end = i;
+    search.before = sum;
+    sum += mass;
+  }
+  begin = picked;
+  end = picked_end;
+}
+
+template <DType kDType>
+class KeptRows {
+ public:
+  __device__ KeptRows(const RatioParams& p, KeptShared& shared)
+      : shared_(shared), tried_{shared.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
+
+  static __device__ bool leads() { return leads_cluster(); }
+  static __device__ bool leads_cta() { return threadIdx.x == 0; }
+  static __device__ void sync() { ptx::cluster_sync(); }
+  __device__ void begin(TreeWalk& walk) {
+    if (leads()) walk.begin();
+    copy_tree(walk, shared_.list.tree);
+    if (leads_cta()) shared_.list.num_own = 0;
+    sync();
+  }
+  __device__ void finish(TreeWalk& walk) const {
+    if (failed_) walk.status = kLeftToOthers;
+    if (leads()) walk.finish();
+  }
+  __device__ NodeDistributions& distributions() { return shared_.list.distributions; }
+  __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
+
+  __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
+                       NodeDistributions& distributions) {
+    clear_tried();
+    failed_ = failed_ || !find_kept<kDType>(p.verify, b, row, false);
+    __syncthreads();
+    if (leads_cta()) {
+      distributions.draft = {};
+      if (with_draft) distributions.draft.row = draft_row_of(p, row);
+      distributions.draft_is_probs = true;
+      distributions.draft_unit = 1.0;
+      distributions.root_position = root_position_of(p.verify, b);
+      if (failed_) distributions.target.bad = false;
+    }
+    __syncthreads();
+    weigh();
+    const double total = sums(distributions, 0.0).residual;
+    if (leads_cta()) distributions.total = total;
+    __syncthreads();
+  }
+
+  __device__ void open_again(const RatioParams& p, int64_t b, int64_t row) {
+    failed_ = failed_ || !find_kept<kDType>(p.verify, b, row, true);
+    weigh();
+  }
+
+  __device__ double target(const NodeDistributions& /*distributions()*/, int64_t token) const {
+    const int64_t at = place_of(token);
+    return at < 0 ? 0.0 : static_cast<double>(shared_.masses[at]);
+  }
+  __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
+    return static_cast<double>(draft_of(distributions.draft.row, token));
+  }
+  __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
+    const int64_t at = place_of(token);
+    if (at < 0) return 0.0;
+    const float mass = shared_.masses[at];
+    if (c == 0.0) return static_cast<double>(mass);
+    return static_cast<double>(
+        residual_mass<ScalarMath>(mass, draft_factor(distributions, c), shared_.list.drafts[at]));
+  }
+
+  __device__ MassSums sums(const NodeDistributions& /*distributions()*/, double c) {
+    return {failed_ ? 0.0 : sum_left(c, tried_.size, counts_drafts_)};
+  }
+  __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
+    return failed_ ? 0 : draw_left(c, u, tried_.size, counts_drafts_);
+  }
+  __device__ double entropy(const NodeDistributions& distributions) {
+    if (failed_) return 0.0;
+    const KeptShared& shared = shared_;
+    sum_kept(shared_, distributions.target.row.vocab, [&shared](uint32_t i) {
+      const float mass = shared.masses[i];
+      return mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
+    });
+    return entropy_of(distributions.total, shared_.sums.total(distributions.target.row.vocab));
+  }
+
+  __device__ void clear_tried() { tried_.size = 0; }
+  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
+  __device__ void mark_tried(int64_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
+
+ private:
+  static __device__ float draft_of(const LogitRow& row, int64_t token) {
+    if (row.logits == nullptr) return 0.0f;
+    const StoredLogits<kAnyDType> stored(row.dtype);
+    return DraftMasses::clean(stored.value(stored.bits(row.logits, token)));
+  }
+
+  // The index of a token in the list, -1 if it is not kept.
+  __device__ int64_t place_of(int64_t token) const {
+    if (failed_) return -1;
+    const uint32_t at = shared_.list.place_of(token);
+    return at < shared_.list.size && shared_.list.token(at) == token ? int64_t{at} : -1;
+  }
+
+  // Weighs the kept tokens by target and draft.
+  __device__ void weigh() {
+    if (failed_) return;
+    const NodeDistributions& distributions = shared_.list.distributions;
+    for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
+      shared_.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));
+      shared_.list.drafts[i] = draft_of(distributions.draft.row, shared_.list.token(i));
+    }
+    const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(distributions.target.row.vocab));
+    for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x) {
+      shared_.first_of_block[block] = static_cast<uint16_t>(shared_.list.place_of(int64_t{block} * kMassBlock));
+    }
+    __syncthreads();
+  }
+
+  static __device__ __attribute__((noinline)) double sum_left(double c, int32_t num_tried, bool counts_drafts) {
+    auto& shared = ptx::shared<KeptShared>();
+    const int64_t vocab = shared.list.distributions.target.row.vocab;
+    sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
+    return shared.sums.total(vocab);
+  }
+
+  static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
+                                                                bool counts_drafts) {
+    auto& shared = ptx::shared<KeptShared>();
+    const int64_t vocab = shared.list.distributions.target.row.vocab;
+    MassSearch search{u * shared.sums.total(vocab)};
+    const int64_t block = shared.sums.pick_block(vocab, search);
+    uint32_t begin = shared.first_of_block[block], end = shared.first_of_block[block + 1];
+    const KeptResiduals value(shared, c, num_tried, counts_drafts);
+#pragma unroll 1
+    for (int32_t width = kMassRadix; width > 0; width /= kMassRadix) pick_run(search, shared, value, width, begin, end);
+    return begin < end ? shared.list.token(begin) : block * kMassBlock;
+  }
+
+  KeptShared& shared_;
+  TriedTokens tried_;
+  bool counts_drafts_, failed_ = false;
+};
+
+}  // namespace pagedtree::cuda

@@ -1,0 +1,329 @@
+// The tokens that filters keep of a row, in a list in shared memory. Of most rows they are few: after two looks at the
+// row, whatever a rule does with the distribution is work on the list. A cluster reads the row, and each CTA has the
+// list. Rows that do not allow it are left to other kernels: those with NaN, +inf or no finite logit, or with more
+// tokens than fit that are kept or may be.
+#pragma once
+
+#include "core/verify/rules.h"
+#include "cuda/filters.cuh"
+#include "cuda/verify/near_tree.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kKeptThreads = 384;
+constexpr uint32_t kMostNotes = 2048;
+constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
+
+// The end of a search among the notes. Sums are of notes: their mass times 2^13, and how many they are.
+struct NotesCut {
+  uint32_t least;        // the least key that is kept
+  uint64_t kept, above;  // sums from there on, and of the greater keys
+
+  static __device__ uint64_t count(uint64_t sum) { return sum & 0x1fff; }
+  static __device__ uint64_t mass(uint64_t sum) { return sum >> 13; }
+  __device__ uint64_t ties() const { return count(kept) - count(above); }
+};
+static_assert(kMostNotes <= 0x1fff);
+
+struct KeptList {
+  BlockShared block;
+  NodeDistributions distributions;  // at a node; its target's filter lets no token pass that is not in the list
+  uint64_t mass_of_cta[kMaxCluster];
+  uint32_t notes_of_cta[kMaxCluster];
+  uint32_t num_own, size;
+  NotesCut cut;
+  uint64_t own[kMostNotes];    // the likeliest tokens of this CTA's part of the row, ranked()
+  uint64_t notes[kMostNotes];  // of all CTAs
+  union {
+    uint32_t weights[kMostNotes];  // of the notes
+    float drafts[kMostNotes];      // of the kept tokens: probabilities under the draft's distribution
+  };
+  uint64_t kept[kMostNotes];  // by ascending token: its complement, the key of its logit
+  NearTree tree;
+
+  __device__ int32_t token(uint32_t i) const { return static_cast<int32_t>(~static_cast<uint32_t>(kept[i] >> 32)); }
+  __device__ float logit(uint32_t i) const { return logit_of_key<ScalarMath>(static_cast<uint32_t>(kept[i])); }
+  // The first entry whose token is not below `least`.
+  __device__ uint32_t place_of(int64_t least) const {
+    uint32_t low = 0, high = size;
+#pragma unroll 1
+    while (low < high) {
+      const uint32_t middle = (low + high) / 2;
+      if (token(middle) < least) {
+        low = middle + 1;
+      } else {
+        high = middle;
+      }
+    }
+    return low;
+  }
+};
+
+// Whether kernels with lists read these rows: whole words of 16 bytes without a grammar or options.
+inline bool reads_by_words(const LogitsParams& logits, const OptionsParams& options) {
+  const int64_t of_word = kWordBytes / (logits.dtype == DType::kFloat32 ? 4 : 2);
+  return !options.used && logits.allowed == nullptr && logits.allowed_words == nullptr && logits.vocab % of_word == 0 &&
+         logits.row_stride % of_word == 0 && reinterpret_cast<uintptr_t>(logits.data) % kWordBytes == 0;
+}
+
+// Such a row.
+template <DType kDType>
+struct WordsOfRow {
+  static constexpr int kBatch = 4, kOfWord = kDType == DType::kFloat32 ? 4 : 8;
+  using Stored = StoredLogits<kDType>;
+
+  const uint4* words;
+  int num_words;
+
+  __device__ WordsOfRow(const LogitsParams& logits, int64_t n)
+      : words(static_cast<const uint4*>(logit_row(logits, n).logits)),
+        num_words(static_cast<int>(logits.vocab) / kOfWord) {}
+
+  // Calls f(index, word) for this thread's words.
+  template <typename F>
+  __device__ __forceinline__ void each(F f) const {
+    const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
+#pragma unroll 1
+    for (int at = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x); at < num_words;) {
+      uint4 batch[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) batch[i] = __ldcg(words + min_of(at + i * stride, num_words - 1));
+#pragma unroll 1
+      for (int i = 0; i < kBatch && at < num_words; ++i, at += stride) {
+        f(at, batch[0]);
+#pragma unroll
+        for (int j = 0; j + 1 < kBatch; ++j) batch[j] = batch[j + 1];
+      }
+    }
+  }
+
+  // The largest logit, NaN and infinities included, and a bound that some tokens reach, but seldom more than fit: the
+  // least of the largest logits of 192 parts of the row. Both as keys.
+  __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t& peak, uint32_t& bound) const {
+    const float nothing = -kInfinity;
+    float most = nothing;
+    bool has_nan = false;
+    each([&](int, const uint4& word) {
+      const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
+      const float of_word = Stored::largest_of(registers);
+      has_nan = has_nan || of_word != of_word;
+      most = max_of(most, of_word);
+    });
+    uint32_t of_part = has_nan ? ~0u : order_key<ScalarMath>(most + 0.0f);
+    for (uint32_t lanes = 1; lanes < min_of<uint32_t>(2 * ptx::cluster_size(), 32); lanes *= 2) {
+      of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
+    }
+    const auto fold = [](uint64_t a, uint64_t b) {
+      return max_of(a >> 32, b >> 32) << 32 | max_of(static_cast<uint32_t>(a), static_cast<uint32_t>(b));
+    };
+    const uint64_t of_thread = uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part);
+    const uint64_t all = fold_ctas(shared, block_fold(shared, of_thread, fold), fold);
+    peak = static_cast<uint32_t>(all >> 32);
+    bound = ~static_cast<uint32_t>(all);
+  }
+
+  // Notes the tokens from `bound` on whose x is at least min_x. Returns this thread's part of the mass from there on.
+  __device__ __forceinline__ uint64_t note(KeptList& list, const Scale& scale, float bound, float min_x,
+                                           bool weighs) const {
+    uint64_t mass = 0;
+    const float least_x = max_of(min_x, kWeightless);
+    each([&](int index, uint4 word) {
+      const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
+      const float most = Stored::largest_of(registers);
+      const bool counts = weighs && scale(most) >= least_x;
+      if (!counts && most < bound) return;
+#pragma unroll 1
+      for (int begin = 0; begin < kOfWord; begin += 4) {
+        float four[4];
+        convert_four(Stored(kDType), word, four);
+        if (counts) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float x = scale(four[i]);
+            mass += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
+          }
+        }
+#pragma unroll 1
+        for (int i = 0; i < 4; ++i) {
+          if (four[0] >= bound && scale(four[0]) >= min_x) {
+            const uint32_t place = atomicAdd(&list.num_own, 1u);
+            if (place < kMostNotes) list.own[place] = ranked(four[0], index * kOfWord + begin + i);
+          }
+          four[0] = four[1];
+          four[1] = four[2];
+          four[2] = four[3];
+        }
+        word.x = word.z;
+        word.y = word.w;
+      }
+    });
+    return mass;
+  }
+};
+
+// Searches the largest key from `low` to `high` at which the notes reach a count or a mass, or one that keeps the same
+// notes; `low` if none does. Keys are those of logits without their last bits; among the logits of one key, complements
+// of tokens. The result is in list.cut.
+inline __device__ __attribute__((noinline)) void cut_notes(uint32_t low, uint32_t high, int shift, uint32_t among,
+                                                           bool by_mass, uint64_t target) {
+  KeptList& list = ptx::shared<KeptList>();
+  NotesCut cut{low, 0, 0};
+  uint32_t from = low;
+#pragma unroll 1
+  do {
+    uint64_t sum = 0;
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
+      const uint64_t note = list.notes[i];
+      const uint32_t key = static_cast<uint32_t>(note >> 32) >> shift;
+      if ((among == 0 ? key : key == among ? static_cast<uint32_t>(note) : 0) >= from) {
+        sum += uint64_t{list.weights[i]} << 13 | 1;
+      }
+    }
+    sum = block_sum(list.block, sum);
+    if (from == low || (by_mass ? NotesCut::mass(sum) : NotesCut::count(sum)) >= target) {
+      cut.least = from;
+      cut.kept = sum;
+    } else {
+      high = from - 1;
+      cut.above = sum;
+    }
+    from = cut.least + (high - cut.least + 1) / 2;
+  } while (cut.least < high && cut.ties() > 1 && (by_mass ? NotesCut::mass(cut.kept) : ~uint64_t{0}) >= target);
+  if (threadIdx.x == 0) list.cut = cut;
+  __syncthreads();
+}
+
+// Gives all CTAs the notes of each of them, and their weights. Returns the mass of the row; ~0: there are too many.
+__device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& scale, uint64_t mass) {
+  mass = block_sum(list.block, mass);
+  __syncthreads();
+  if (threadIdx.x < ptx::cluster_size()) {
+    *ptx::of_cta(&list.mass_of_cta[ptx::cluster_rank()], threadIdx.x) = mass;
+    *ptx::of_cta(&list.notes_of_cta[ptx::cluster_rank()], threadIdx.x) = list.num_own;
+  }
+  ptx::cluster_sync();
+  const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  uint32_t begin = 0;
+  mass = 0;
+#pragma unroll 1
+  for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
+    const uint32_t count = list.notes_of_cta[rank];
+    mass += list.mass_of_cta[rank];
+    if (begin + count <= kMostNotes && rank % warps == threadIdx.x / 32) {
+#pragma unroll 2
+      for (uint32_t i = lane; i < count; i += 32) {
+        const uint64_t note = *ptx::of_cta(&list.own[i], rank);
+        list.notes[begin + i] = note;
+        list.weights[begin + i] = weight_of<ScalarMath>(max_of(scale(ranked_value(note)), 2 * kWeightless));
+      }
+    }
+    begin += count;
+  }
+  if (threadIdx.x == 0) {
+    list.size = min_of(begin, kMostNotes);
+    list.num_own = 0;
+  }
+  ptx::cluster_sync();  // all have read
+  return begin <= kMostNotes ? mass : ~uint64_t{0};
+}
+
+// Finds what the filters keep among the notes, as find_filter() does in the row, given the mass of the row and the
+// logit from which on tokens are noted. Returns whether the notes have all of it.
+__device__ __forceinline__ bool cut_by_filters(KeptList& list, const Sampling& sampling, const Scale& scale,
+                                               uint64_t mass, float bound, int digits, int64_t vocab, Filter& filter) {
+  const float min_x = filter.min_x, view_min_x = sampling.joint ? -kInfinity : min_x;
+  const bool has_all = bound <= -kMaxFloat, by_mass = sampling.top_p < 1.0f;
+  const int shift = 32 - kDigitBits * digits;
+  const uint32_t low = order_key<ScalarMath>(bound) >> shift, high = order_key<ScalarMath>(scale.peak) >> shift;
+  const NotesCut& cut = list.cut;
+  bool found = has_all || scale(bound) < min_x;
+  const bool by_count = sampling.top_k > 0 && sampling.top_k < vocab;
+  if (by_count) {
+    const uint64_t count = min_of<uint64_t>(static_cast<uint64_t>(sampling.top_k), list.size);
+    if (count < static_cast<uint64_t>(sampling.top_k) && !has_all && !(scale(bound) < view_min_x)) return false;
+    cut_notes(low, high, shift, 0, false, count);
+    filter.min_logit = logit_of_key<ScalarMath>(whole_key(cut.least, digits));
+    if (!sampling.joint) mass = NotesCut::mass(cut.kept);
+    found = true;
+  }
+  if (!by_mass) return found;
+  const uint64_t needed = top_p_mass(sampling.top_p, mass);
+  cut_notes(low, high, shift, 0, true, needed);
+  if (NotesCut::mass(cut.kept) < needed) return by_count;  // which is the stricter filter then
+  const float logit = logit_of_key<ScalarMath>(whole_key(cut.least, digits));
+  if (logit < filter.min_logit) return true;
+  filter.min_logit = logit;
+  const uint64_t equal = cut.ties(), above = NotesCut::mass(cut.above);
+  const uint64_t ties = ceil_div(needed - above, (NotesCut::mass(cut.kept) - above) / equal);
+  if (ties < equal) {
+    cut_notes(~static_cast<uint32_t>(vocab - 1), ~0u, shift, cut.least, false, ties);
+    filter.tie_end = int64_t{~cut.least} + 1;
+  }
+  return true;
+}
+
+// Lists what the filter keeps of the notes.
+__device__ __forceinline__ void list_kept(KeptList& list, const Scale& scale, const Filter& filter) {
+  const uint32_t notes = list.size;
+  __syncthreads();
+  if (threadIdx.x == 0) list.size = 0;
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < notes; i += blockDim.x) {
+    const uint64_t note = list.notes[i];
+    const float logit = ranked_value(note);
+    if (filter.keeps(ranked_id(note), logit, scale(logit)))
+      list.kept[atomicAdd(&list.size, 1u)] = note << 32 | note >> 32;
+  }
+  __syncthreads();
+  int32_t capacity = 1;
+  while (capacity < static_cast<int32_t>(list.size)) capacity *= 2;
+  block_sort(list.kept, static_cast<int32_t>(list.size), capacity);
+}
+
+// Lists the tokens that are kept of row n of sequence b, and writes its distribution; `again`: by a distribution that
+// is known. Returns whether it could.
+template <DType kDType>
+__device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64_t b, int64_t n, bool again) {
+  KeptList& list = ptx::shared<KeptList>();
+  const WordsOfRow<kDType> row(p.logits, n);
+  const Sampling sampling = sampling_of(p.sampling, b);
+  const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < p.logits.vocab;
+  Scale scale = list.distributions.target.scale;
+  Filter filter = list.distributions.target.filter;
+  float bound = filter.min_logit, min_x = filter.min_x;
+  bool weighs = false;
+  if (!again) {
+    filter = {};
+    filter.min_x = min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
+    if (!greedy && sampling.top_p >= 1.0f && !by_count && min_x == -kInfinity) return false;
+    uint32_t peak, least;
+    row.find_range(list.block, peak, least);
+    if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) return false;
+    scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
+    bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
+    if (sampling.joint) min_x = -kInfinity;
+    weighs = !greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count);
+  }
+  const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, min_x, weighs));
+  if (mass == ~uint64_t{0}) return false;
+  if (!again) {
+    uint64_t best = 0;
+    for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) best = max_of(best, list.notes[i]);
+    best = block_max(list.block, best);
+    if (greedy) {
+      filter = {.min_logit = scale.peak, .tie_end = ranked_id(best) + 1};
+    } else if (!cut_by_filters(list, sampling, scale, mass, bound, WordsOfRow<kDType>::Stored::digits(), p.logits.vocab,
+                               filter)) {
+      return false;
+    }
+    filter.min_logit = max_of(filter.min_logit, bound);
+    if (threadIdx.x == 0)
+      list.distributions.target = {logit_row(p.logits, n), scale, filter, ranked_id(best), false, false};
+  }
+  list_kept(list, scale, filter);
+  return true;
+}
+
+}  // namespace pagedtree::cuda
