@@ -117,6 +117,7 @@ class KeptRows {
   __device__ void begin(TreeWalk& walk) {
     if (leads()) walk.begin();
     copy_tree(walk, shared_.list.tree);
+    num_nodes_ = walk.num_nodes;
     if (leads_cta()) shared_.list.num_own = 0;
     sync();
   }
@@ -141,6 +142,7 @@ class KeptRows {
       if (failed_) distributions.target.bad = false;
     }
     __syncthreads();
+    touch_drafts();
     weigh();
     const double total = sums(distributions, 0.0).residual;
     if (leads_cta()) distributions.total = total;
@@ -195,6 +197,18 @@ class KeptRows {
     return DraftMasses::clean(stored.value(stored.bits(row.logits, token)));
   }
 
+  // Loads what the draft's row has at the tree's tokens, before judging children waits for each of them.
+  __device__ void touch_drafts() const {
+    const LogitRow& row = shared_.list.distributions.draft.row;
+    if (row.logits == nullptr) return;
+    const int64_t bytes = row.dtype == DType::kFloat32 ? 4 : 2;
+    for (int32_t node = static_cast<int32_t>(threadIdx.x); node < num_nodes_; node += blockDim.x) {
+      const uintptr_t at = reinterpret_cast<uintptr_t>(row.logits) +
+                           static_cast<uint64_t>(bytes * max_of(shared_.list.tree.tokens[node], 0));
+      ptx::touch(reinterpret_cast<const int32_t*>(at & ~uintptr_t{3}));
+    }
+  }
+
   // The index of a token in the list, -1 if it is not kept.
   __device__ int64_t place_of(int64_t token) const {
     if (failed_) return -1;
@@ -239,6 +253,7 @@ class KeptRows {
 
   KeptShared& shared_;
   TriedTokens tried_;
+  int32_t num_nodes_ = 0;
   bool counts_drafts_, failed_ = false;
 };
 

@@ -23,7 +23,7 @@ struct NotesCut {
   static __device__ uint64_t mass(uint64_t sum) { return sum >> 13; }
   __device__ uint64_t ties() const { return count(kept) - count(above); }
 };
-static_assert(kMostNotes <= 0x1fff);
+static_assert(kMostNotes <= 0x1fff && kKeptThreads <= 32 * kMaxWarps / 2);
 
 struct KeptList {
   BlockShared block;
@@ -100,48 +100,69 @@ struct WordsOfRow {
   // The largest logit, NaN and infinities included, and a bound that some tokens reach, but seldom more than fit: the
   // least of the largest logits of 192 parts of the row. Both as keys.
   __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t& peak, uint32_t& bound) const {
-    const float nothing = -kInfinity;
-    float most = nothing;
-    bool has_nan = false;
-    each([&](int, const uint4& word) {
-      const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
-      const float of_word = Stored::largest_of(registers);
-      has_nan = has_nan || of_word != of_word;
-      most = max_of(most, of_word);
-    });
-    uint32_t of_part = has_nan ? ~0u : order_key<ScalarMath>(most + 0.0f);
+    constexpr int kPeakBatch = 8;
+    const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
+    const uint32_t forbidden = clean_bits(Stored(kDType), 0, false);  // -inf
+    uint32_t most[4];
+    for (uint32_t& numbers : most) numbers = Stored::wide() ? forbidden : forbidden << 16 | forbidden;
+#pragma unroll 1
+    for (int at = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x); at < num_words;
+         at += kPeakBatch * stride) {
+      uint4 batch[kPeakBatch];
+#pragma unroll
+      for (int i = 0; i < kPeakBatch; ++i)
+        batch[i] = __ldcg(words + (at + i * stride < num_words ? at + i * stride : at));
+#pragma unroll
+      for (const uint4& word : batch) {
+        const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) most[i] = Stored::larger(most[i], registers[i]);
+      }
+    }
+    const float of_thread = Stored::largest_of(most);
+    uint32_t of_part = of_thread != of_thread ? ~0u : order_key<ScalarMath>(of_thread + 0.0f);
     for (uint32_t lanes = 1; lanes < min_of<uint32_t>(2 * ptx::cluster_size(), 32); lanes *= 2) {
       of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
     }
     const auto fold = [](uint64_t a, uint64_t b) {
       return max_of(a >> 32, b >> 32) << 32 | max_of(static_cast<uint32_t>(a), static_cast<uint32_t>(b));
     };
-    const uint64_t of_thread = uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part);
-    const uint64_t all = fold_ctas(shared, block_fold(shared, of_thread, fold), fold);
+    const uint64_t range = uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part);
+    const uint64_t all = fold_ctas(shared, block_fold(shared, range, fold), fold);
     peak = static_cast<uint32_t>(all >> 32);
     bound = ~static_cast<uint32_t>(all);
   }
 
-  // Notes the tokens from `bound` on whose x is at least min_x. Returns this thread's part of the mass from there on.
+  // Notes the tokens from `bound` on whose x is at least min_x. Returns this thread's part of the mass from there on;
+  // unless it is exact, the sum over a row errs by less than error_of().
+  enum class Weighs { kNothing, kRoughly, kExactly };
   __device__ __forceinline__ uint64_t note(KeptList& list, const Scale& scale, float bound, float min_x,
-                                           bool weighs) const {
-    uint64_t mass = 0;
+                                           Weighs weighs) const {
+    uint64_t exact = 0;
+    double rough = 0.0;
     const float least_x = max_of(min_x, kWeightless);
     each([&](int index, uint4 word) {
       const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
       const float most = Stored::largest_of(registers);
-      const bool counts = weighs && scale(most) >= least_x;
+      const bool counts = weighs != Weighs::kNothing && scale(most) >= least_x;
       if (!counts && most < bound) return;
 #pragma unroll 1
       for (int begin = 0; begin < kOfWord; begin += 4) {
-        float four[4];
+        float four[4], sum = 0.0f;
         convert_four(Stored(kDType), word, four);
-        if (counts) {
+        if (counts && weighs == Weighs::kExactly) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             const float x = scale(four[i]);
-            mass += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
+            exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
           }
+        } else if (counts) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float x = scale(four[i]);
+            sum += x >= least_x ? ptx::ex2(x * kLog2E) : 0.0f;
+          }
+          rough += static_cast<double>(sum);
         }
 #pragma unroll 1
         for (int i = 0; i < 4; ++i) {
@@ -157,7 +178,11 @@ struct WordsOfRow {
         word.y = word.w;
       }
     });
-    return mass;
+    return exact + static_cast<uint64_t>(rough * 2147483648.0);
+  }
+  // ex2, its argument and sums of four err by 2^-19 of the mass, and weights are rounded to integers.
+  static __device__ uint64_t error_of(uint64_t mass, int64_t vocab) {
+    return (mass >> 18) + static_cast<uint64_t>(vocab);
   }
 };
 
@@ -169,18 +194,29 @@ inline __device__ __attribute__((noinline)) void cut_notes(uint32_t low, uint32_
   KeptList& list = ptx::shared<KeptList>();
   NotesCut cut{low, 0, 0};
   uint32_t from = low;
+  uint64_t* of_warps = list.block.warps;
+  __syncthreads();
 #pragma unroll 1
   do {
-    uint64_t sum = 0;
+    uint32_t lower = 0, upper = 0, count = 0;  // halves of the masses
 #pragma unroll 1
     for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
       const uint64_t note = list.notes[i];
       const uint32_t key = static_cast<uint32_t>(note >> 32) >> shift;
-      if ((among == 0 ? key : key == among ? static_cast<uint32_t>(note) : 0) >= from) {
-        sum += uint64_t{list.weights[i]} << 13 | 1;
-      }
+      if ((among == 0 ? key : key == among ? static_cast<uint32_t>(note) : 0) < from) continue;
+      lower += list.weights[i] & 0xffffu;
+      upper += list.weights[i] >> 16;
+      ++count;
     }
-    sum = block_sum(list.block, sum);
+    lower = __reduce_add_sync(~0u, lower);
+    upper = __reduce_add_sync(~0u, upper);
+    count = __reduce_add_sync(~0u, count);
+    // The next sums go elsewhere, so that one barrier suffices.
+    of_warps = list.block.warps + (of_warps == list.block.warps ? kMaxWarps / 2 : 0);
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = ((uint64_t{upper} << 16) + lower) << 13 | count;
+    __syncthreads();
+    uint64_t sum = 0;
+    for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += of_warps[w];
     if (from == low || (by_mass ? NotesCut::mass(sum) : NotesCut::count(sum)) >= target) {
       cut.least = from;
       cut.kept = sum;
@@ -228,39 +264,47 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
   return begin <= kMostNotes ? mass : ~uint64_t{0};
 }
 
-// Finds what the filters keep among the notes, as find_filter() does in the row, given the mass of the row and the
-// logit from which on tokens are noted. Returns whether the notes have all of it.
-__device__ __forceinline__ bool cut_by_filters(KeptList& list, const Sampling& sampling, const Scale& scale,
-                                               uint64_t mass, float bound, int digits, int64_t vocab, Filter& filter) {
-  const float min_x = filter.min_x, view_min_x = sampling.joint ? -kInfinity : min_x;
-  const bool has_all = bound <= -kMaxFloat, by_mass = sampling.top_p < 1.0f;
+// Finds what the filters keep among the notes, as find_filter() does in the row, given the mass of the row, which may
+// err, and the logit from which on tokens are noted.
+enum class Found { kNo, kYes, kTooRough };
+__device__ __forceinline__ Found cut_by_filters(KeptList& list, const Sampling& sampling, const Scale& scale,
+                                                uint64_t mass, uint64_t error, float bound, int digits, int64_t vocab,
+                                                Filter& filter) {
+  const float view_min_x = sampling.joint ? -kInfinity : filter.min_x;
+  const bool has_all = bound <= -kMaxFloat, by_count = sampling.top_k > 0 && sampling.top_k < vocab;
   const int shift = 32 - kDigitBits * digits;
   const uint32_t low = order_key<ScalarMath>(bound) >> shift, high = order_key<ScalarMath>(scale.peak) >> shift;
   const NotesCut& cut = list.cut;
-  bool found = has_all || scale(bound) < min_x;
-  const bool by_count = sampling.top_k > 0 && sampling.top_k < vocab;
   if (by_count) {
     const uint64_t count = min_of<uint64_t>(static_cast<uint64_t>(sampling.top_k), list.size);
-    if (count < static_cast<uint64_t>(sampling.top_k) && !has_all && !(scale(bound) < view_min_x)) return false;
+    if (count < static_cast<uint64_t>(sampling.top_k) && !has_all && !(scale(bound) < view_min_x)) return Found::kNo;
     cut_notes(low, high, shift, 0, false, count);
     filter.min_logit = logit_of_key<ScalarMath>(whole_key(cut.least, digits));
-    if (!sampling.joint) mass = NotesCut::mass(cut.kept);
-    found = true;
+    if (!sampling.joint) {
+      mass = NotesCut::mass(cut.kept);
+      error = 0;
+    }
   }
-  if (!by_mass) return found;
-  const uint64_t needed = top_p_mass(sampling.top_p, mass);
+  if (sampling.top_p >= 1.0f) return by_count || has_all || scale(bound) < filter.min_x ? Found::kYes : Found::kNo;
+  const uint64_t needed = top_p_mass(sampling.top_p, mass + error);
+  const uint64_t needed_at_least = top_p_mass(sampling.top_p, mass - error);
   cut_notes(low, high, shift, 0, true, needed);
-  if (NotesCut::mass(cut.kept) < needed) return by_count;  // which is the stricter filter then
+  const uint64_t kept = NotesCut::mass(cut.kept), above = NotesCut::mass(cut.above), equal = cut.ties();
+  if (kept < needed) {  // then a count is the stricter filter
+    if (kept >= needed_at_least) return Found::kTooRough;
+    return by_count ? Found::kYes : Found::kNo;
+  }
+  if (above >= needed_at_least) return Found::kTooRough;
   const float logit = logit_of_key<ScalarMath>(whole_key(cut.least, digits));
-  if (logit < filter.min_logit) return true;
+  if (logit < filter.min_logit) return Found::kYes;
   filter.min_logit = logit;
-  const uint64_t equal = cut.ties(), above = NotesCut::mass(cut.above);
-  const uint64_t ties = ceil_div(needed - above, (NotesCut::mass(cut.kept) - above) / equal);
+  const uint64_t weight = (kept - above) / equal, ties = ceil_div(needed - above, weight);
+  if (ties != ceil_div(needed_at_least - above, weight)) return Found::kTooRough;
   if (ties < equal) {
     cut_notes(~static_cast<uint32_t>(vocab - 1), ~0u, shift, cut.least, false, ties);
     filter.tie_end = int64_t{~cut.least} + 1;
   }
-  return true;
+  return Found::kYes;
 }
 
 // Lists what the filter keeps of the notes.
@@ -293,7 +337,8 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
   Scale scale = list.distributions.target.scale;
   Filter filter = list.distributions.target.filter;
   float bound = filter.min_logit, min_x = filter.min_x;
-  bool weighs = false;
+  using Weighs = WordsOfRow<kDType>::Weighs;
+  Weighs weighs = Weighs::kNothing;
   if (!again) {
     filter = {};
     filter.min_x = min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
@@ -304,23 +349,35 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
     bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
     if (sampling.joint) min_x = -kInfinity;
-    weighs = !greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count);
+    if (!greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count)) weighs = Weighs::kRoughly;
   }
-  const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, min_x, weighs));
-  if (mass == ~uint64_t{0}) return false;
-  if (!again) {
+#pragma unroll 1
+  while (true) {
+    const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, min_x, weighs));
+    if (mass == ~uint64_t{0}) return false;
+    if (again) break;
     uint64_t best = 0;
     for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) best = max_of(best, list.notes[i]);
     best = block_max(list.block, best);
+    Found found = Found::kYes;
     if (greedy) {
       filter = {.min_logit = scale.peak, .tie_end = ranked_id(best) + 1};
-    } else if (!cut_by_filters(list, sampling, scale, mass, bound, WordsOfRow<kDType>::Stored::digits(), p.logits.vocab,
-                               filter)) {
-      return false;
+    } else {
+      const uint64_t error = weighs == Weighs::kRoughly ? row.error_of(mass, p.logits.vocab) : 0;
+      found = cut_by_filters(list, sampling, scale, mass, error, bound, WordsOfRow<kDType>::Stored::digits(),
+                             p.logits.vocab, filter);
+    }
+    if (found == Found::kNo) return false;
+    weighs = Weighs::kExactly;
+    if (found == Found::kTooRough) {
+      filter = {.min_x = filter.min_x};
+      continue;
     }
     filter.min_logit = max_of(filter.min_logit, bound);
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
       list.distributions.target = {logit_row(p.logits, n), scale, filter, ranked_id(best), false, false};
+    }
+    break;
   }
   list_kept(list, scale, filter);
   return true;
