@@ -179,7 +179,7 @@ BUDGETS = {
     "plan_kernel": (1480,),
     "sample_kernel<(DType)2>": (11328,),
     "draw_rows_kernel<(DType)2>": (11168,),
-    "walk_kernel<(DType)2>": (11752,),
+    "walk_kernel<(DType)2>": (14728,),
     "walk_kernel(": (32320,),
     "traversal_kernel": (29392,),
     "logprobs_kernel": (31560,),

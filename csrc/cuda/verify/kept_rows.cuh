@@ -4,12 +4,14 @@
 #pragma once
 
 #include "cuda/verify/kept_tokens.cuh"
+#include "cuda/verify/near_tree.cuh"
 #include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {
 
 struct KeptShared {
   KeptList list;
+  NearTree tree;
   MassTable sums;
   float masses[kMostNotes];                     // of the kept tokens
   uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
@@ -116,9 +118,8 @@ class KeptRows {
   static __device__ void sync() { ptx::cluster_sync(); }
   __device__ void begin(TreeWalk& walk) {
     if (leads()) walk.begin();
-    copy_tree(walk, shared_.list.tree);
+    copy_tree(walk, shared_.tree);
     num_nodes_ = walk.num_nodes;
-    if (leads_cta()) shared_.list.num_own = 0;
     sync();
   }
   __device__ void finish(TreeWalk& walk) const {
@@ -203,8 +204,8 @@ class KeptRows {
     if (row.logits == nullptr) return;
     const int64_t bytes = row.dtype == DType::kFloat32 ? 4 : 2;
     for (int32_t node = static_cast<int32_t>(threadIdx.x); node < num_nodes_; node += blockDim.x) {
-      const uintptr_t at = reinterpret_cast<uintptr_t>(row.logits) +
-                           static_cast<uint64_t>(bytes * max_of(shared_.list.tree.tokens[node], 0));
+      const uintptr_t at =
+          reinterpret_cast<uintptr_t>(row.logits) + static_cast<uint64_t>(bytes * max_of(shared_.tree.tokens[node], 0));
       ptx::touch(reinterpret_cast<const int32_t*>(at & ~uintptr_t{3}));
     }
   }
@@ -216,9 +217,10 @@ class KeptRows {
     return at < shared_.list.size && shared_.list.token(at) == token ? int64_t{at} : -1;
   }
 
-  // Weighs the kept tokens by target and draft.
+  // Sorts the kept tokens, and weighs them by target and draft.
   __device__ void weigh() {
     if (failed_) return;
+    sort_kept(shared_.list);
     const NodeDistributions& distributions = shared_.list.distributions;
     for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
       shared_.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));

@@ -6,11 +6,11 @@
 
 #include "core/verify/rules.h"
 #include "cuda/filters.cuh"
-#include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {
 
 constexpr int kKeptThreads = 384;
+constexpr uint32_t kMostParts = 192;  // of a row, of which each has a token in the list: 1100 or so in all
 constexpr uint32_t kMostNotes = 2048;
 constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
 
@@ -23,7 +23,7 @@ struct NotesCut {
   static __device__ uint64_t mass(uint64_t sum) { return sum >> 13; }
   __device__ uint64_t ties() const { return count(kept) - count(above); }
 };
-static_assert(kMostNotes <= 0x1fff && kKeptThreads <= 32 * kMaxWarps / 2);
+static_assert(kMostNotes <= 0x1fff && kRowThreads <= 32 * kMaxWarps / 2);
 
 struct KeptList {
   BlockShared block;
@@ -38,8 +38,7 @@ struct KeptList {
     uint32_t weights[kMostNotes];  // of the notes
     float drafts[kMostNotes];      // of the kept tokens: probabilities under the draft's distribution
   };
-  uint64_t kept[kMostNotes];  // by ascending token: its complement, the key of its logit
-  NearTree tree;
+  uint64_t kept[kMostNotes];  // a token's complement and the key of its logit; by ascending token once it is sorted
 
   __device__ int32_t token(uint32_t i) const { return static_cast<int32_t>(~static_cast<uint32_t>(kept[i] >> 32)); }
   __device__ float logit(uint32_t i) const { return logit_of_key<ScalarMath>(static_cast<uint32_t>(kept[i])); }
@@ -98,7 +97,7 @@ struct WordsOfRow {
   }
 
   // The largest logit, NaN and infinities included, and a bound that some tokens reach, but seldom more than fit: the
-  // least of the largest logits of 192 parts of the row. Both as keys.
+  // least of the largest logits of kMostParts parts of the row. Both as keys.
   __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t& peak, uint32_t& bound) const {
     constexpr int kPeakBatch = 8;
     const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
@@ -121,7 +120,8 @@ struct WordsOfRow {
     }
     const float of_thread = Stored::largest_of(most);
     uint32_t of_part = of_thread != of_thread ? ~0u : order_key<ScalarMath>(of_thread + 0.0f);
-    for (uint32_t lanes = 1; lanes < min_of<uint32_t>(2 * ptx::cluster_size(), 32); lanes *= 2) {
+    const uint32_t threads = ptx::cluster_size() * blockDim.x;
+    for (uint32_t lanes = 1; lanes < 32 && lanes * kMostParts < threads; lanes *= 2) {
       of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
     }
     const auto fold = [](uint64_t a, uint64_t b) {
@@ -321,6 +321,9 @@ __device__ __forceinline__ void list_kept(KeptList& list, const Scale& scale, co
       list.kept[atomicAdd(&list.size, 1u)] = note << 32 | note >> 32;
   }
   __syncthreads();
+}
+
+__device__ __forceinline__ void sort_kept(KeptList& list) {
   int32_t capacity = 1;
   while (capacity < static_cast<int32_t>(list.size)) capacity *= 2;
   block_sort(list.kept, static_cast<int32_t>(list.size), capacity);
@@ -331,6 +334,8 @@ __device__ __forceinline__ void list_kept(KeptList& list, const Scale& scale, co
 template <DType kDType>
 __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64_t b, int64_t n, bool again) {
   KeptList& list = ptx::shared<KeptList>();
+  if (threadIdx.x == 0) list.num_own = 0;
+  __syncthreads();
   const WordsOfRow<kDType> row(p.logits, n);
   const Sampling sampling = sampling_of(p.sampling, b);
   const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < p.logits.vocab;

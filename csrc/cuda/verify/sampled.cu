@@ -3,26 +3,48 @@
 #include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
+#include "cuda/verify/kept_tokens.cuh"
 #include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 struct WalkShared {
-  SamplingShared sampling;
+  union {  // what a row is drawn with: of most rows that are filtered the list
+    KeptList list;
+    SamplingShared sampling;
+  };
   NearTree tree;
   int32_t node;
   bool more;
 };
 static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
+__device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
+  return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
+}
+__device__ __forceinline__ int64_t position_at(const VerifyParams& p, int64_t b, int32_t depth) {
+  const uint64_t position = p.positions.data == nullptr ? 0 : static_cast<uint64_t>(integer_at(p.positions, b));
+  return static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth}));
+}
+
 template <DType kDType>
 __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
                                         SamplingShared& shared) {
-  const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
-  const uint64_t position = p.positions.data == nullptr ? 0 : static_cast<uint64_t>(integer_at(p.positions, b));
-  return draw_token<kDType>(row, sampling_of(p.sampling, b), seed,
-                            static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth})), shared);
+  return draw_token<kDType>(row, sampling_of(p.sampling, b), seed_of(p, b), position_at(p, b, depth), shared);
+}
+
+// The race among the tokens of a list.
+__device__ __forceinline__ Draw draw_kept(const VerifyParams& p, int64_t b, int32_t depth, KeptList& list) {
+  uint64_t best = 0;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
+    const uint32_t token = static_cast<uint32_t>(list.token(i));
+    const NoiseGroup group(seed_of(p, b), position_at(p, b, depth), RandomUse::kGumbel, token / kNoiseGroup);
+    const float x = list.distributions.target.scale(list.logit(i));
+    best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
+  }
+  return {ranked_id(block_max(list.block, best)), false};
 }
 
 // Draws every row's token before it is known which rows the walks visit: one cluster per row.
@@ -42,7 +64,8 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
 }
 
 template <DType kDType>
-__device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, WalkShared& shared) {
+__device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, bool by_lists,
+                                          WalkShared& shared) {
   const bool writes = leads_cluster();
   TreeWalk walk(p, b);  // the first thread of each CTA leads; the others follow
   if (writes) walk.begin();
@@ -51,10 +74,15 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
   for (bool more = walk.num_nodes > 0; more;) {
     const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
     const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
-    if (!is_known) prepare_row<kDType>(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
-    const Draw draw =
-        is_known ? Draw{known->token, known->bad}
-                 : draw_at<kDType>(p, b, row_of<kDType>(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
+    Draw draw{-1, false};
+    if (is_known) {
+      draw = {known->token, known->bad};
+    } else if (by_lists && find_kept<kDType>(p, b, walk.row(), false)) {
+      draw = draw_kept(p, b, walk.depth, shared.list);
+    } else {
+      prepare_row<kDType>(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
+      draw = draw_at<kDType>(p, b, row_of<kDType>(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;
@@ -75,8 +103,8 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
 // One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1)
-    walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, int64_t first) {
-  walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
+    walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, bool by_lists, int64_t first) {
+  walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, by_lists, ptx::shared<WalkShared>());
 }
 
 // A row of a walk, besides its reading, in the time in which one SM reads a row: measured, greedy and with top-p.
@@ -103,10 +131,12 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
     if (draws_all_rows(p, walk)) {
       launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
                   sizeof(SamplingShared), ctx.stream, p);
-      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, int64_t{0});
+      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, false,
+             int64_t{0});
     } else {
+      const bool by_lists = p.sampling.temperature != nullptr && reads_by_words(p.logits, p.options);
       in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
-        launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, first);
+        launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, by_lists, first);
       });
     }
   });
