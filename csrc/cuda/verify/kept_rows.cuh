@@ -13,6 +13,7 @@ struct KeptShared {
   KeptList list;
   NearTree tree;
   MassTable sums;
+  double total;                                 // of the sums
   float masses[kMostNotes];                     // of the kept tokens
   uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
   int32_t tried[kMaxTreeNodes];
@@ -46,7 +47,7 @@ struct KeptResiduals {
 // Writes the sums of the blocks, and of groups of blocks, of value(i) for each kept token. Two values are added in any
 // order; a warp adds more of a block as sum_blocks() does.
 template <typename Value>
-__device__ __forceinline__ void sum_kept(KeptShared& shared, int64_t vocab, const Value& value) {
+__device__ __forceinline__ double sum_kept(KeptShared& shared, int64_t vocab, const Value& value) {
   const uint32_t lane = threadIdx.x % 32, num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
   __syncthreads();
 #pragma unroll 1
@@ -82,6 +83,9 @@ __device__ __forceinline__ void sum_kept(KeptShared& shared, int64_t vocab, cons
     if (lane == 0) shared.sums.groups[group] = of_group;
   }
   __syncthreads();
+  const double total = shared.sums.total(vocab);
+  if (threadIdx.x == 0) shared.total = total;
+  return total;
 }
 
 // MassSearch::pick() of a mass of each run of `width` tokens, among the kept tokens `begin` to `end`; both are left as
@@ -180,11 +184,11 @@ class KeptRows {
   __device__ double entropy(const NodeDistributions& distributions) {
     if (failed_) return 0.0;
     const KeptShared& shared = shared_;
-    sum_kept(shared_, distributions.target.row.vocab, [&shared](uint32_t i) {
+    const double terms = sum_kept(shared_, distributions.target.row.vocab, [&shared](uint32_t i) {
       const float mass = shared.masses[i];
       return mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
     });
-    return entropy_of(distributions.total, shared_.sums.total(distributions.target.row.vocab));
+    return entropy_of(distributions.total, terms);
   }
 
   __device__ void clear_tried() { tried_.size = 0; }
@@ -236,15 +240,15 @@ class KeptRows {
   static __device__ __attribute__((noinline)) double sum_left(double c, int32_t num_tried, bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
     const int64_t vocab = shared.list.distributions.target.row.vocab;
-    sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
-    return shared.sums.total(vocab);
+    return sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
   }
 
   static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
     const int64_t vocab = shared.list.distributions.target.row.vocab;
-    MassSearch search{u * shared.sums.total(vocab)};
+    __syncthreads();
+    MassSearch search{u * shared.total};
     const int64_t block = shared.sums.pick_block(vocab, search);
     uint32_t begin = shared.first_of_block[block], end = shared.first_of_block[block + 1];
     const KeptResiduals value(shared, c, num_tried, counts_drafts);

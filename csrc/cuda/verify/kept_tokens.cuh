@@ -124,11 +124,21 @@ struct WordsOfRow {
     for (uint32_t lanes = 1; lanes < 32 && lanes * kMostParts < threads; lanes *= 2) {
       of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
     }
-    const auto fold = [](uint64_t a, uint64_t b) {
-      return max_of(a >> 32, b >> 32) << 32 | max_of(static_cast<uint32_t>(a), static_cast<uint32_t>(b));
+    // The largest and the complement of the least, of warps, then of the CTA, then of the cluster.
+    const uint32_t lane = threadIdx.x % 32;
+    const auto fold = [](uint64_t range) {
+      return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(range >> 32))} << 32 |
+             __reduce_max_sync(~0u, static_cast<uint32_t>(range));
     };
-    const uint64_t range = uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part);
-    const uint64_t all = fold_ctas(shared, block_fold(shared, range, fold), fold);
+    const uint64_t of_warp = fold(uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part));
+    if (lane == 0) shared.warps[threadIdx.x / 32] = of_warp;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      const uint64_t of_cta = fold(lane < blockDim.x / 32 ? shared.warps[lane] : 0);
+      if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], lane) = of_cta;
+    }
+    ptx::cluster_sync();
+    const uint64_t all = fold(lane < ptx::cluster_size() ? shared.ctas[lane] : 0);
     peak = static_cast<uint32_t>(all >> 32);
     bound = ~static_cast<uint32_t>(all);
   }
@@ -323,10 +333,22 @@ __device__ __forceinline__ void list_kept(KeptList& list, const Scale& scale, co
   __syncthreads();
 }
 
+// Sorts the list; writes the first of its likeliest tokens.
 __device__ __forceinline__ void sort_kept(KeptList& list) {
   int32_t capacity = 1;
   while (capacity < static_cast<int32_t>(list.size)) capacity *= 2;
   block_sort(list.kept, static_cast<int32_t>(list.size), capacity);
+  if (threadIdx.x >= 32) return;
+  RowDistribution& target = list.distributions.target;
+  const float peak = target.scale.peak;
+  uint32_t lanes = 0, begin = 0;
+#pragma unroll 1
+  for (; begin < list.size; begin += 32) {
+    const uint32_t i = begin + threadIdx.x;
+    lanes = __ballot_sync(~0u, i < list.size && list.logit(i) == peak);
+    if (lanes != 0) break;
+  }
+  if (threadIdx.x == 0) target.best = list.token(begin + static_cast<uint32_t>(__ffs(static_cast<int>(lanes))) - 1);
 }
 
 // Lists the tokens that are kept of row n of sequence b, and writes its distribution; `again`: by a distribution that
@@ -350,7 +372,10 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     if (!greedy && sampling.top_p >= 1.0f && !by_count && min_x == -kInfinity) return false;
     uint32_t peak, least;
     row.find_range(list.block, peak, least);
-    if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) return false;
+    if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) {
+      ptx::cluster_sync();  // all have read the range
+      return false;
+    }
     scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
     bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
     if (sampling.joint) min_x = -kInfinity;
@@ -361,12 +386,11 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, min_x, weighs));
     if (mass == ~uint64_t{0}) return false;
     if (again) break;
-    uint64_t best = 0;
-    for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) best = max_of(best, list.notes[i]);
-    best = block_max(list.block, best);
     Found found = Found::kYes;
     if (greedy) {
-      filter = {.min_logit = scale.peak, .tie_end = ranked_id(best) + 1};
+      const uint32_t last = ~static_cast<uint32_t>(p.logits.vocab - 1);
+      cut_notes(last, ~0u, 0, order_key<ScalarMath>(scale.peak), false, 1);
+      filter = {.min_logit = scale.peak, .tie_end = int64_t{~list.cut.least} + 1};
     } else {
       const uint64_t error = weighs == Weighs::kRoughly ? row.error_of(mass, p.logits.vocab) : 0;
       found = cut_by_filters(list, sampling, scale, mass, error, bound, WordsOfRow<kDType>::Stored::digits(),
@@ -380,7 +404,7 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     }
     filter.min_logit = max_of(filter.min_logit, bound);
     if (threadIdx.x == 0) {
-      list.distributions.target = {logit_row(p.logits, n), scale, filter, ranked_id(best), false, false};
+      list.distributions.target = {logit_row(p.logits, n), scale, filter, -1, false, false};
     }
     break;
   }

@@ -70,7 +70,9 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
   const bool by_lists = lists_suffice(p);
   if (by_lists) {
     with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, kKeptThreads, sizeof(KeptShared), ctx.stream, p);
+      // If there are more trees than SMs, two share an SM.
+      const int threads = p.verify.batch > device_limits().num_sms ? kKeptThreads / 2 : kKeptThreads;
+      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, threads, sizeof(KeptShared), ctx.stream, p);
     });
   }
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {

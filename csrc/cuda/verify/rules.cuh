@@ -127,6 +127,7 @@ inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int6
   const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
   __syncthreads();
   // Later tokens move up by one place, the last of them first.
+#pragma unroll 1
   for (int32_t end = num_tried; end > at; end -= threads) {
     const int32_t from = end - 1 - static_cast<int32_t>(threadIdx.x);
     const int32_t id = from >= at ? tried.ids[from] : 0;
