@@ -92,7 +92,8 @@ __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
   return sum + __shfl_xor_sync(~0u, sum, 8);
 }
 
-// One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums.
+// One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums. Where masses have an
+// only_block, and it is not negative, the sums of the others stay as they are.
 template <typename Masses, typename... Tables>
 __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
   MassTable* const tables[Masses::kSums] = {&into...};
@@ -106,7 +107,13 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into
   const int warps = static_cast<int>(ptx::cluster_size()) * warps_of_cta,
             num_blocks = static_cast<int>(MassTable::num_blocks(vocab));
   float sums[Masses::kSums][4]{};
-  int block = warp, group = 0;
+  int block = warp, step = warps, group = 0;
+  if constexpr (requires { masses.only_block; }) {
+    if (masses.only_block >= 0) {
+      block = masses.only_block % warps == warp ? masses.only_block : num_blocks;
+      step = num_blocks;
+    }
+  }
 #pragma unroll 1
   while (block < num_blocks) {
     int token = block * kMassBlock + group * kMassSums + 4 * lane;
@@ -131,7 +138,7 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into
       if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
       sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
     }
-    block += warps;
+    block += step;
     group = 0;
   }
   ptx::cluster_sync();

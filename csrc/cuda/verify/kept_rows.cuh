@@ -12,7 +12,7 @@ namespace pagedtree::cuda {
 struct KeptShared {
   KeptList list;
   NearTree tree;
-  MassTable sums;
+  MassTable sums, drafts;
   double total;                                 // of the sums
   float masses[kMostNotes];                     // of the kept tokens
   uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
@@ -41,6 +41,26 @@ struct KeptResiduals {
     if (with_draft) left = residual_mass<ScalarMath>(left, factor, q);
     if (tried.size > 0 && (!counts_drafts || q > 0.0f) && tried.contains(shared.list.token(i))) left = 0.0f;
     return left;
+  }
+};
+
+// The draft's probabilities without those of tried tokens, which only change where the last token was tried.
+struct UntriedDrafts {
+  static constexpr int kBatch = 4;
+  static constexpr int kSums = 1;
+  using Loaded = Four;
+
+  DraftMasses draft;
+  TriedTokens tried;
+  int only_block;  // -1: all
+
+  __device__ int64_t vocab() const { return draft.masses.vocab(); }
+  __device__ Loaded load(int64_t token) const { return draft.masses.load(token); }
+  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
+    draft.masses.row.convert(loaded, sums[0]);
+    const uint32_t gone = tried_of_four(tried, token);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[0][i] = gone >> i & 1u ? 0.0f : DraftMasses::clean(sums[0][i]);
   }
 };
 
@@ -115,7 +135,10 @@ template <DType kDType>
 class KeptRows {
  public:
   __device__ KeptRows(const RatioParams& p, KeptShared& shared)
-      : shared_(shared), tried_{shared.tried}, counts_drafts_(p.law != DraftLaw::kOneHot) {}
+      : shared_(shared),
+        tried_{shared.tried},
+        counts_drafts_(p.law != DraftLaw::kOneHot),
+        sums_drafts_(p.law == DraftLaw::kSwor) {}
 
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
@@ -175,8 +198,15 @@ class KeptRows {
         residual_mass<ScalarMath>(mass, draft_factor(distributions, c), shared_.list.drafts[at]));
   }
 
-  __device__ MassSums sums(const NodeDistributions& /*distributions()*/, double c) {
-    return {failed_ ? 0.0 : sum_left(c, tried_.size, counts_drafts_)};
+  __device__ MassSums sums(const NodeDistributions& distributions, double c) {
+    MassSums all;
+    if (failed_) return all;
+    all.residual = sum_left(c, tried_.size, counts_drafts_);
+    if (sums_drafts_ && tried_.size > 0 && c != 0.0 && distributions.draft.row.logits != nullptr) {
+      all.draft = sum_drafts(tried_.size, last_block_);
+      last_block_ = 0;
+    }
+    return all;
   }
   __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
     return failed_ ? 0 : draw_left(c, u, tried_.size, counts_drafts_);
@@ -193,7 +223,10 @@ class KeptRows {
 
   __device__ void clear_tried() { tried_.size = 0; }
   __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
-  __device__ void mark_tried(int64_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
+  __device__ void mark_tried(int64_t token) {
+    tried_.size = try_token(tried_.ids, token, tried_.size);
+    if (last_block_ >= 0) last_block_ = static_cast<int32_t>(token / kMassBlock);
+  }
 
  private:
   static __device__ float draft_of(const LogitRow& row, int64_t token) {
@@ -202,14 +235,16 @@ class KeptRows {
     return DraftMasses::clean(stored.value(stored.bits(row.logits, token)));
   }
 
-  // Loads what the draft's row has at the tree's tokens, before judging children waits for each of them.
+  // Loads what the draft's row has at the kept tokens and at the tree's, before anything waits for it.
   __device__ void touch_drafts() const {
     const LogitRow& row = shared_.list.distributions.draft.row;
     if (row.logits == nullptr) return;
-    const int64_t bytes = row.dtype == DType::kFloat32 ? 4 : 2;
-    for (int32_t node = static_cast<int32_t>(threadIdx.x); node < num_nodes_; node += blockDim.x) {
-      const uintptr_t at =
-          reinterpret_cast<uintptr_t>(row.logits) + static_cast<uint64_t>(bytes * max_of(shared_.tree.tokens[node], 0));
+    const int32_t kept = failed_ ? 0 : static_cast<int32_t>(shared_.list.size);
+#pragma unroll 1
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kept + num_nodes_; i += blockDim.x) {
+      const int32_t token = i < kept ? shared_.list.token(static_cast<uint32_t>(i)) : shared_.tree.tokens[i - kept];
+      const int64_t byte = int64_t{max_of(token, 0)} * (row.dtype == DType::kFloat32 ? 4 : 2);
+      const uintptr_t at = reinterpret_cast<uintptr_t>(row.logits) + static_cast<uintptr_t>(byte);
       ptx::touch(reinterpret_cast<const int32_t*>(at & ~uintptr_t{3}));
     }
   }
@@ -224,6 +259,7 @@ class KeptRows {
   // Sorts the kept tokens, and weighs them by target and draft.
   __device__ void weigh() {
     if (failed_) return;
+    last_block_ = -1;
     sort_kept(shared_.list);
     const NodeDistributions& distributions = shared_.list.distributions;
     for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
@@ -243,6 +279,13 @@ class KeptRows {
     return sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
   }
 
+  static __device__ __attribute__((noinline)) double sum_drafts(int32_t num_tried, int32_t only_block) {
+    auto& shared = ptx::shared<KeptShared>();
+    const DraftMasses draft(shared.list.distributions);
+    sum_blocks(UntriedDrafts{draft, {shared.tried, num_tried}, only_block}, shared.drafts);
+    return shared.drafts.total(draft.masses.vocab());
+  }
+
   static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
@@ -260,7 +303,8 @@ class KeptRows {
   KeptShared& shared_;
   TriedTokens tried_;
   int32_t num_nodes_ = 0;
-  bool counts_drafts_, failed_ = false;
+  int32_t last_block_ = -1;  // of the token that was tried last; -1: the draft's row is not summed yet
+  bool counts_drafts_, sums_drafts_, failed_ = false;
 };
 
 }  // namespace pagedtree::cuda

@@ -102,15 +102,17 @@ struct WordsOfRow {
     constexpr int kPeakBatch = 8;
     const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
     const uint32_t forbidden = clean_bits(Stored(kDType), 0, false);  // -inf
-    uint32_t most[4];
-    for (uint32_t& numbers : most) numbers = Stored::wide() ? forbidden : forbidden << 16 | forbidden;
+    const uint32_t nothing = Stored::wide() ? forbidden : forbidden << 16 | forbidden;
+    uint32_t most[4] = {nothing, nothing, nothing, nothing};
 #pragma unroll 1
     for (int at = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x); at < num_words;
          at += kPeakBatch * stride) {
       uint4 batch[kPeakBatch];
 #pragma unroll
-      for (int i = 0; i < kPeakBatch; ++i)
-        batch[i] = __ldcg(words + (at + i * stride < num_words ? at + i * stride : at));
+      for (int i = 0; i < kPeakBatch; ++i) {
+        batch[i] = {nothing, nothing, nothing, nothing};
+        if (at + i * stride < num_words) batch[i] = __ldcg(words + at + i * stride);
+      }
 #pragma unroll
       for (const uint4& word : batch) {
         const uint32_t registers[4] = {word.x, word.y, word.z, word.w};

@@ -58,10 +58,9 @@ __global__ void __launch_bounds__(kRulesThreads, 1)
   walk_traversal(p, b, rows);
 }
 
-// Whether lists do for a rule's draws: of a draft's row they have what stands at the kept tokens.
+// Whether rules may work on lists. Drafts' logits would need a list of their own.
 bool lists_suffice(const RatioParams& p) {
-  return reads_by_words(p.verify.logits, p.verify.options) && p.law != DraftLaw::kSwor &&
-         p.draft_sampling.temperature == nullptr;
+  return reads_by_words(p.verify.logits, p.verify.options) && p.draft_sampling.temperature == nullptr;
 }
 
 template <Rule kRule>

@@ -69,6 +69,15 @@ struct DraftMasses {
   }
 };
 
+// Bit i is set if token + i was tried, i < 4.
+__device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int64_t token) {
+  uint32_t bits = 0;
+  for (int32_t at = tried.lower_bound(token); at < tried.size && tried.ids[at] < token + 4; ++at) {
+    bits |= 1u << (tried.ids[at] - token);
+  }
+  return bits;
+}
+
 // What is left of the target's masses, and the drafts' masses; tried tokens count as nothing.
 struct ResidualMasses {
   static constexpr int kBatch = 2;
@@ -108,10 +117,7 @@ struct ResidualMasses {
       for (int i = 0; i < 4; ++i) residuals[i] = residual_mass<ScalarMath>(residuals[i], factor, drafts[i]);
     }
     if (tried.size == 0) return;
-    uint32_t gone = 0;
-    for (int32_t at = tried.lower_bound(token); at < tried.size && tried.ids[at] < token + 4; ++at) {
-      gone |= 1u << (tried.ids[at] - token);
-    }
+    const uint32_t gone = tried_of_four(tried, token);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (!(gone >> i & 1u) || (counts_drafts && !(drafts[i] > 0.0f))) continue;
