@@ -187,6 +187,8 @@ BUDGETS = {
     "expand_drawn_kernel<(DType)2>": (15856,),
     "step_kernel<(DType)2>": (8680,),
     "compact_kernel": (1960,),
+    "few_tokens_kernel<__nv_bfloat16, (StateWords)0, false>": (2656,),
+    "few_tokens_kernel<__nv_bfloat16, (StateWords)0, true>": (2672,),
 }
 COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 

@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kPlaceThreads = 128;
-// Fewer tokens than this take one CTA less time than a cluster takes to meet.
-constexpr int64_t kTokensOfCta = 2048;
+// As many tokens take one CTA less time than a cluster takes to meet.
+constexpr int64_t kTokensOfCta = 4096;
 
 struct NgramShared {
   BlockShared block;
