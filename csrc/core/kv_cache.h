@@ -123,8 +123,10 @@ PT_HOST_DEVICE int64_t angle_row(const RopeAppendParams& p, int64_t token) {
 
 // The number of accepted drafts of sequence b, bounded by the path's length; -1 if the sequence has no tree.
 PT_HOST_DEVICE int32_t path_length(const CompactKvParams& p, int64_t b) {
-  if (p.path_width < 1 || p.start[b] < 0 || p.accept_index[b * p.accept_stride] < 0) return -1;
-  return clamp_to(p.num_accepted[b], 0, p.path_width - 1);
+  if (p.path_width < 1) return -1;
+  const int32_t start = p.start[b], root = p.accept_index[b * p.accept_stride], accepted = p.num_accepted[b];
+  // Bits, so that no load waits for another one.
+  return min_of(clamp_to(accepted, 0, p.path_width - 1), (start | root) < 0 ? -1 : INT32_MAX);
 }
 
 PT_HOST_DEVICE int32_t compacted_length(const CompactKvParams& p, int64_t b) {
@@ -136,10 +138,11 @@ struct Move {
   Slot from, to;
 };
 
-// The j-th move of sequence b; false if the row is in place already or one of the two places is outside the cache.
+// The j-th move of sequence b, of the path's node `node`; false if the row is in place already or one of the two places
+// is outside the cache.
 template <typename PageOf>
-PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, Move& move, const PageOf& page_of) {
-  const int32_t node = p.accept_index[b * p.accept_stride + j];
+PT_HOST_DEVICE bool path_move(const CompactKvParams& p, int64_t b, int32_t j, int32_t node, Move& move,
+                              const PageOf& page_of) {
   if (node < 0 || node == j) return false;
   move.from = locate(p.table, b, int64_t{p.start[b]} + node, page_of);
   move.to = locate(p.table, b, int64_t{p.start[b]} + j, page_of);

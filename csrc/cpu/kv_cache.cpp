@@ -138,7 +138,8 @@ void CpuBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) co
       if (b != planned) {
         planned = b;
         count = 0;
-        for (int32_t j = 1; j <= path_length(p, b); ++j) count += path_move(p, b, j, moves[count], page_of);
+        const int32_t* const path = p.accept_index + b * p.accept_stride;
+        for (int32_t j = 1; j <= path_length(p, b); ++j) count += path_move(p, b, j, path[j], moves[count], page_of);
       }
       if (count > 0) move_rows(p.caches[task % p.num_caches], moves, count, scratch);
     }

@@ -413,15 +413,20 @@ __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
   auto& shared = ptx::shared<CompactShared>();
   auto* const path_moves = reinterpret_cast<Move*>(&shared + 1);
   const int64_t b = blockIdx.x;
+  const int32_t* const path = p.accept_index + b * p.accept_stride;
+  int32_t j = 1 + static_cast<int32_t>(threadIdx.x);
+  int32_t node = j < p.path_width ? path[j] : -1;  // loaded before its length is known
+  const int32_t length = path_length(p, b);
   if (blockIdx.y == 0 && blockIdx.z == 0 && threadIdx.x == 0) p.seq_lens[b] = compacted_length(p, b);
   if (p.num_caches == 0) return;
-  const int32_t length = path_length(p, b);
   bool moves = false;
-  for (int32_t j = 1 + static_cast<int32_t>(threadIdx.x); j <= length; j += blockDim.x) {
+  while (j <= length) {
     Move& move = path_moves[j - 1];
-    const bool needed = path_move(p, b, j, move, [&](int64_t at) { return page_size.quotient(at); });
+    const bool needed = path_move(p, b, j, node, move, [&](int64_t at) { return page_size.quotient(at); });
     if (!needed) move.from.page = -1;
     moves = moves || needed;
+    j += static_cast<int32_t>(blockDim.x);
+    node = j < p.path_width ? path[j] : -1;
   }
   if (!__syncthreads_or(moves)) return;
 #pragma unroll 1
