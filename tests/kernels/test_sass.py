@@ -166,9 +166,9 @@ def test_the_delta_rule_of_small_trees_copies_states_by_words(architecture: str,
         assert count(opcodes, "LDL|STL") == 0, name
 
 
-# What runs once is the cost of a small call. Kernel on sm_90a: at most so many instructions in all; in its listing to
-# the last EXIT, behind which are rare paths, before the first copy to shared memory, before the first product, between
-# the last one and the last EXIT. A change may lower them only.
+# What runs once is the cost of a small call. Kernels on sm_90a whose names begin so: at most so many instructions each;
+# in the listing to the last EXIT, behind which are rare paths, before the first copy to shared memory, before the first
+# product, between the last one and the last EXIT. A change may lower them only.
 BUDGETS = {
     "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 16, 128> >": (4776, 2431, 283, 779, 710),
     "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6216, 3890, 284, 850, 873),
@@ -176,19 +176,47 @@ BUDGETS = {
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 64, 128> >": (6776, 5926, 1104, 2933, 2042),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 128, 128, 128> >": (7384, 6534, 1105, 2993, 2020),
     "attention_sm90_kernel<Sm90Instance<__nv_bfloat16, __nv_bfloat16, 576, 64, 512> >": (8040, 7081, 1120, 3000, 2964),
-    "plan_kernel": (1480,),
+    "walk_kernel(": (32320,),
+    "logprobs_kernel": (31560,),
+    "traversal_kernel": (29392,),
+    "expand_drawn_kernel<(DType)2>": (15856,),
+    "walk_kernel<(DType)2>": (11728,),
     "sample_kernel<(DType)2>": (11328,),
     "draw_rows_kernel<(DType)2>": (11168,),
-    "walk_kernel<(DType)2>": (14728,),
-    "walk_kernel(": (32320,),
-    "traversal_kernel": (29392,),
-    "logprobs_kernel": (31560,),
-    "expand_top_kernel<(DType)2>": (7968,),
-    "expand_drawn_kernel<(DType)2>": (15856,),
     "step_kernel<(DType)2>": (8680,),
+    "expand_top_kernel<(DType)2>": (7968,),
+    "weigh_kernel": (7904,),
+    "tree_delta_rule_kernel": (7704,),
+    "medusa_top_kernel": (6664,),
+    "delta_rule_kernel": (5168,),
+    "select_nodes_kernel": (4544,),
+    "grow_kernel": (3704,),
+    "choose_nodes_kernel": (3472,),
+    "ngram_kernel": (3464,),
+    "walk_shards_kernel": (3248,),
+    "rerank_kernel": (2744,),
+    "few_tokens_kernel": (2672,),
+    "best_first_kernel": (2360,),
+    "rope_append_kernel": (1976,),
     "compact_kernel": (1968,),
-    "few_tokens_kernel<__nv_bfloat16, (StateWords)0, false>": (2656,),
-    "few_tokens_kernel<__nv_bfloat16, (StateWords)0, true>": (2672,),
+    "path_decays_kernel": (1576,),
+    "build_trees_kernel": (1552,),
+    "plan_kernel": (1480,),
+    "commit_kernel": (1368,),
+    "merge_kernel": (912,),
+    "place_tries_kernel": (872,),
+    "append_kernel": (776,),
+    "write_kept_kernel": (728,),
+    "conv1d_kernel": (672,),
+    "follow_shards_kernel": (664,),
+    "advance_conv_kernel": (648,),
+    "pack_kernel": (448,),
+    "prepare_step_kernel": (424,),
+    "survival_keys_kernel": (384,),
+    "slot_mapping_kernel": (288,),
+    "count_kernel": (224,),
+    "fill_tree_kernel": (104,),
+    "clear_kernel": (24,),
 }
 COPIES, PRODUCTS = re.compile("LDGSTS|UTMALDG|UBLKCP"), re.compile("HMMA|HGMMA")
 
@@ -215,9 +243,10 @@ def test_code_that_runs_once_stays_within_its_budget(tmp_path: Path) -> None:
     cubins = extract_cubins(LIBRARY, "sm_90", tmp_path)
     sizes = {symbol: size for cubin in cubins for symbol, size in read_code_bytes(cubin).items()}
     lengths: dict[str, tuple[int, ...]] = {}
+    here = [k for k in kernels() if k.architecture == "sm_90a" and "instruction" not in k.name]
+    assert {re.split("[<(]", k.name)[0] for k in here} == {re.split("[<(]", name)[0] for name in BUDGETS}
     for name, budget in BUDGETS.items():
-        (kernel,) = (k for k in kernels() if k.architecture == "sm_90a" and k.name.startswith(name))
-        lengths[name] = (sizes[kernel.symbol] // INSTRUCTION_BYTES,)
+        lengths[name] = (max(sizes[k.symbol] for k in here if k.name.startswith(name)) // INSTRUCTION_BYTES,)
         if len(budget) > 1:
             (opcodes,) = listings("sm_90a", re.escape(name), 1).values()
             assert len(opcodes) == lengths[name][0]
