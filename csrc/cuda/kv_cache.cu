@@ -500,8 +500,8 @@ void CudaBackend::compact_kv(const CompactKvParams& p, const ExecContext& ctx) c
     layouts.of[i] = layout_of(cache);
   }
   const int64_t pieces = clamp_to<int64_t>(ceil_div(most, kBytesPerCta), 1, 16);
-  const int64_t enough =
-      ceil_div<int64_t>(int64_t{kCompactCtasPerSm} * device_limits().num_sms, max_of<int64_t>(p.batch * pieces, 1));
+  // No more CTAs than run at the same time, where they have several caches each.
+  const int64_t enough = int64_t{kCompactCtasPerSm} * device_limits().num_sms / max_of<int64_t>(p.batch * pieces, 1);
   const dim3 grid(static_cast<unsigned>(p.batch), static_cast<unsigned>(pieces),
                   static_cast<unsigned>(clamp_to<int64_t>(enough, 1, max_of(p.num_caches, 1))));
   const size_t bytes = sizeof(CompactShared) + static_cast<size_t>(max_of(p.path_width - 1, 0)) * sizeof(Move);
