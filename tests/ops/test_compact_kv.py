@@ -23,15 +23,19 @@ def compact(request: pytest.FixtureRequest) -> Compact:
     return request.param
 
 
-def test_compact_kv_many_tensors(compact, backend, device) -> None:
-    caches = [payload((4, 4, 2, 3), torch.int32, i, device) for i in range(300)]
+@pytest.mark.parametrize("sms", [132, 1])
+def test_compact_kv_many_tensors(compact, backend, device, monkeypatch: pytest.MonkeyPatch, sms: int) -> None:
+    """On a small GPU a CTA moves the rows of many, whose sizes differ."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"{sms}:227:8")
+    rows = [(2, 3), (7,), (2, 160)]
+    caches = [payload((4, 4, *rows[i % 3]), torch.int32, i, device) for i in range(300)]
     expected = [cache.clone() for cache in caches]
     table, start, nodes = [[2, 1, 3]], [3], [[0, 2, 5, 6]]
     lengths = loops.compact(expected, table, start, nodes, [3])
     seq_lens = compact(caches, int32(table, device), int32(start, device), int32(nodes, device), int32([3], device))
     assert seq_lens.tolist() == lengths == [7]
     assert all(torch.equal(cache, right) for cache, right in zip(caches, expected, strict=True))
-    assert not torch.equal(caches[299], payload((4, 4, 2, 3), torch.int32, 299, device))
+    assert not torch.equal(caches[299], payload((4, 4, 2, 160), torch.int32, 299, device))
 
 
 def test_a_path_is_moved_once(compact, value_checks, device) -> None:
