@@ -435,6 +435,13 @@ VALUES = [
     of_values("lower halves that nobody has seen", "value_counts", "(seen.lower & 0xffffu) != 0", "seen.lower == 1"),
     of_values("masses that were guessed", "filters", "if (have_room) left = shared.next[0];", ""),
     of_values("more noted than there is room for", "sampling", "count <= RaceNotes::kMost;", "count > 0;"),
+    of_values(
+        "a draw that rounding decides",
+        "sampling",
+        "if (sums.before - error <= needed) return -1;",
+        "if (sums.before - error <= needed) return token;",
+    ),
+    of_values("batches with ties of the winner left out", "sampling", ">= key(logit);", "> key(logit);"),
     of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
     of_values(
         "ties at the threshold of the rules all kept",

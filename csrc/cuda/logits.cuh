@@ -145,6 +145,21 @@ class LogitReader {
             __funnelshift_r(word.z, word.w, 16), word.w >> 16};
   }
   __device__ void convert(const Four& group, float (&four)[4]) const { convert_four(stored_, group, four); }
+  // The sum of f(logit) over a word, in the order of tokens.
+  template <typename F>
+  __device__ __forceinline__ float sum_of_word(const uint4& word, F f) const {
+    float sum = 0.0f;
+    Four group = word;
+    for (int j = 0; j < of_word(); j += 4) {
+      float four[4];
+      convert(group, four);
+      for (float& one : four) one = f(one);
+      sum += (four[0] + four[1]) + (four[2] + four[3]);
+      group.x = group.z;
+      group.y = group.w;
+    }
+    return sum;
+  }
 
   // Four logits as they stand in memory, zeros past the vocabulary; `token` is a multiple of four.
   __device__ __forceinline__ Four load_four(int64_t token) const {
@@ -177,7 +192,12 @@ class LogitReader {
   // warp has its own words, from `first` + lane on. Words past the row are -inf.
   template <typename F>
   __device__ __forceinline__ void with_batch(int first, int stride, F f) const {
-    const int own = first + static_cast<int>(threadIdx.x % 32);
+    with_batch_of(static_cast<int>(threadIdx.x % 32), first, stride, f);
+  }
+  // The same with the words of any lane.
+  template <typename F>
+  __device__ __forceinline__ void with_batch_of(int lane, int first, int stride, F f) const {
+    const int own = first + lane;
     uint4 words[kBatch];
     load(own, stride, words);
     if (!stands() || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
@@ -197,13 +217,14 @@ class LogitReader {
   template <typename See, typename Use>
   __device__ __forceinline__ void each_noise_batch(See see, Use use) const {
     static_assert(kBatch == kNoiseRun / 32);
-    const int warps = own_stride() / 32, lanes = kNoiseGroup / of_word();  // that share a group
-    const int lane = static_cast<int>(threadIdx.x % 32), stride = 32 * lanes;
-    const auto first_of = [&](int i) { return i / lanes * kNoiseRun * lanes + i % lanes * 32; };
+    const int warps = own_stride() / 32, lane = static_cast<int>(threadIdx.x % 32), stride = noise_stride();
+    const auto first_of = [&](int i) { return first_of_noise_batch(i); };
     uint4 words[2][kBatch]{};
     const auto load_from = [&](int i) {
       if (first_of(i) < num_words()) load(first_of(i) + lane, stride, words[0]);
-      if (first_of(i + warps) < num_words()) load(first_of(i + warps) + lane, stride, words[1]);
+      if (first_of(i + warps) < num_words()) return load(first_of(i + warps) + lane, stride, words[1]);
+#pragma unroll
+      for (uint4& word : words[1]) word = clean_word(stored_, uint4{}, 0);
     };
     int i = own_begin() / 32;
     load_from(i);
@@ -231,6 +252,19 @@ class LogitReader {
         seen = next;
       }
     }
+  }
+  // Calls f(first, stride) for the same batches in the same order.
+  template <typename F>
+  __device__ __forceinline__ void each_noise_place(F f) const {
+#pragma unroll 1
+    for (int i = own_begin() / 32; first_of_noise_batch(i) < num_words(); i += own_stride() / 32) {
+      f(first_of_noise_batch(i), noise_stride());
+    }
+  }
+  __device__ int noise_stride() const { return 32 * (kNoiseGroup / of_word()); }  // a group's lanes are neighbours
+  __device__ int first_of_noise_batch(int i) const {
+    const int lanes = kNoiseGroup / of_word();
+    return i / lanes * kNoiseRun * lanes + i % lanes * 32;
   }
   // The shuffle tells the compiler that the result is the same for all lanes.
   __device__ int own_begin() const {

@@ -15,6 +15,7 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_con
     const Draw draw = draw_token<kDType>(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
                                          integer_at(p.positions, r), shared);
     if (leads_cluster()) p.tokens[r] = draw.token;
+    if (!kReadsOptions<kDType>) return;  // as many clusters as rows
   }
 }
 

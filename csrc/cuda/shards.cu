@@ -81,7 +81,9 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
           static_cast<uint64_t>(integer_at(p.positions, b)) + static_cast<uint64_t>(int64_t{depth});
       const RaceNoise<false> noise{static_cast<uint64_t>(p.seeds[b]), static_cast<int64_t>(position),
                                    p.shard.first_token};
-      const uint64_t of_thread = race(kept, of_shard.scale, of_shard.filter, noise, shared.notes());
+      Ahead unused;
+      const uint64_t of_thread =
+          race(kept, of_shard.scale, of_shard.filter, noise, shared.notes(), /*is_ahead=*/false, unused);
       const uint64_t best = cluster_max(shared.radix.block, of_thread);
       const int64_t word =
           best == 0 ? INT64_MIN : ranked_word(ranked_value(best), p.shard.first_token + ranked_id(best));

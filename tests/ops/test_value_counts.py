@@ -52,11 +52,13 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
         "with infinities": normal.clone(),
         "with NaN": normal.clone(),
         "one is far above": normal - 30,
+        "two are far above": normal - 30,  # of which top_p 0.5 keeps one, as integers say
     }
     rows["mostly forbidden"][at[vocab // 50 :]] = -math.inf
     rows["with infinities"][at[:3]] = math.inf
     rows["with NaN"][at[:9]] = math.nan
     rows["one is far above"][at[0]] = 200.0
+    rows["two are far above"][at[:2]] = 200.0
     rows["with zeros"][at[:40]] = 0.0
     rows["zeros carry it"][at[:200]] = torch.tensor([0.0, -0.0]).repeat(100)[:vocab]
     return rows

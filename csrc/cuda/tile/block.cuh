@@ -65,7 +65,8 @@ template <typename Fold>
 __device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t value, Fold fold) {
   if (ptx::cluster_size() == 1) return value;
   exchange(shared, value, [&] {
-    for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) value = fold(value, shared.ctas[rank]);
+    value = shared.ctas[0];
+    for (uint32_t rank = 1; rank < ptx::cluster_size(); ++rank) value = fold(value, shared.ctas[rank]);
   });
   return value;
 }
