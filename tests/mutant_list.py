@@ -442,6 +442,13 @@ VALUES = [
         "if (sums.before - error <= needed) return token;",
     ),
     of_values("batches with ties of the winner left out", "sampling", ">= key(logit);", "> key(logit);"),
+    of_values("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
+    of_values(
+        "a list of top tokens cut off",
+        "sampling",
+        "if (size > static_cast<int32_t>(",
+        "if (size < static_cast<int32_t>(",
+    ),
     of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
     of_values(
         "ties at the threshold of the rules all kept",

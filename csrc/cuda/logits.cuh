@@ -391,6 +391,18 @@ class LogitReader {
     const uint32_t words[4] = {word.x, word.y, word.z, word.w};
     return stored_.largest_of(words);
   }
+  template <int kCount>
+  __device__ __forceinline__ float largest_of_words(const uint4 (&loaded)[kCount]) const {
+    uint32_t registers[4 * kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      registers[4 * i] = loaded[i].x;
+      registers[4 * i + 1] = loaded[i].y;
+      registers[4 * i + 2] = loaded[i].z;
+      registers[4 * i + 3] = loaded[i].w;
+    }
+    return stored_.largest_of(registers);
+  }
 
  private:
   static constexpr int kPeakBatch = 8;
@@ -479,19 +491,6 @@ class LogitReader {
   __device__ __forceinline__ uint4 made_clean(const uint4& as_stored, uint32_t allowed) const {
     if (clean_ && allowed == (1u << of_word()) - 1) return as_stored;
     return clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ float largest_of_words(const uint4 (&loaded)[kCount]) const {
-    uint32_t registers[4 * kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      registers[4 * i] = loaded[i].x;
-      registers[4 * i + 1] = loaded[i].y;
-      registers[4 * i + 2] = loaded[i].z;
-      registers[4 * i + 3] = loaded[i].w;
-    }
-    return stored_.largest_of(registers);
   }
 
   template <int kCount>

@@ -23,6 +23,8 @@ SAMPLINGS = [
     {"top_p": 0.9},
     {"top_p": 0.5, "temperature": 2.0},
     {"top_k": 40},
+    {"top_k": 60, "top_p": 0.6, "min_p": 1e-3},
+    {"top_k": 60, "min_p": 1e-3, "temperature": 1.7, "filter_order": "joint"},
     {"top_k": 700, "top_p": 0.3, "min_p": 1e-4},
     {"top_k": 300, "top_p": 0.8, "temperature": 3.0, "filter_order": "joint"},
     {"top_p": 1e-6, "temperature": 0.3},
@@ -95,7 +97,7 @@ def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, voc
     """One row is read by a cluster of CTAs, each of which counts what it has read."""
     row = rows_of(vocab)[kind].to(dtype).expand(1, -1)
     seeds, positions = random_words(1), torch.arange(1)
-    for sampling in SAMPLINGS[:5]:
+    for sampling in SAMPLINGS[:7]:
         params = SamplingParams(**sampling)
         with use_backend("cpu"):
             expected = sample(row, params, seeds=seeds, positions=positions)
