@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from fractions import Fraction
 
 import pytest
@@ -21,15 +22,19 @@ from rule_case import (
     compare_with_target,
     three_tokens,
 )
-from verify_case import batch_of
+from simt_case import base_of, intercepted_launches, simt_library, symbols_of
+from verify_case import batch_of, streams
 
 from pagedtree import (
     SamplingParams,
     reference,
     verify_block,
     verify_rejection,
+    verify_sampled,
     verify_traversal,
+    verify_typical,
 )
+from pagedtree.testing import use_backend
 
 CPU = torch.device("cpu")
 
@@ -166,6 +171,65 @@ def test_what_rounding_leaves_is_nothing(device, law, vocab):
         )  # fmt: skip
         assert (verdict.num_accepted == 2).all(), op
         assert torch.equal(verdict.tokens[:, 2].cpu(), bonus), op
+
+
+LISTED = {
+    "sampled": (verify_sampled, [None]),
+    "rejection": (verify_rejection, ["iid", "swor", "onehot"]),
+    "block": (verify_block, ["iid", "onehot"]),
+    "traversal": (verify_traversal, ["iid", "swor"]),
+    "typical": (verify_typical, [None]),
+}
+FILTERS = [
+    {"top_p": 0.9},
+    {"top_p": 0.97, "top_k": 20, "temperature": 0.7},
+    {"top_p": 0.7, "top_k": 9, "min_p": 0.01, "filter_order": "joint"},
+    {"min_p": 0.05},
+    {"temperature": 0.0},
+]
+
+
+@pytest.mark.skipif(simt_library() is None, reason="built without simt")
+@pytest.mark.parametrize("ctas", [1, 4])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
+@pytest.mark.parametrize("name", LISTED)
+def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
+    """Peaked rows, half of them with ties, are verified without the kernels over whole rows; flat ones, NaN and +inf
+    are left to these."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"32:227:{ctas}")
+    op, laws = LISTED[name]
+    parents = [-1, 0, 1, 2] if name == "block" else [-1, 0, 0, 0, 1, 1, 5]
+    rows, vocab, generator = 3 * len(parents), 16392, torch.Generator().manual_seed(0)
+    likely = torch.rand(rows, vocab, generator=generator).topk(24).indices
+    peaked = torch.randn(rows, vocab, generator=generator).scatter_(
+        1, likely, 12 - torch.arange(24 * rows).view(rows, -1) % 24 / 5
+    )
+    peaked[rows // 2 :] = (peaked[rows // 2 :] * 4).round() / 4
+    hostile = peaked.clone()
+    hostile[1::4, ::2], hostile[2::7, 5], hostile[3::5] = math.nan, math.inf, 0.25
+    above = torch.arange(rows) // len(parents) * len(parents) + torch.tensor(parents * 3).clamp(min=0)
+    drafts = likely[above, torch.randint(3, (rows,), generator=generator)]
+    probs = torch.softmax(peaked + torch.randn(rows, vocab, generator=generator), 1).to(dtype)
+    trees, library = batch_of([parents] * 3, CPU), simt_library()
+
+    def leave_out(kernel, *_):
+        kernel_name = symbols_of(library)[kernel - base_of(library)]
+        return int("RatioParams" in kernel_name and "kept" not in kernel_name)
+
+    for law in laws:
+        words = ({} if name == "typical" else streams(3, CPU)) | ({"draft_law": law} if law else {})
+        words |= {"draft_probs": probs} if law in ("iid", "swor") else {}
+        for params in FILTERS:
+            for logits in (peaked, hostile):
+                call = (logits.to(dtype), drafts, trees, SamplingParams(**params))
+                with use_backend("cpu"):
+                    expected = op(*call, **words)
+                skips = intercepted_launches(library, leave_out) if logits is peaked else nullcontext()
+                with use_backend("simt"), skips:
+                    verdict = op(*call, **words)
+                assert all(torch.equal(*pair) for pair in zip(verdict, expected, strict=True)), (law, params)
 
 
 # Distributions with the ops' own random numbers ----------------------------------------------------------------------

@@ -14,13 +14,12 @@ struct KeptShared {
   NearTree tree;
   MassTable sums, drafts;
   double total;                                 // of the sums
-  float masses[kMostNotes];                     // of the kept tokens
   uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(KeptShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(2 * (sizeof(KeptShared) + 1024) <= 228 << 10);  // so that two CTAs fit on an SM of Hopper
 
 // What is left of the masses, see ResidualMasses.
 struct KeptResiduals {
@@ -36,7 +35,7 @@ struct KeptResiduals {
     if (counts_drafts && !with_draft) tried.size = 0;
   }
   __device__ __forceinline__ float operator()(uint32_t i) const {
-    float left = shared.masses[i];
+    float left = shared.list.masses[i];
     const float q = with_draft ? shared.list.drafts[i] : 0.0f;
     if (with_draft) left = residual_mass<ScalarMath>(left, factor, q);
     if (tried.size > 0 && (!counts_drafts || q > 0.0f) && tried.contains(shared.list.token(i))) left = 0.0f;
@@ -184,7 +183,7 @@ class KeptRows {
 
   __device__ double target(const NodeDistributions& /*distributions()*/, int64_t token) const {
     const int64_t at = place_of(token);
-    return at < 0 ? 0.0 : static_cast<double>(shared_.masses[at]);
+    return at < 0 ? 0.0 : static_cast<double>(shared_.list.masses[at]);
   }
   __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
     return static_cast<double>(draft_of(distributions.draft.row, token));
@@ -192,7 +191,7 @@ class KeptRows {
   __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
     const int64_t at = place_of(token);
     if (at < 0) return 0.0;
-    const float mass = shared_.masses[at];
+    const float mass = shared_.list.masses[at];
     if (c == 0.0) return static_cast<double>(mass);
     return static_cast<double>(
         residual_mass<ScalarMath>(mass, draft_factor(distributions, c), shared_.list.drafts[at]));
@@ -215,7 +214,7 @@ class KeptRows {
     if (failed_) return 0.0;
     const KeptShared& shared = shared_;
     const double terms = sum_kept(shared_, distributions.target.row.vocab, [&shared](uint32_t i) {
-      const float mass = shared.masses[i];
+      const float mass = shared.list.masses[i];
       return mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
     });
     return entropy_of(distributions.total, terms);
@@ -263,7 +262,7 @@ class KeptRows {
     sort_kept(shared_.list);
     const NodeDistributions& distributions = shared_.list.distributions;
     for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
-      shared_.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));
+      shared_.list.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));
       shared_.list.drafts[i] = draft_of(distributions.draft.row, shared_.list.token(i));
     }
     const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(distributions.target.row.vocab));

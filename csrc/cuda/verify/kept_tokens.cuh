@@ -10,8 +10,9 @@
 namespace pagedtree::cuda {
 
 constexpr int kKeptThreads = 384;
-constexpr uint32_t kMostParts = 192;  // of a row, of which each has a token in the list: 1100 or so in all
-constexpr uint32_t kMostNotes = 2048;
+constexpr uint32_t kMostNotes = 4096;
+// Parts of a row of which each has a token among the notes. Of n parts these are n log n or so in all, 600 and 2500.
+constexpr uint32_t kFewParts = 128, kManyParts = 384;
 constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
 
 // The end of a search among the notes. Sums are of notes: their mass times 2^13, and how many they are.
@@ -32,13 +33,19 @@ struct KeptList {
   uint32_t notes_of_cta[kMaxCluster];
   uint32_t num_own, size;
   NotesCut cut;
-  uint64_t own[kMostNotes];    // the likeliest tokens of this CTA's part of the row, ranked()
-  uint64_t notes[kMostNotes];  // of all CTAs
+  union {
+    uint64_t own[kMostNotes];  // notes of this CTA's part of the row: the likeliest tokens, ranked()
+    // The kept tokens: a token's complement and the key of its logit; by ascending token once they are sorted.
+    uint64_t kept[kMostNotes];
+  };
+  union {
+    uint64_t notes[kMostNotes];  // of all CTAs
+    float masses[kMostNotes];    // of the kept tokens
+  };
   union {
     uint32_t weights[kMostNotes];  // of the notes
     float drafts[kMostNotes];      // of the kept tokens: probabilities under the draft's distribution
   };
-  uint64_t kept[kMostNotes];  // a token's complement and the key of its logit; by ascending token once it is sorted
 
   __device__ int32_t token(uint32_t i) const { return static_cast<int32_t>(~static_cast<uint32_t>(kept[i] >> 32)); }
   __device__ float logit(uint32_t i) const { return logit_of_key<ScalarMath>(static_cast<uint32_t>(kept[i])); }
@@ -97,8 +104,9 @@ struct WordsOfRow {
   }
 
   // The largest logit, NaN and infinities included, and a bound that some tokens reach, but seldom more than fit: the
-  // least of the largest logits of kMostParts parts of the row. Both as keys.
-  __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t& peak, uint32_t& bound) const {
+  // least of the largest logits of so many parts of the row. Both as keys.
+  __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t parts, uint32_t& peak,
+                                             uint32_t& bound) const {
     constexpr int kPeakBatch = 8;
     const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
     const uint32_t forbidden = clean_bits(Stored(kDType), 0, false);  // -inf
@@ -123,7 +131,7 @@ struct WordsOfRow {
     const float of_thread = Stored::largest_of(most);
     uint32_t of_part = of_thread != of_thread ? ~0u : order_key<ScalarMath>(of_thread + 0.0f);
     const uint32_t threads = ptx::cluster_size() * blockDim.x;
-    for (uint32_t lanes = 1; lanes < 32 && lanes * kMostParts < threads; lanes *= 2) {
+    for (uint32_t lanes = 1; lanes < 32 && lanes * parts < threads; lanes *= 2) {
       of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
     }
     // The largest and the complement of the least, of warps, then of the CTA, then of the cluster.
@@ -251,16 +259,17 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
     *ptx::of_cta(&list.notes_of_cta[ptx::cluster_rank()], threadIdx.x) = list.num_own;
   }
   ptx::cluster_sync();
-  const uint32_t warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  // Each warp copies a slice of what a CTA has, the next warps the same of other CTAs.
+  const uint32_t ctas = ptx::cluster_size(), warps = blockDim.x / 32, slices = max_of(warps / ctas, 1u);
   uint32_t begin = 0;
   mass = 0;
 #pragma unroll 1
-  for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
-    const uint32_t count = list.notes_of_cta[rank];
+  for (uint32_t rank = 0; rank < ctas; ++rank) {
+    const uint32_t count = list.notes_of_cta[rank], warp = (threadIdx.x / 32 + warps - rank % warps) % warps;
     mass += list.mass_of_cta[rank];
-    if (begin + count <= kMostNotes && rank % warps == threadIdx.x / 32) {
-#pragma unroll 2
-      for (uint32_t i = lane; i < count; i += 32) {
+    if (begin + count <= kMostNotes && warp % ctas == 0 && warp / ctas < slices) {
+#pragma unroll 4
+      for (uint32_t i = warp / ctas * 32 + threadIdx.x % 32; i < count; i += 32 * slices) {
         const uint64_t note = *ptx::of_cta(&list.own[i], rank);
         list.notes[begin + i] = note;
         list.weights[begin + i] = weight_of<ScalarMath>(max_of(scale(ranked_value(note)), 2 * kWeightless));
@@ -367,28 +376,30 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
   Filter filter = list.distributions.target.filter;
   float bound = filter.min_logit, min_x = filter.min_x;
   using Weighs = WordsOfRow<kDType>::Weighs;
-  Weighs weighs = Weighs::kNothing;
+  const bool by_mass = !greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count);
+  Weighs weighs = !again && by_mass ? Weighs::kRoughly : Weighs::kNothing;
   if (!again) {
-    filter = {};
-    filter.min_x = min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
+    min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
     if (!greedy && sampling.top_p >= 1.0f && !by_count && min_x == -kInfinity) return false;
-    uint32_t peak, least;
-    row.find_range(list.block, peak, least);
-    if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) {
-      ptx::cluster_sync();  // all have read the range
-      return false;
-    }
-    scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
-    bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
-    if (sampling.joint) min_x = -kInfinity;
-    if (!greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count)) weighs = Weighs::kRoughly;
   }
 #pragma unroll 1
-  while (true) {
-    const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, min_x, weighs));
+  for (uint32_t parts = kFewParts;;) {
+    if (!again) {
+      uint32_t peak, least;
+      row.find_range(list.block, parts, peak, least);
+      if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) {
+        ptx::cluster_sync();  // all have read the range
+        return false;
+      }
+      scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
+      bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
+    }
+    const float least_x = !again && sampling.joint ? -kInfinity : min_x;
+    const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, least_x, weighs));
     if (mass == ~uint64_t{0}) return false;
     if (again) break;
     Found found = Found::kYes;
+    filter = {.min_x = min_x};
     if (greedy) {
       const uint32_t last = ~static_cast<uint32_t>(p.logits.vocab - 1);
       cut_notes(last, ~0u, 0, order_key<ScalarMath>(scale.peak), false, 1);
@@ -398,17 +409,18 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
       found = cut_by_filters(list, sampling, scale, mass, error, bound, WordsOfRow<kDType>::Stored::digits(),
                              p.logits.vocab, filter);
     }
-    if (found == Found::kNo) return false;
-    weighs = Weighs::kExactly;
+    if (found == Found::kYes) {
+      filter.min_logit = max_of(filter.min_logit, bound);
+      if (threadIdx.x == 0) list.distributions.target = {logit_row(p.logits, n), scale, filter, -1, false, false};
+      break;
+    }
     if (found == Found::kTooRough) {
-      filter = {.min_x = filter.min_x};
-      continue;
+      weighs = Weighs::kExactly;
+    } else if (parts == kFewParts) {
+      parts = kManyParts;
+    } else {
+      return false;
     }
-    filter.min_logit = max_of(filter.min_logit, bound);
-    if (threadIdx.x == 0) {
-      list.distributions.target = {logit_row(p.logits, n), scale, filter, -1, false, false};
-    }
-    break;
   }
   list_kept(list, scale, filter);
   return true;

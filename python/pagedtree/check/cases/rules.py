@@ -65,7 +65,7 @@ def cases() -> Iterator[Case]:
                     name = f"{draft_law}/draft logits/{order}"
                     yield _rule(op, name, _trees(chains, 33), SAMPLINGS["cool"], draft_law, draft_params=draft_params)
             yield _rule(op, f"{draft_law}/V 5003", _trees(chains, 5003), SAMPLINGS["plain"], draft_law)
-            for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_001)):
+            for dtype, vocab in (("fp32", 1), ("fp16", 6), ("bf16", 1025), ("fp16", 40_000)):
                 hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
                 name = f"{draft_law}/hostile rows/V {vocab}"
                 yield _rule(op, name, hostile, SAMPLINGS["all filters"], draft_law, own_coins=True, loops=False)
@@ -75,7 +75,7 @@ def cases() -> Iterator[Case]:
     for epsilon, delta in ((0.5, 0.1), (0.01, 5.0), (0.0, 0.3), (1.0, 0.0)):
         yield _typical(f"epsilon {epsilon}, delta {delta}", _trees(False, 40), SAMPLINGS["cool"], epsilon, delta)
     yield _typical("drafts on the bound", _even_problem(False), SAMPLINGS["plain"], 0.25, 5.0)
-    for vocab in (40, 40_001):
+    for vocab in (40, 40_000):
         hostile = forest("", 12, vocab, nodes=7, hostile=True)
         yield _typical(f"hostile rows/V {vocab}", hostile, SAMPLINGS["plain"], loops=False)
 
