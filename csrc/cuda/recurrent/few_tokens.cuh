@@ -32,18 +32,24 @@ struct StateColumns {
                                                : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
                                                      channel * p.state_strides[2] + column * p.state_strides[3];
   }
-  // f(the neighbours in memory, as many elements of x) for each word of a step.
-  template <typename F>
-  __device__ __forceinline__ void each_word(const DeltaRuleParams& p, int step, const F& f) {
+  // Copies a step's words from or to memory.
+  template <bool kStores>
+  __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step) {
     if (begin == nullptr || step * kStep >= channels) return;
-    float* const from = begin + step * kStep * p.state_strides[2];
+    float* const at = begin + step * kStep * p.state_strides[2];
+    float (&of)[4][2] = x[step];
 #pragma unroll
     for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
       if constexpr (kWords == StateWords::kOfColumns) {
-        f(*reinterpret_cast<float2*>(from + j * p.state_strides[2]), x[step][j][0], x[step][j][1]);
+        auto* const word = reinterpret_cast<float2*>(at + j * p.state_strides[2]);
+        const float2 numbers = kStores ? make_float2(of[j][0], of[j][1]) : *word;
+        if (kStores) *word = numbers;
+        of[j][0] = numbers.x, of[j][1] = numbers.y;
       } else {
-        f(*reinterpret_cast<float4*>(from + j * p.state_strides[3]), x[step][0][j], x[step][1][j], x[step][2][j],
-          x[step][3][j]);
+        auto* const word = reinterpret_cast<float4*>(at + j * p.state_strides[3]);
+        const float4 numbers = kStores ? make_float4(of[0][j], of[1][j], of[2][j], of[3][j]) : *word;
+        if (kStores) *word = numbers;
+        of[0][j] = numbers.x, of[1][j] = numbers.y, of[2][j] = numbers.z, of[3][j] = numbers.w;
       }
     }
   }
@@ -51,27 +57,8 @@ struct StateColumns {
 #pragma unroll
     for (int e = 0; e < kFewSteps * 8; ++e) x[e / 8][e / 2 % 4][e % 2] = 0.0f;
 #pragma unroll
-    for (int step = 0; step < kFewSteps; ++step) each_word(p, step, Load{});
+    for (int step = 0; step < kFewSteps; ++step) copy<false>(p, step);
   }
-  __device__ __forceinline__ void store(const DeltaRuleParams& p, int step) { each_word(p, step, Store{}); }
-
- private:
-  struct Load {
-    __device__ __forceinline__ void operator()(const float2& word, float& a, float& b) const {
-      const float2 copy = word;
-      a = copy.x, b = copy.y;
-    }
-    __device__ __forceinline__ void operator()(const float4& word, float& a, float& b, float& c, float& d) const {
-      const float4 copy = word;
-      a = copy.x, b = copy.y, c = copy.z, d = copy.w;
-    }
-  };
-  struct Store {
-    __device__ __forceinline__ void operator()(float2& word, float a, float b) const { word = make_float2(a, b); }
-    __device__ __forceinline__ void operator()(float4& word, float a, float b, float c, float d) const {
-      word = make_float4(a, b, c, d);
-    }
-  };
 };
 
 // What a lane has of token `lane`.
@@ -304,7 +291,7 @@ __device__ __forceinline__ void carry_few(const DeltaRuleParams& p, FewShared& s
       float& x = state.x[step][c % 2 * 2 + n][c / 2];
       x = decay == 0.0f ? sum : __fmaf_rn(decay, x, sum);
     }
-    state.store(p, step);
+    state.template copy<true>(p, step);
   }
 }
 
