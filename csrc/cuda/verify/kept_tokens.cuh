@@ -160,47 +160,52 @@ struct WordsOfRow {
                                            Weighs weighs) const {
     uint64_t exact = 0;
     double rough = 0.0;
-    const float least_x = max_of(min_x, kWeightless);
+    const float least_x = max_of(min_x, kWeightless), factor = min_of(scale.inverse_temperature * kLog2E, kMaxFloat);
+    const Stored stored(kDType);
     each([&](int index, uint4 word) {
       const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
       const float most = Stored::largest_of(registers);
-      const bool counts = weighs != Weighs::kNothing && scale(most) >= least_x;
-      if (!counts && most < bound) return;
-#pragma unroll 1
-      for (int begin = 0; begin < kOfWord; begin += 4) {
-        float four[4], sum = 0.0f;
-        convert_four(Stored(kDType), word, four);
-        if (counts && weighs == Weighs::kExactly) {
+      if (weighs == Weighs::kRoughly && scale(most) >= least_x) {
+        float sum = 0.0f;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float x = scale(four[i]);
+        for (int i = 0; i < kOfWord; ++i) {
+          sum += ptx::ex2((Stored::value(number_of(stored, registers, i)) - scale.peak) * factor);
+        }
+        rough += static_cast<double>(sum);
+      } else if (weighs == Weighs::kExactly && scale(most) >= least_x) {
+        Four group = word;
+#pragma unroll 1
+        for (int begin = 0; begin < kOfWord; begin += 4) {
+          float four[4];
+          convert_four(stored, group, four);
+#pragma unroll
+          for (const float logit : four) {
+            const float x = scale(logit);
             exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
           }
-        } else if (counts) {
+          group.x = group.z;
+          group.y = group.w;
+        }
+      }
+      if (most < bound) return;
+      uint32_t near = 0;
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float x = scale(four[i]);
-            sum += x >= least_x ? ptx::ex2(x * kLog2E) : 0.0f;
-          }
-          rough += static_cast<double>(sum);
-        }
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i) {
-          if (four[0] >= bound && scale(four[0]) >= min_x) {
-            const uint32_t place = atomicAdd(&list.num_own, 1u);
-            if (place < kMostNotes) list.own[place] = ranked(four[0], index * kOfWord + begin + i);
-          }
-          four[0] = four[1];
-          four[1] = four[2];
-          four[2] = four[3];
-        }
-        word.x = word.z;
-        word.y = word.w;
+      for (int i = 0; i < kOfWord; ++i) {
+        if (Stored::value(number_of(stored, registers, i)) >= bound) near |= 1u << i;
+      }
+      for (; near != 0; near &= near - 1) {
+        const int i = __ffs(static_cast<int>(near)) - 1, at = Stored::wide() ? i : i / 2;
+        const uint32_t first = at & 1 ? word.y : word.x, second = at & 1 ? word.w : word.z;
+        const uint32_t bits = at & 2 ? second : first;
+        const float logit = Stored::value(Stored::wide() ? bits : bits >> i % 2 * 16 & 0xffffu);
+        if (scale(logit) < min_x) continue;
+        const uint32_t place = atomicAdd(&list.num_own, 1u);
+        if (place < kMostNotes) list.own[place] = ranked(logit, index * kOfWord + i);
       }
     });
     return exact + static_cast<uint64_t>(rough * 2147483648.0);
   }
-  // ex2, its argument and sums of four err by 2^-19 of the mass, and weights are rounded to integers.
+  // ex2, its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to integers.
   static __device__ uint64_t error_of(uint64_t mass, int64_t vocab) {
     return (mass >> 18) + static_cast<uint64_t>(vocab);
   }
@@ -377,9 +382,10 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
   float bound = filter.min_logit, min_x = filter.min_x;
   using Weighs = WordsOfRow<kDType>::Weighs;
   const bool by_mass = !greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count);
-  Weighs weighs = !again && by_mass ? Weighs::kRoughly : Weighs::kNothing;
+  if (!again) min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
+  Weighs weighs = Weighs::kNothing;
   if (!again) {
-    min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
+    if (by_mass) weighs = sampling.joint || min_x <= kWeightless ? Weighs::kRoughly : Weighs::kExactly;
     if (!greedy && sampling.top_p >= 1.0f && !by_count && min_x == -kInfinity) return false;
   }
 #pragma unroll 1
