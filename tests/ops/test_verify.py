@@ -50,15 +50,15 @@ def test_distribution_of_the_first_tokens(device, draws, dtype):
 @pytest.mark.parametrize(("batch", "at_once"), [(1, True), (8, False)])
 @pytest.mark.parametrize("params", [None, SamplingParams(top_p=0.9)], ids=["greedy", "top-p"])
 def test_few_rows_are_read_at_once(monkeypatch, params, batch, at_once):
-    """16 SMs read 64 rows in 4 rounds; a walk of 3 rows reads in as many, but has more to do for each row."""
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "16:227:1")
+    """11 SMs read 64 rows in 6 rounds; a walk reads 5 rows in 5, but has more to do for each of them."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "11:227:1")
     library, kernels = simt_library(), []
 
     def note(kernel, *_):
         kernels.append(symbols_of(library)[kernel - base_of(library)])
         return 1
 
-    trees = TreeBatch.from_trees([DraftTree([-1, 0, 1, 2, 3] + [0] * 59)] * batch)
+    trees = TreeBatch.from_trees([DraftTree([*range(-1, 8), *[0] * 55])] * batch)
     rows, at = (torch.zeros(64 * batch, 4096), torch.zeros(64 * batch, dtype=torch.int64)), torch.arange(batch)
     with use_backend("simt"), intercepted_launches(library, note):
         verify_sampled(*rows, trees, params, seeds=at, positions=at) if params else verify_greedy(*rows, trees)
