@@ -17,23 +17,16 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-// Each thread looks for its largest logit, then each warp for the token that has the best of them. Calls
+// Each thread looks for its largest logit; only the best of each warp look for the token that has it. Calls
 // each_word(word) with each clean word.
 template <typename Reader, typename EachWord = NoVisit>
 __device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared, EachWord each_word = {}) {
   const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
   const auto best =
       row.best_of_words(static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), threads, each_word);
-  const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f), most = __reduce_max_sync(~0u, key);
-  uint32_t lanes = __ballot_sync(~0u, key == most && best.word >= 0), inverse_token = lanes == 0 ? ~0u : 0;
-#pragma unroll 1
-  for (; lanes != 0; lanes &= lanes - 1) {
-    const int word = __shfl_sync(~0u, best.word, __ffs(static_cast<int>(lanes)) - 1);
-    const int count = std::is_same_v<EachWord, NoVisit> ? row.peak_batch() : Reader::kBatch;
-    const uint32_t found = row.inverse_token_of(logit_of_key<ScalarMath>(most), word, count, threads);
-    inverse_token = max_of(inverse_token, found);
-  }
-  uint64_t rank = uint64_t{most} << 32 | inverse_token;
+  const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
+  uint64_t rank = 0;
+  if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, best.word < 0 ? 0 : row.token_of(best, threads));
   // A bit that tokens do not need says whether there is a NaN.
   constexpr uint64_t kNan = 0x80000000u;
   static_assert(kMaxVocab <= kNan);

@@ -310,46 +310,34 @@ class LogitReader {
     bool nan = false;
   };
 
-  // The words of a batch, unless they are visited: as many as registers suffice for, so that loads never end.
-  __device__ int peak_batch() const { return skew_ == 0 ? kPeakBatch : kBatch; }
-
   // The best of all words of this thread. Calls visit(word) with each of them, clean, unless that does nothing.
   template <typename Visit = NoVisit>
   __device__ __forceinline__ Best best_of_words(int first, int stride, Visit visit = {}) const {
     constexpr bool kVisits = !std::is_same_v<Visit, NoVisit>;
-    constexpr int kCount = kVisits ? kBatch : kPeakBatch;
-    const int count = kVisits ? kBatch : peak_batch();
     Best best;
     const bool has_grammar = grammar_ != nullptr;
 #pragma unroll 1
-    for (int word = whole_begin() + first; word < whole_end(); word += count * stride) {
-      uint4 loaded[kCount]{};  // threads whose words are different have different bests
-      float most;
-      if (kVisits || skew_ == 0) {
-        load<true>(word, stride, loaded);
-        most = largest_of_words(loaded);
-      } else {
-        uint4 few[kBatch];
-        load<true>(word, stride, few);
-        most = largest_of_words(few);
-      }
+    for (int word = whole_begin() + first; word < whole_end(); word += kPeakBatch * stride) {
+      uint4 loaded[kPeakBatch];
+      load<true>(word, stride, loaded);  // threads whose words are different have different bests
+      const float most = largest_of_words(loaded);
       const bool as_it_stands = !has_grammar && most < stored_.largest();
       if constexpr (kVisits) {
         if (!as_it_stands) {
 #pragma unroll 1
-          for (int i = 0; i < kCount; ++i) {
+          for (int i = 0; i < kPeakBatch; ++i) {
             shift_in(loaded, clean_word_at(min_of(word + i * stride, whole_end() - 1)));
           }
         }
 #pragma unroll 1
-        for (int i = 0, at = word; i < kCount && at < whole_end(); ++i, at += stride) {
+        for (int i = 0, at = word; i < kPeakBatch && at < whole_end(); ++i, at += stride) {
           visit(loaded[0]);
-          shift_in(loaded, loaded[kCount - 1]);
+          shift_in(loaded, loaded[kPeakBatch - 1]);
         }
       }
       if (most <= best.logit) continue;  // false for a NaN
       if (!as_it_stands) {
-        look_again(best, word, count, stride, most);
+        look_again(best, word, stride, most);
       } else {
         best.logit = most;
         best.word = word;
@@ -358,7 +346,7 @@ class LogitReader {
     const int at_end = end_word(first);
     if (at_end < num_words()) {
       if constexpr (kVisits) visit(clean_word_at(at_end));
-      look_again(best, at_end, count, stride, largest_of_word(word_of_ends(at_end)));
+      look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
     }
     return best;
   }
@@ -368,13 +356,16 @@ class LogitReader {
     return word < (i == 0 ? num_words() : whole_end()) ? word : -1;
   }
 
-  // ~t of the first token t of this logit in the batch of `count` words that has it. All lanes of a warp call this.
-  __device__ __forceinline__ uint32_t inverse_token_of(float logit, int first, int count, int stride) const {
-    const int last = is_whole(first) ? whole_end() - 1 : first, lane = static_cast<int>(threadIdx.x % 32);
-    const int word = min_of(first + min_of(lane, count - 1) * stride, last);
-    const uint32_t equal = equal_to(clean_word_at(word), logit);
-    const uint32_t token = static_cast<uint32_t>(word * of_word() + __ffs(static_cast<int>(equal)) - 1);
-    return __reduce_max_sync(~0u, equal != 0 ? ~token : 0);
+  // The first token of best.logit in the batch that has it.
+  __device__ __forceinline__ int64_t token_of(const Best& best, int stride) const {
+    const int last = is_whole(best.word) ? whole_end() - 1 : best.word;
+#pragma unroll 1
+    for (int i = 0; i < kPeakBatch; ++i) {
+      const int word = min_of(best.word + i * stride, last);
+      const uint32_t equal = equal_to(clean_word_at(word), best.logit);
+      if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
+    }
+    return 0;
   }
 
   // Bit i is set if number i of a clean word is that logit.
@@ -405,7 +396,7 @@ class LogitReader {
   }
 
  private:
-  static constexpr int kPeakBatch = 8;
+  static constexpr int kPeakBatch = 4;
 
   // The whole words: loads inside the row suffice for them.
   __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
@@ -501,9 +492,9 @@ class LogitReader {
   }
 
   // Looks at a batch again that has a NaN, +inf or forbidden tokens, or at a word at an end of the row.
-  __device__ __forceinline__ void look_again(Best& best, int first, int count, int stride, float most) const {
+  __device__ __forceinline__ void look_again(Best& best, int first, int stride, float most) const {
     best.nan = best.nan || most != most;
-    const int end = is_whole(first) ? min_of(first + count * stride, whole_end()) : first + 1;
+    const int end = is_whole(first) ? min_of(first + kPeakBatch * stride, whole_end()) : first + 1;
     float clean_most = -kInfinity;
 #pragma unroll 1
     for (int word = first; word < end; word += stride) {
