@@ -456,9 +456,12 @@ struct TopTokens {
   }
 };
 
-// Whether the tokens that draw_of_top() lists suffice for the filters.
+// Whether the tokens that draw_of_top() lists suffice for the filters. The more CTAs share a row, the lower is the
+// bound of the list, and too many tokens are above it.
 __device__ __forceinline__ bool draws_of_top(const Sampling& sampling) {
-  return sampling.top_k > 0 && sampling.top_k <= TopTokens::kMostWanted && (sampling.top_p >= 1.0f || !sampling.joint);
+  constexpr uint32_t kMostCtas = 4;
+  return ptx::cluster_size() <= kMostCtas && sampling.top_k > 0 && sampling.top_k <= TopTokens::kMostWanted &&
+         (sampling.top_p >= 1.0f || !sampling.joint);
 }
 
 // Draws from the largest tokens of a row with top-k, which is read once: the k-th of the maxima of lanes is a lower
@@ -542,7 +545,8 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Samplin
   if (sampling.temperature > 0.0f) {
     int64_t token = -1;
     if (!has_filter(sampling, logits.vocab)) {
-      token = draw_ahead<false, kDType>(logits, sampling, seed, position, shared);
+      // A few words a thread are read again sooner than the code of a race ahead is.
+      if (ptx::cluster_size() == 1) token = draw_ahead<false, kDType>(logits, sampling, seed, position, shared);
     } else if (draws_ahead(sampling, logits.vocab)) {
       token = draw_filtered_ahead<kDType>(logits, sampling, seed, position, shared);
     } else if (draws_of_top(sampling)) {
