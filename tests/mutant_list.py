@@ -434,14 +434,14 @@ VALUES = [
     of_values("a guess that is not looked at again", "filters", "if (!found) {", "if (!found && goal == kCount) {"),
     of_values("lower halves that nobody has seen", "value_counts", "(seen.lower & 0xffffu) != 0", "seen.lower == 1"),
     of_values("masses that were guessed", "filters", "if (have_room) left = shared.next[0];", ""),
-    of_values("more noted than there is room for", "sampling", "count <= RaceNotes::kMost;", "count > 0;"),
+    of_values("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
     of_values(
         "a draw that rounding decides",
-        "sampling",
+        "race",
         "if (sums.before - error <= needed) return -1;",
         "if (sums.before - error <= needed) return token;",
     ),
-    of_values("batches with ties of the winner left out", "sampling", ">= key(logit);", "> key(logit);"),
+    of_values("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
     of_values("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
     of_values(
         "a list of top tokens cut off",

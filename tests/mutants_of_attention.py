@@ -88,7 +88,7 @@ ENGINE = [
 JOINED = [
     of_join("empty ranges counted as pieces", "ranges", "order.count += begin < end;", "order.count += 1;"),
     of_join("tickets that stay taken", "join", "*arrived = *taken = 0;", "*arrived = 0;"),
-    of_join("who goes is not counted", "join", "{ add(kUpper); }", "{}"),
+    of_join("who goes is not counted", "join", "noted(atomicAdd(taken, kUpper));", ""),
     of_join("parts that nobody takes", "join", "next = tickets.take();", "next = tickets.count;"),
     of_join("states of the first rows", "join", "row - first_pair * 2;", "row % 2;"),
 ]  # fmt: skip

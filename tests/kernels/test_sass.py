@@ -97,8 +97,16 @@ def test_each_architecture_has_every_kernel() -> None:
         assert len([name for name in all_names if re.match(pattern, name)]) == number * is_built
 
 
+# Functions for filters and rare rows get a row and its parameters in local memory. A change may lower these only.
+MOST_STACK = {"sample_kernel<": 400, "draw_rows_kernel<": 184, "walk_kernel<": 440}
+
+
+def most_stack(name: str) -> int:
+    return sum(most for begin, most in MOST_STACK.items() if name.startswith(begin))
+
+
 def test_no_kernel_spills() -> None:
-    assert [kernel for kernel in kernels() if kernel.stack_bytes > 0 or kernel.registers > MAX_REGISTERS] == []
+    assert [k for k in kernels() if k.stack_bytes > most_stack(k.name) or k.registers > MAX_REGISTERS] == []
 
 
 @pytest.mark.slow
@@ -107,7 +115,7 @@ def test_no_kernel_uses_local_memory(architecture: str) -> None:
     number = sum(kernel.architecture == architecture for kernel in kernels())
     found = instructions(architecture, "", number)
     assert all(found.values()), "code of every kernel"
-    assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL")] == []
+    assert [name for name, opcodes in found.items() if count(opcodes, "LDL|STL") and not most_stack(name)] == []
 
 
 ATTENTION = "attention_kernel<Instance<__nv_bfloat16, __nv_bfloat16, "
@@ -186,9 +194,13 @@ BUDGETS = {
     "step_kernel<(DType)2>": (8680,),
     "expand_top_kernel<(DType)2>": (7968,),
     "weigh_kernel": (7904,),
+    "kept_kernel<(DType)2, (Rule)3>": (6776,),
     "tree_delta_rule_kernel": (7704,),
     "medusa_top_kernel": (6664,),
+    "kept_kernel<(DType)2, (Rule)0>": (5960,),
+    "kept_kernel<(DType)2, (Rule)1>": (5656,),
     "delta_rule_kernel": (5168,),
+    "kept_kernel<(DType)2, (Rule)2>": (4640,),
     "select_nodes_kernel": (4544,),
     "grow_kernel": (3704,),
     "choose_nodes_kernel": (3472,),

@@ -80,7 +80,7 @@ __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t coun
     float maximum = -kInfinity, sum = 0.0f, values[4] = {};
 #pragma unroll 4
     for (uint32_t i = 0; i < count; ++i) maximum = fmaxf(maximum, of_row[i * pairs * 2].x);
-#pragma unroll 4
+#pragma unroll 2
     for (uint32_t i = 0; i < count; ++i) {
       const float2 state = of_row[i * pairs * 2];
       const float weight = weight_of(state.x, maximum);
