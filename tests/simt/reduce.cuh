@@ -27,7 +27,9 @@ __device__ __forceinline__ bool arrive_is_last(unsigned* counter, unsigned count
   // The barrier puts what all threads wrote before the first one's release, and its acquire before what they read.
   __syncthreads();
   const bool first_thread = threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0;
-  return __syncthreads_or(first_thread && pagedtree::ptx::fetch_add(counter, 1) == count - 1) != 0;
+  const bool is_last = first_thread && pagedtree::ptx::fetch_add(counter, 1) == count - 1;
+  if (is_last) *counter = 0;
+  return __syncthreads_or(is_last) != 0;
 }
 
 __global__ void __launch_bounds__(kReduceThreads) reduce(const __grid_constant__ ReduceParams p) {
