@@ -191,7 +191,6 @@ T atomicExch(T* address, std::type_identity_t<T> value) {
   return std::atomic_ref<T>(*address).exchange(value);
 }
 
-
 // ---- arithmetic and bits
 
 template <typename T>
