@@ -435,20 +435,10 @@ VALUES = [
     of_values("lower halves that nobody has seen", "value_counts", "(seen.lower & 0xffffu) != 0", "seen.lower == 1"),
     of_values("masses that were guessed", "filters", "if (have_room) left = shared.next[0];", ""),
     of_values("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
-    of_values(
-        "a draw that rounding decides",
-        "race",
-        "if (sums.before - error <= needed) return -1;",
-        "if (sums.before - error <= needed) return token;",
-    ),
+    of_values("a draw by rounding", "race", "- error <= needed) return -1;", "- error <= needed) return token;"),
     of_values("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
     of_values("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
-    of_values(
-        "a list of top tokens cut off",
-        "sampling",
-        "if (size > static_cast<int32_t>(",
-        "if (size < static_cast<int32_t>(",
-    ),
+    of_values("a list of top tokens cut off", "sampling", "(size > static_cast<", "(size < static_cast<"),
     of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
     of_values(
         "ties at the threshold of the rules all kept",

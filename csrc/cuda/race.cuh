@@ -80,6 +80,15 @@ struct RaceNoise {
   }
 };
 
+// A word of shared memory that other threads may change meanwhile: the newest value or one before.
+__device__ __forceinline__ uint32_t value_now(uint32_t& word) {
+#if defined(__CUDACC__)
+  return *const_cast<volatile uint32_t*>(&word);
+#else
+  return std::atomic_ref(word).load();
+#endif
+}
+
 // What a thread learns of a row in a race that is ahead of its peak.
 struct Ahead {
   float peak = -kInfinity;                // its largest logit, NaN if there is one
@@ -176,7 +185,7 @@ __device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, 
       most[i] = x >= kept_x ? x : -kInfinity;
       most_of_batch = max_of(most_of_batch, most[i]);
     }
-    bound = max_of(bound, logit_of_key<ScalarMath>(*const_cast<volatile uint32_t*>(&notes.bound)));
+    bound = max_of(bound, logit_of_key<ScalarMath>(value_now(notes.bound)));
     if (!__any_sync(~0u, most_of_batch + kMaxNoise >= bound)) return;
     uint32_t least[Reader::kBatch];
     noise.least_of(word * row.of_word(), stride * row.of_word(), row.of_word(), least);
