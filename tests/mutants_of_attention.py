@@ -42,6 +42,10 @@ WGMMA = [
         "K given back while it is multiplied", "attend",
         "      ptx::wgmma_wait<I::kWeighs", "      release(keys);\n      ptx::wgmma_wait<I::kWeighs",
     ),
+    of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) give_back();",
+             "if (stage == stages.first) give_back();"),
+    of_wgmma("windows that begin with the first key", "stage", "shared_.given_rows[thread()] = row;",
+             "shared_.given_rows[thread()] = GivenRow{0, row.end_or_bit};"),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
         "no proxy fence behind cp.async", "attend",
@@ -128,7 +132,7 @@ LATENT_WGMMA = [
     of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * I::kPanelBytes",
               "shared_.stage(stage)"),
     of_latent("the sum of one group", "own[half] + other", "own[half]"),
-    of_wgmma("Q beyond its columns", "attend", "if (chunk < chunks) values", "values"),
+    of_wgmma("Q beyond its columns", "stage", "has_row && chunk < chunks;", "has_row;"),
     of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
               "const bool is_short = part + 1 == I::kParts;"),
 ]  # fmt: skip

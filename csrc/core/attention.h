@@ -160,21 +160,16 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
 // of it covers the end of the prefix.
 PT_HOST_DEVICE TreeWindow tree_window(const int32_t* words, int32_t num_words, int32_t num_bits, int32_t tree_start,
                                       int64_t window) {
-  window = min_of(window, kMaxWindow);
-  int32_t first_bit = 0;
-  int64_t count = 0;
-  int32_t w = static_cast<int32_t>(ceil_div<int64_t>(num_bits, kMaskWordBits));
-  while (w-- > 0) {
-    uint32_t bits = (w < num_words ? static_cast<uint32_t>(words[w]) : 0u) & bit_range(0, num_bits - w * kMaskWordBits);
-    const int64_t kept = window - count;
-    count += popcount32(bits);
-    if (kept > 0 && count >= window) {  // the window ends in this word: drop the lowest bits
-      for (int64_t extra = count - window; extra > 0; --extra) bits &= bits - 1;
-      while ((bits >> (first_bit % kMaskWordBits) & 1u) == 0) ++first_bit;
-      first_bit += w * kMaskWordBits;
-    }
+  const auto most = static_cast<int32_t>(min_of(window, kMaxWindow - 1));
+  int32_t first_bit = 0, left = most;  // of the window
+  for (int32_t bit = (num_bits - 1) / kMaskWordBits * kMaskWordBits; bit >= 0 && left > 0; bit -= kMaskWordBits) {
+    const int32_t w = bit / kMaskWordBits;
+    uint32_t bits = (w < num_words ? static_cast<uint32_t>(words[w]) : 0u) & bit_range(0, num_bits - bit);
+    for (int32_t extra = popcount32(bits) - left; extra > 0; --extra) bits &= bits - 1;  // the lowest
+    left -= popcount32(bits);
+    if (left == 0) first_bit = bit + popcount32(~bits & (bits - 1));
   }
-  return {static_cast<int32_t>(max_of<int64_t>(tree_start + count - window, 0)), first_bit};
+  return {max_of(tree_start - left, 0), first_bit};
 }
 
 // A query whose mask row is `words`, over a tree that holds the last `tree_len` keys.

@@ -474,16 +474,7 @@ void Machine::commit_copies() {
   self_->copy_groups.push_back(std::exchange(self_->open_copies, {}));
 }
 
-std::vector<AsyncCopy> Machine::take_copies() {
-  std::vector<AsyncCopy> all;
-  for (auto& group : self_->copy_groups) {
-    all.insert(all.end(), group.begin(), group.end());
-    group.clear();
-  }
-  all.insert(all.end(), self_->open_copies.begin(), self_->open_copies.end());
-  self_->open_copies.clear();
-  return all;
-}
+std::vector<AsyncCopy> Machine::take_copies() { return std::exchange(self_->open_copies, {}); }
 
 void Machine::wait_for_copies(unsigned newest_left) {
   auto& groups = self_->copy_groups;

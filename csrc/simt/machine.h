@@ -144,7 +144,7 @@ class Machine {
   // Copies 16 bytes, zeros if `from` is null. They are read now, and delivered no sooner than by the wait.
   void copy_async(unsigned char* to, const void* from);
   void commit_copies();
-  // The running thread's copies that have not arrived, taken from it: somebody else delivers them.
+  // The running thread's copies that it has not committed, taken from it: somebody else delivers them.
   std::vector<AsyncCopy> take_copies();
   void wait_for_copies(unsigned newest_left);
 

@@ -111,7 +111,8 @@ inline void mbar_arrive(uint64_t* bar, Location at = Location::current()) {
 inline void mbar_arrive_expect(uint64_t* bar, uint32_t bytes, Location at = Location::current()) {
   detail::mbar_arrive(bar, bytes, {"mbarrier.arrive.expect_tx", at});
 }
-// After it the thread's cp_async_wait does not wait for the copies that it has issued before.
+// The thread's cp_async_wait does not wait for the copies that it has not committed before. On a GPU the arrival waits
+// for those that it has committed, too: nobody may rely on that.
 inline void cp_async_mbar_arrive(uint64_t* bar, Location at = Location::current()) {
   detail::cp_async_mbar_arrive(bar, {"cp.async.mbarrier.arrive", at});
 }

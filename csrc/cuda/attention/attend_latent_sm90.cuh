@@ -12,7 +12,7 @@ namespace pagedtree::cuda {
 template <typename I>
 class LatentConsumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::begin, Base::wait_for, Base::release;
+  using Base::adjust_q, Base::give_back, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
@@ -25,24 +25,16 @@ class LatentConsumer : public ConsumerBase<I> {
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 % 4 * 16; }
   __device__ __forceinline__ uint32_t column() const { return group_ * I::kWarpColumns; }
 
-  // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
-  __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
-                                         Accumulator<I>& sums) {
-    begin(at, of_rows, kv_end, row());
-    const RowTile& tile = Base::current().tile;
-    const KeyBounds& bounds = Base::current().bounds;
-    const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
+  // Computes the warp's rows against the given KV tiles.
+  __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
+    const auto& [position, kv_end, tile, bounds] = given;
+    const StageRange stages = given.stages<I>();
     sums.clear();
-    if (stages.first >= stages.end) return;
+    if (stages.first >= stages.end) return give_back();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * I::kShape.keys, I::kShape.keys); };
-    const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
     RowFactors<I> row_factors;
-    meet();                                          // the rows before are used up
-    constexpr uint32_t kHalf = I::kHeadDim / 8 / 2;  // that a group copies
-    copy_q_rows<I>(p_, tile, row(), group_ * kHalf, kHalf, call_.q_aligned, scale < 0.0f, factor, shared_.q(0),
-                   row_factors);
-    ptx::fence_proxy_async();
-    meet();
+    meet();  // the sums of the rows before are shared
+    adjust_q(tile, row(), group_, shared_.q(0), meet, row_factors);
 
     for (int32_t first = stages.first; first < stages.end; first += 2) {
       const bool has_second = first + 1 < stages.end;
@@ -56,9 +48,11 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_results(scores[0]);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;
-        const Visibility seen = row_visibility<false>(p_, tile, row() + own_row(reader));  // instead of being kept
-        mask_scores(scores[0], visible_keys<I::kWords>(seen, reader, mine * I::kShape.keys), reader);
+        const uint32_t own = row() + own_row(reader);
+        const RowView view = shared_.given_rows[own].view(p_, tile, own);  // instead of being kept
+        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, mine * I::kShape.keys), reader);
       }
+      if (first + 2 >= stages.end) give_back();
       if (group_ == 1 && !has_second) hide_all(scores);
       RowFactors<I> tops, rescales, factors = {{row_factors[0][0], row_factors[0][1]}};
       find_tops<I>(scores, tops);

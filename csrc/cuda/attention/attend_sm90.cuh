@@ -6,73 +6,44 @@
 
 namespace pagedtree::cuda {
 
-// Eight columns of Q.
-__device__ __forceinline__ uint4 load_chunk(const uint16_t* from, bool aligned) {
-  if (aligned) return *reinterpret_cast<const uint4*>(from);
-  uint4 words{};
-#pragma unroll 1
-  for (int i = 0; i < 8; i += 2) {
-    words = make_uint4(words.y, words.z, words.w, uint32_t{from[i]} | uint32_t{from[i + 1]} << 16);
-  }
-  return words;
-}
-
-// Copies the warp's rows of Q, from `row` of the tile on, to where wgmma expects them, negated if `negate`, so that
-// scores are scaled by a positive number: `num_chunks` times 8 columns from chunk `first_chunk` on, 0 behind the last
-// column. `factors` are those of the rows' scores, `factor` times what the rows are scaled by themselves.
+// Makes the warp's rows of Q, `count` of them from `row` of the tile on, what wgmma multiplies: negated if `negate`, so
+// that scores are scaled by a positive number, and scaled to the type that is multiplied. Writes the factors of their
+// scores then: `factor` times what the rows are scaled by themselves.
 template <typename I>
-__device__ __forceinline__ void copy_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t row,
-                                            uint32_t first_chunk, uint32_t num_chunks, bool aligned, bool negate,
-                                            float factor, unsigned char* to, RowFactors<I>& factors) {
-  constexpr uint32_t kLanes = min_of<uint32_t>(I::kHeadDim / 8, 32),
-                     kPerLane = ceil_div<uint32_t>(I::kHeadDim / 8, kLanes);
-  constexpr uint32_t kRows = 32 / kLanes, kAtOnce = kPerLane == 1 ? 4 : 2;  // rows of a step, steps
+__device__ __forceinline__ void adjust_q_rows(uint32_t row, uint32_t count, bool negate, float factor, unsigned char* q,
+                                              Sm90Shared<I>& shared) {
+  constexpr uint32_t kChunks = I::kHeadDim / 8, kLanes = min_of<uint32_t>(kChunks, 32),
+                     kPerLane = ceil_div(kChunks, kLanes), kRows = 32 / kLanes;
   const uint32_t lane = ptx::thread_index() % 32, flip = negate ? 0x80008000u : 0u;
-  const uint32_t chunks = static_cast<uint32_t>(p.head_dim) / 8;
-  factors[0][0] = factors[0][1] = factor;
 #pragma unroll 1
-  for (uint32_t first = 0; first < 16; first += kRows * kAtOnce) {
-    uint4 values[kAtOnce][kPerLane] = {};
+  for (uint32_t own = row + lane / kLanes; own < row + count; own += kRows) {
+    uint4 values[kPerLane] = {};
+    const auto at = [&](uint32_t i) -> uint4& {
+      return *reinterpret_cast<uint4*>(q + I::QRows::offset(own % I::kGroupRows, lane % kLanes + i * kLanes));
+    };
+    const auto has = [&](uint32_t i) { return lane % kLanes + i * kLanes < kChunks; };
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t own = row + first + i * kRows + lane / kLanes;
-      if (own >= tile.rows) continue;
-      const uint16_t* from = static_cast<const uint16_t*>(p.q) + tile.token(p, own) * p.q_token_stride +
-                             tile.head(p, own) * p.q_head_stride;
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      if (has(i)) values[i] = at(i);
+    }
+    if constexpr (I::kScalesRows) {
+      uint32_t largest = 0;
 #pragma unroll
-      for (uint32_t j = 0; j < kPerLane; ++j) {
-        const uint32_t chunk = lane % kLanes + j * kLanes;
-        if (chunk < chunks) values[i][j] = load_chunk(from + chunk * 8, aligned);
+      for (const uint4& v : values) {
+        largest =
+            larger_magnitudes(largest, larger_magnitudes(larger_magnitudes(v.x, v.y), larger_magnitudes(v.z, v.w)));
+      }
+      const RowScale scale(largest_magnitude<kLanes>(largest));
+#pragma unroll
+      for (uint4& v : values) v = scale.pairs(v);
+      for (auto& of_group : shared.of_rows) {
+        if (lane % kLanes == 0) of_group[own] = fmaxf(factor * scale.inverse(), 0x1p-126f);
       }
     }
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t of_step = first + i * kRows;
-      if constexpr (I::kScalesRows) {
-        uint32_t largest = 0;
-#pragma unroll
-        for (const uint4& v : values[i]) {
-          largest =
-              larger_magnitudes(largest, larger_magnitudes(larger_magnitudes(v.x, v.y), larger_magnitudes(v.z, v.w)));
-        }
-        const RowScale scale(largest_magnitude<kLanes>(largest));
-#pragma unroll
-        for (uint4& v : values[i]) v = scale.pairs(v);
-        const float of_row = __shfl_sync(kWholeWarp, fmaxf(factor * scale.inverse(), 0x1p-126f),
-                                         static_cast<int>(lane / 4 % kRows * kLanes));
-#pragma unroll
-        for (uint32_t half = 0; half < 2; ++half) {
-          if ((lane / 4 + half * 8) / kRows == of_step / kRows) factors[0][half] = of_row;
-        }
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < kPerLane; ++j) {
-        const uint32_t chunk = lane % kLanes + j * kLanes;
-        if (chunk - first_chunk >= num_chunks) continue;
-        const uint4& v = values[i][j];
-        *reinterpret_cast<uint4*>(to + I::QRows::offset((row + of_step + lane / kLanes) % I::kGroupRows, chunk)) =
-            make_uint4(v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip);
-      }
+    for (uint32_t i = 0; i < kPerLane; ++i) {
+      const uint4& v = values[i];
+      if (has(i)) at(i) = make_uint4(v.x ^ flip, v.y ^ flip, v.z ^ flip, v.w ^ flip);
     }
   }
 }
@@ -143,24 +114,41 @@ class ConsumerBase {
                                           Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
-  // The row tile that attend() was called for.
-  __device__ __forceinline__ const WarpTile& current() const { return shared_.warps[ptx::thread_index() / 32]; }
+  // Waits for the next row tile, which stands until the one behind the next is given; null at the end of the range.
+  __device__ __forceinline__ const GivenTile* take() {
+    ptx::mbar_wait(&shared_.is_given, given_);
+    const GivenTile& given = shared_.given[given_];
+    given_ ^= 1;
+    return given.tile.rows > 0 ? &given : nullptr;
+  }
 
  protected:
-  // Writes down the row tile and what its rows have in common. Returns what the lane's own row, of the warp's from
-  // `row` on, sees.
-  __device__ __forceinline__ RowView begin(const WorkPosition& at, const RowTile& tile, int32_t kv_end, uint32_t row) {
-    const uint32_t lane = ptx::thread_index() % 32;
-    const TileView found = TileView::of(p_, tile, kv_end, row / 32 * 32, lane);
-    __syncwarp();  // the output of the tile before is written
-    if (lane == 0) shared_.warps[ptx::thread_index() / 32] = {at, tile, found.bounds};
+  // The warp has used up Q and what was given of each row.
+  __device__ __forceinline__ void give_back() const {
     __syncwarp();
-    const auto of_row = [&](auto value) {
-      return __shfl_sync(kWholeWarp, value, static_cast<int>(row % 32 + own_row(lane)));
-    };
-    const auto words = of_row(reinterpret_cast<uintptr_t>(found.row.words));
-    return {of_row(found.row.begin), of_row(found.row.end), of_row(found.row.first_bit),
-            reinterpret_cast<const int32_t*>(words)};
+    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used);
+  }
+  // Finds the factors of the scores of the warp's rows, from `row` on, and adjusts Q where it has to be. Groups that
+  // share the rows adjust half of them each.
+  template <typename Meet>
+  __device__ __forceinline__ void adjust_q(const RowTile& tile, uint32_t row, uint32_t sharer, unsigned char* q,
+                                           const Meet& meet, RowFactors<I>& factors) const {
+    constexpr uint32_t kRows = 16 / I::kShape.column_warps;
+    const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
+    factors[0][0] = factors[0][1] = factor;
+    if (I::kScalesRows || scale < 0.0f) {
+      adjust_q_rows<I>(row + sharer * kRows, kRows, scale < 0.0f, factor, q, shared_);
+      ptx::fence_proxy_async();
+      meet();
+      if constexpr (I::kScalesRows) {
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) {
+          factors[0][half] = shared_.of_rows[sharer][row + half * 8 + ptx::thread_index() % 32 / 4];
+        }
+      }
+    } else {
+      ptx::fence_proxy_async();  // what cp.async has written
+    }
   }
   // Waits for a part of a stage; `plain`: all rows see its keys.
   __device__ __forceinline__ void wait_for(const RingPlace& place, int part, bool plain) const {
@@ -179,13 +167,14 @@ class ConsumerBase {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
+  uint32_t given_ = 0;  // how many row tiles were taken, of which the lowest bit counts
 };
 
 // The multiplying side of a ring of K and V apart.
 template <typename I>
 class Consumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::begin, Base::wait_for, Base::release;
+  using Base::adjust_q, Base::give_back, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
@@ -200,24 +189,26 @@ class Consumer : public ConsumerBase<I> {
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
   __device__ __forceinline__ uint32_t column() const { return 0; }
 
-  // Computes the warp's rows against KV tiles [at.kv_tile, kv_end). `sums` are undefined if the tile has none of them.
-  __device__ __forceinline__ void attend(const WorkPosition& at, const RowTile& of_rows, int32_t kv_end,
-                                         Accumulator<I>& sums) {
-    const RowView view = begin(at, of_rows, kv_end, row());
-    const auto& [position, tile, bounds] = Base::current();
-    const StageRange stages = StageRange::of<I>(bounds, at.kv_tile, kv_end);
-    if (stages.first >= stages.end) return sums.clear();
+  // Computes the warp's rows against the given KV tiles. `sums` are undefined if the warp has no rows.
+  __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
+    const auto& [position, kv_end, tile, bounds] = given;
+    const StageRange stages = given.stages<I>();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * kKvTile, I::kShape.keys); };
-    if (turns_.group * I::kGroupRows >= tile.rows) return skip(stages);
+    if (stages.first >= stages.end) {
+      give_back();
+      return sums.clear();
+    }
+    if (turns_.group * I::kGroupRows >= tile.rows) {
+      give_back();
+      return skip(stages);
+    }
     const bool both = tile.rows > I::kGroupRows;
-    const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
-    RowFactors<I> row_factors;
+    const uint32_t own = row() + own_row(ptx::thread_index() % 32);
+    const RowView view = shared_.given_rows[own].view(p_, tile, own);
     // Found anew, where the compiler would keep all descriptors in registers.
     const auto q = [&] { return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
-    meet_group();  // the rows before are used up
-    copy_q_rows<I>(p_, tile, row(), 0, I::kHeadDim / 8, call_.q_aligned, scale < 0.0f, factor, q(), row_factors);
-    ptx::fence_proxy_async();
-    meet_group();
+    RowFactors<I> row_factors;
+    adjust_q(tile, row(), 0, q(), [&] { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }, row_factors);
     sums.clear();
 
     Scores<I> scores;
@@ -251,6 +242,7 @@ class Consumer : public ConsumerBase<I> {
       if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
       ptx::wgmma_results(scores[0]);
       release(keys);
+      if (stage + I::kTiles >= stages.end) give_back();
       RowFactors<I> rescales;
       const bool changed = weigh_stage(stage, plain, rescales);
       ptx::wgmma_wait<0>();
@@ -277,8 +269,6 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  __device__ __forceinline__ void meet_group() const { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }
-
   // Waits for the next stage; `plain`: all rows see its keys.
   __device__ __forceinline__ int next_stage(bool plain) {
     wait_for(place_, 0, plain);

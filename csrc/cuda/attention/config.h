@@ -61,12 +61,11 @@ struct TileShape {
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
   // The bytes before Q, which begins at a multiple of 128, or 1024 with wgmma. mma.sync: the range, then either the
-  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, what each
-  // warp looks up (WarpTile, KeyReader), barriers, the keys that rows see and the addresses of the rows of two stages.
-  // Wide values: the row tile, the maxima of a stage, and one number for each score. The kernels check that they
-  // suffice.
+  // states of all rows, or the bounds of each warp, the row tile and what each row sees. wgmma: the range, row tiles
+  // and what each row sees, barriers, the addresses of the rows of two stages. Wide values: the row tile, the maxima of
+  // a stage, and one number for each score. The kernels check that they suffice.
   constexpr int header_bytes() const {
-    if (is_wgmma()) return keys == kKvTile ? 3072 : 6144;
+    if (is_wgmma()) return is_latent() ? 3072 : keys > kKvTile ? 7168 : m_tile > 64 ? 5120 : 4096;
     if (is_wide()) return 1024 + m_tile * keys * 4;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 32 + m_tile * 28;
     return 128 * ceil_div(80 + max_of(of_states, of_views), 128);

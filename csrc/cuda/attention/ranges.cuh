@@ -50,7 +50,7 @@ struct Walk {
   // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
   // header.
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
-    const auto* records = reinterpret_cast<const RangeRecord*>(ranges_of_list(p.plan, call.work.list));
+    const auto* records = reinterpret_cast<const RangeRecord*>(call.pieces.plan);
     const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
     is_cut[0] = is_cut[1] = false;
     is_planned = false;
@@ -103,24 +103,27 @@ struct Walk {
            clamp_to(seq_len, 0, static_cast<int32_t>(shape.max_seq_len)) == tile.seq_len;
   }
 
-  // Finds the range's bounds from the starts in the plan. They are not behind a sequence's last KV tile, but maybe its
-  // last row tile, which advance() passes over.
-  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call) {
+  // The start of a range by the plan: not behind a sequence's last KV tile, but maybe its last row tile, which
+  // advance() passes over. It ends where the next one starts.
+  __device__ __forceinline__ WorkPosition start_of(int32_t range, const CallShape& call) const {
     const WorkShape& shape = call.work;
-    const int32_t* planned = ranges_of_list(p.plan, shape.list);
-    share = Share::of(planned_sharers(planned, call.pieces.capacity), static_cast<int32_t>(blockIdx.x));
-    const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
-#pragma unroll 1
-    for (int32_t i = share.range; i < share.range + 2; ++i) {
-      WorkPosition start = i == 0 ? WorkPosition{} : planned_start(planned, i);
-      if (i >= count || start.sequence >= shape.batch) start = {static_cast<int32_t>(shape.batch), 0, 0};
-      if (start.kv_tile > 0) {
-        const auto most = static_cast<int32_t>(shape.max_seq_len);
-        const bool is_inside = start.kv_tile < kv_tiles_of(min_of(shape.seq_lens[start.sequence], most));
-        if (!is_inside) start = {start.sequence, start.row_tile + (start.row_tile < INT32_MAX), 0};
-      }
-      (i == share.range ? at : stop) = start;
+    const int32_t* planned = call.pieces.plan;
+    WorkPosition start = range == 0 ? WorkPosition{} : planned_start(planned, range);
+    if (range >= planned_ranges(planned, call.pieces.capacity / share.sharers) || start.sequence >= shape.batch) {
+      return {static_cast<int32_t>(shape.batch), 0, 0};
     }
+    if (start.kv_tile > 0) {
+      const auto most = static_cast<int32_t>(shape.max_seq_len);
+      const bool is_inside = start.kv_tile < kv_tiles_of(min_of(shape.seq_lens[start.sequence], most));
+      if (!is_inside) start = {start.sequence, start.row_tile + (start.row_tile < INT32_MAX), 0};
+    }
+    return start;
+  }
+  // Finds the range's bounds from the starts in the plan.
+  __device__ __forceinline__ void find(const CallShape& call) {
+    share = Share::of(planned_sharers(call.pieces.plan, call.pieces.capacity), static_cast<int32_t>(blockIdx.x));
+#pragma unroll 1
+    for (int32_t i = 0; i < 2; ++i) (i == 0 ? at : stop) = start_of(share.range + i, call);
     is_planned = false;
     has_more = true;
   }

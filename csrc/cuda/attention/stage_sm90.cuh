@@ -82,24 +82,64 @@ struct CacheMaps {
 // Named barriers; 0 is that of __syncthreads().
 enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6, kJoinersMeet = 8 };
 
-// What a multiplying warp looks up in shared memory, because accumulators fill its registers.
-struct WarpTile {
+// A row tile that is given to the multiplying warps, which look it up in shared memory, because accumulators fill their
+// registers. They multiply its rows, none at the end of the range, with KV tiles [at.kv_tile, kv_end).
+struct GivenTile {
   WorkPosition at;
+  int32_t kv_end;
   RowTile tile;
   KeyBounds bounds;
+
+  __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
+  template <typename I>
+  __device__ __forceinline__ StageRange stages() const {
+    return StageRange::of<I>(bounds, at.kv_tile, kv_end);
+  }
 };
+
+// Where a producing warp is in the CTA's range, as few registers are left to it.
+struct OwnWalk {
+  GivenTile next;
+  WorkPosition stop;
+};
+
+// What follows from it for a row's RowView.
+struct GivenRow {
+  int32_t begin, end_or_bit;  // of a tree's rows the first bit: their prefix ends where the tree starts
+
+  __device__ __forceinline__ static GivenRow of(const RowView& view) {
+    return {view.begin, view.words == nullptr ? view.end : view.first_bit};
+  }
+  __device__ __forceinline__ RowView view(const AttentionParams& p, const RowTile& tile, uint32_t row) const {
+    if (tile.tree_len < 0 || row >= tile.rows) return {begin, end_or_bit, 0, nullptr};
+    return {begin, tile.seq_len - tile.tree_len, end_or_bit, p.tree_mask + tile.token(p, row) * p.mask_stride};
+  }
+};
+
+// Eight columns of Q.
+__device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
+  uint4 words{};
+#pragma unroll 1
+  for (int i = 0; i < 8; i += 2) {
+    words = make_uint4(words.y, words.z, words.w, uint32_t{from[i]} | uint32_t{from[i + 1]} << 16);
+  }
+  return words;
+}
 
 // The launch adds the memory of Q, where it is in shared memory, and of the stages.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  Walk walk;  // at the begin of the CTA's range; each role goes its own way
-  WarpTile warps[I::kShape.warps()];
-  RowTile tiles[I::kShape.producer_warps()];
+  Walk walk;           // at the begin of the CTA's range
+  GivenTile given[2];  // the newest and the one before, whose output may not be written yet
+  GivenRow given_rows[I::kMTile];
+  OwnWalk walks[I::kShape.producer_warps()];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
+  uint64_t is_given, is_used;  // Q and given_rows
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
-  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];                    // where V comes later than K, of two stages
-  float of_rows[I::kShape.column_warps][I::kLatent ? I::kMTile : 1];  // what groups with the same rows tell each other
+  KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
+  // What groups with the same rows tell each other, and before the factors of scores.
+  float of_rows[I::kShape.column_warps][I::kLatent || I::kScalesRows ? I::kMTile : 1];
 
   __device__ __forceinline__ unsigned char* q(uint32_t group) {
     return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + group * I::QRows::kBytes;
@@ -116,6 +156,8 @@ struct alignas(1024) Sm90Shared {
       for (uint64_t& bar : full[i]) ptx::mbar_init(&bar, I::kProducers);
       ptx::mbar_init(&empty[i], I::kShape.warps());
     }
+    ptx::mbar_init(&is_given, 2 * I::kProducers);  // each when it has written, and when its copies have arrived
+    ptx::mbar_init(&is_used, I::kShape.warps());
     ptx::fence_mbar_init();
   }
 };
@@ -134,8 +176,8 @@ struct RingPlace {
   }
 };
 
-// What the rows of a tile have in common, and what row `first` + lane sees; `first` is a multiple of 32. Each warp
-// finds it for itself, so that no role waits for another.
+// What the rows of a tile have in common, and what row `first` + lane sees; `first` is a multiple of 32. Each producing
+// warp finds it for itself.
 struct TileView {
   KeyBounds bounds;
   RowView row;
@@ -157,20 +199,23 @@ struct TileView {
   }
 };
 
-// Fills the ring for one row tile after another. Stages that all rows see come by TMA where there are maps, the others
-// row by row.
+// Gives one row tile after another, and fills the ring for it. Stages that all rows see come by TMA where there are
+// maps, the others row by row.
 template <typename I>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const AttentionParams& params, const CacheMaps& maps, int stages,
+  __device__ __forceinline__ Producer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
-      : p_(params), maps_(maps), stages_(stages), shared_(of_cta) {}
+      : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
-  __device__ __forceinline__ void produce(const RowTile& tile, int32_t kv_begin, int32_t kv_end) {
-    touch_row_tile(p_, tile, kv_begin * kKvTile, 2 * kKeys, thread());
-    const auto [bounds, view] = TileView::of(p_, tile, kv_end, thread() / 32 * 32, thread() % 32);
-    const StageRange stages = StageRange::of<I>(bounds, kv_begin, kv_end);
-    if (stages.first >= stages.end) return;
+  // `own` is the warp's, but for the bounds. A tile without rows ends the range.
+  __device__ __forceinline__ void produce(GivenTile& own) {
+    const RowTile& tile = own.tile;
+    touch_row_tile(p_, tile, own.at.kv_tile * kKvTile, 2 * kKeys, thread());
+    const auto [bounds, view] = TileView::of(p_, tile, own.kv_end, thread() / 32 * 32, thread() % 32);
+    StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
+    if (thread() == 0) own.bounds = bounds;
+    stages.first = min_of(stages.first, stages.end);
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
     __syncwarp();                                        // that of the row tile before is not read any more
     if (thread() % 32 == 0) {
@@ -199,14 +244,14 @@ class Producer {
       }
       __syncwarp();
     };
-    int32_t page_before = -1, page = find_page(stages.first);
-    write_rows(stages.first, page);
-    for (int32_t stage = stages.first; stage < stages.end + kTiles; stage += kTiles) {
+    int32_t page_before = -1, page = -1;
+    for (int32_t stage = stages.first - kTiles; stage < stages.end + kTiles; stage += kTiles) {
       const int32_t last = stage - kTiles, next = stage + kTiles;
       const int32_t next_page = next < stages.end ? find_page(next) : -1;
-      if (stage < stages.end) {
+      if (stages.first <= stage && stage < stages.end) {
         has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
+      if (stage == stages.first) give(own, GivenRow::of(view), stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
         has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
@@ -221,8 +266,50 @@ class Producer {
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
+  __device__ __forceinline__ void note(const GivenTile& given) {
+    if (given.tile.rows == 0 || given.is_whole()) return;
+    Walk& walk = shared_.walk;
+    const bool is_planned = walk.tile.rows > 0 && given.at.same_row(walk.at);
+    note_cut(walk, call_.pieces, given.at, given.tile,
+             is_planned ? walk.order : order_of(walk, call_.pieces, given.at, given.tile));
+  }
+  // Once the scores of the row tile before are used up.
+  __device__ __forceinline__ void give(const GivenTile& own, const GivenRow& row, bool with_q) {
+    if (thread() == 0) note(own);
+    ptx::mbar_wait(&shared_.is_used, given_ ^ 1);
+    if (thread() == 0) shared_.given[given_] = own;
+    given_ ^= 1;
+    if (thread() < I::kMTile) shared_.given_rows[thread()] = row;
+    if (with_q) copy_q(own.tile);
+    ptx::mbar_arrive(&shared_.is_given);
+    ptx::cp_async_mbar_arrive(&shared_.is_given);
+  }
+  // To where wgmma expects it: 0 behind the last row of whole groups, and behind the last column.
+  __device__ __forceinline__ void copy_q(const RowTile& tile) {
+    constexpr uint32_t kChunks = I::kHeadDim / 8, kLanes = min_of<uint32_t>(kChunks, 32),
+                       kRows = I::kProducers / kLanes;
+    const uint32_t chunks = static_cast<uint32_t>(p_.head_dim) / 8, rows = ceil_div(tile.rows, kGroup) * kGroup;
+#pragma unroll 1
+    for (uint32_t row = thread() / kLanes; row < rows; row += kRows) {
+      const bool has_row = row < tile.rows;
+      const uint32_t own = has_row ? row : 0;
+      const uint16_t* from = static_cast<const uint16_t*>(p_.q) + tile.token(p_, own) * p_.q_token_stride +
+                             tile.head(p_, own) * p_.q_head_stride;
+#pragma unroll
+      for (uint32_t chunk = thread() % kLanes; chunk < kChunks; chunk += kLanes) {
+        unsigned char* const to = shared_.q(row / kGroup) + I::QRows::offset(row % kGroup, chunk);
+        const bool has = has_row && chunk < chunks;
+        if (call_.q_aligned) {
+          ptx::cp_async_16(ptx::smem_addr(to), from + chunk * 8, has);
+        } else {
+          *reinterpret_cast<uint4*>(to) = has ? load_chunk(from + chunk * 8) : uint4{};
+        }
+      }
+    }
+  }
+
   static constexpr int kKeys = I::kShape.keys, kTiles = I::kTiles;
-  static constexpr uint32_t kPanelBytes = I::kPanelBytes;
+  static constexpr uint32_t kPanelBytes = I::kPanelBytes, kGroup = I::kGroupRows;
   static constexpr int32_t kPanels = I::kHeadDim / 64 / I::kParts;  // of a part, of 64 columns
   using PanelRows = Panels<128, kKeys>;
   // Read each time, instead of being kept in a register. The producers' threads come last.
@@ -277,7 +364,7 @@ class Producer {
                          (first + panel) * 64, offset, reader.kv_head, page, full);
       }
     }
-    place_.advance(stages_);
+    place_.advance(call_.stages);
   }
 
   // The thread's chunks of each panel: of every kRowsAtOnce * kShape.producer_warps()th key.
@@ -317,7 +404,7 @@ class Producer {
         ptx::cp_async_mbar_arrive(&shared_.full[place_.stage][part]);
       }
     }
-    place_.advance(stages_);
+    place_.advance(call_.stages);
     if constexpr (I::kDecodes) {
       copied_ += I::kParts;
       decode_parts(I::kLatent ? 0 : 2);  // which arrive meanwhile
@@ -329,7 +416,7 @@ class Producer {
 #pragma unroll 1
     for (; copied_ > left; --copied_) {
       wait_for_stage(copied_ + 1);
-      const int back = place_.stage - ceil_div(copied_, I::kParts), stage = back < 0 ? back + stages_ : back;
+      const int back = place_.stage - ceil_div(copied_, I::kParts), stage = back < 0 ? back + call_.stages : back;
       const int part = I::kLatent ? I::kParts - copied_ : 0;
       unsigned char* at = shared_.stage(stage) + part * kPanels * kPanelBytes;
       const uint32_t first = first_chunk();
@@ -359,10 +446,11 @@ class Producer {
   }
 
   const AttentionParams& p_;
+  const CallShape& call_;
   const CacheMaps& maps_;
-  int stages_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
+  uint32_t given_ = 0;  // how many row tiles, of which the lowest bit counts
   uint32_t calls_ = 0;  // of any_row_sees()
   int copied_ = 0;      // parts with codes that are not decoded yet
 };
