@@ -42,8 +42,8 @@ def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, (CASES,), "simt", only)
 
 
-def of_values(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_value_counts.py",), "simt", "simt")
+def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_sampling_rows.py",), "simt", "simt")
 
 
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
@@ -420,27 +420,14 @@ TOP = [
     of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
 ]
 
-VALUES = [
-    of_values("counters that overflow", "value_counts", "if (missing == 0)", "if (missing >> 40 == 0)"),
-    of_values("values that no counter has", "value_counts", "seen.others = true;", "seen.others = false;"),
-    of_values(
-        "the zeros of float16 that are negative",
-        "value_counts",
-        "byte_of(words_[0], 0) + byte_of(words_[0x8000 / 4], 0);",
-        "byte_of(words_[0], 0);",
-    ),
-    of_values("small values in another's counter", "value_counts", "(small & ~3u), small);", "(small & ~3u), 0);"),
-    of_values("one word noted for all", "value_counts", "add_others(notes_[i], seen);", "add_others(notes_[0], seen);"),
-    of_values("a guess that is not looked at again", "filters", "if (!found) {", "if (!found && goal == kCount) {"),
-    of_values("lower halves that nobody has seen", "value_counts", "(seen.lower & 0xffffu) != 0", "seen.lower == 1"),
-    of_values("masses that were guessed", "filters", "if (have_room) left = shared.next[0];", ""),
-    of_values("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
-    of_values("a draw by rounding", "race", "- error <= needed) return -1;", "- error <= needed) return token;"),
-    of_values("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
-    of_values("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
-    of_values("a list of top tokens cut off", "sampling", "(size > static_cast<", "(size < static_cast<"),
-    of_values("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
-    of_values(
+WAYS = [
+    of_ways("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
+    of_ways("a draw by rounding", "race", "- error <= needed) return -1;", "- error <= needed) return token;"),
+    of_ways("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
+    of_ways("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
+    of_ways("a list of top tokens cut off", "sampling", "(size > static_cast<", "(size < static_cast<"),
+    of_ways("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
+    of_ways(
         "ties at the threshold of the rules all kept",
         "filters",
         "if (ties > 0) filter.tie_end = end_of_ties(",
@@ -471,4 +458,4 @@ ROTARY = [
 ]
 
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
-MUTANTS += VALUES + ROTARY + ENGINE + JOINED
+MUTANTS += WAYS + ROTARY + ENGINE + JOINED

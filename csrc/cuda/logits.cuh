@@ -55,11 +55,6 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
-// For a pass over words that nobody else wants to see.
-struct NoVisit {
-  __device__ void operator()(const uint4& /*word*/) const {}
-};
-
 // A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
 // put together from two loads. Words whose loads would leave the row are read one logit after the other. Loads come
 // from L2, not through the read-only cache, since a row under request options was written by the same kernel.
@@ -88,7 +83,6 @@ class LogitReader {
 
   __device__ int64_t vocab() const { return vocab_; }
   __device__ int digits() const { return stored_.digits(); }
-  __device__ bool is_bfloat16() const { return stored_.bfloat16(); }
   __device__ bool is_wide() const { return stored_.wide(); }
   __device__ float largest() const { return stored_.largest(); }
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
@@ -104,7 +98,6 @@ class LogitReader {
   }
   // Whether logits are clean as they lie in memory.
   __device__ bool stands() const { return clean_ && grammar_ == nullptr; }
-  __device__ float value(uint32_t bits) const { return stored_.value(bits); }
   __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
 
   // Calls f(token, four) with the clean logits of each group of four tokens of this thread; a group may lie past the
@@ -310,10 +303,8 @@ class LogitReader {
     bool nan = false;
   };
 
-  // The best of all words of this thread. Calls visit(word) with each of them, clean, unless that does nothing.
-  template <typename Visit = NoVisit>
-  __device__ __forceinline__ Best best_of_words(int first, int stride, Visit visit = {}) const {
-    constexpr bool kVisits = !std::is_same_v<Visit, NoVisit>;
+  // The best of all words of this thread.
+  __device__ __forceinline__ Best best_of_words(int first, int stride) const {
     Best best;
     const bool has_grammar = grammar_ != nullptr;
 #pragma unroll 1
@@ -322,19 +313,6 @@ class LogitReader {
       load<true>(word, stride, loaded);  // threads whose words are different have different bests
       const float most = largest_of_words(loaded);
       const bool as_it_stands = !has_grammar && most < stored_.largest();
-      if constexpr (kVisits) {
-        if (!as_it_stands) {
-#pragma unroll 1
-          for (int i = 0; i < kPeakBatch; ++i) {
-            shift_in(loaded, clean_word_at(min_of(word + i * stride, whole_end() - 1)));
-          }
-        }
-#pragma unroll 1
-        for (int i = 0, at = word; i < kPeakBatch && at < whole_end(); ++i, at += stride) {
-          visit(loaded[0]);
-          shift_in(loaded, loaded[kPeakBatch - 1]);
-        }
-      }
       if (most <= best.logit) continue;  // false for a NaN
       if (!as_it_stands) {
         look_again(best, word, stride, most);
@@ -344,10 +322,7 @@ class LogitReader {
       }
     }
     const int at_end = end_word(first);
-    if (at_end < num_words()) {
-      if constexpr (kVisits) visit(clean_word_at(at_end));
-      look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
-    }
+    if (at_end < num_words()) look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
     return best;
   }
   // Word `i` of those that best_of_words() looks at, of which the ends of the row come first; -1 if it has none there.

@@ -13,11 +13,10 @@ constexpr int kLogprobThreads = 384;  // as for the rules, whose scans these are
 
 struct LogprobShared {
   TopShared top;
-  FilterScratch filter;
+  MassColumns masses;
   MassTable sums;
 };
 static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-static_assert(has_room_for_values(offsetof(LogprobShared, top), offsetof(LogprobShared, filter)));
 
 // How many logits reach this one, by all CTAs of the cluster.
 __device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float logit, BlockShared& shared) {
@@ -41,7 +40,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   if (is_first) write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
   const LogitRow row = row_under(p.options, p.logits, r, n, radix.block);
-  const RowDistribution distribution = find_distribution(radix, shared.filter, row, logprob_sampling(p, r));
+  const RowDistribution distribution = find_distribution(radix, shared.masses, row, logprob_sampling(p, r));
   RowMasses masses(distribution);
   sum_blocks(masses, shared.sums);
   const double total = shared.sums.total(row.vocab);

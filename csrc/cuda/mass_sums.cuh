@@ -67,15 +67,13 @@ struct RowMasses {
 };
 
 // The distribution of a row, read by a whole CTA or a cluster.
-__device__ __forceinline__ RowDistribution find_distribution(RadixShared& radix, FilterScratch& filter,
+__device__ __forceinline__ RowDistribution find_distribution(RadixShared& radix, MassColumns& masses,
                                                              const LogitRow& row, const Sampling& sampling) {
   AnyReader reader(row);
-  ValueCounts::Seen seen;
-  const Peak peak = find_peak(reader, sampling, radix, filter, seen);
+  const Peak peak = find_peak(reader, radix.block);
   reader.learn(peak);
-  return row_distribution(row, sampling, peak, [&](const Scale& scale) {
-    return find_filter(reader, sampling, scale, radix, filter, seen);
-  });
+  return row_distribution(row, sampling, peak,
+                          [&](const Scale& scale) { return find_filter(reader, sampling, scale, radix, masses); });
 }
 
 // A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each

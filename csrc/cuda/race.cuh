@@ -19,7 +19,7 @@ struct RaceNotes {
 
 struct SamplingShared {
   RadixShared radix;
-  FilterScratch filter;
+  MassColumns masses;
   // A race takes the sums by the first digit, which nobody needs then.
   __device__ RaceNotes& notes() {
     static_assert(sizeof(RaceNotes) <= sizeof(radix.first));
@@ -27,7 +27,8 @@ struct SamplingShared {
   }
   bool bad;  // of the row that is drawn from: no register is left to keep it in
 };
-static_assert(has_room_for_values(offsetof(SamplingShared, radix), offsetof(SamplingShared, filter)));
+// The columns are one array for those that need no sums.
+static_assert(offsetof(SamplingShared, masses) == offsetof(SamplingShared, radix.counts) + sizeof(Columns));
 
 // The noise of a row that is a part of a vocabulary and begins with its token `first_token`; `kWhole`: with token 0.
 template <bool kWhole>
@@ -97,7 +98,7 @@ struct Ahead {
 
 // The largest logits of lanes in batches: the upper halves of their order keys.
 struct BatchMaxima {
-  static constexpr uint32_t kMost = ValueCounts::kWords * 2 / 32;  // batches of a CTA
+  static constexpr uint32_t kMost = (sizeof(Columns) + sizeof(MassColumns)) / (32 * sizeof(uint16_t));  // of a CTA
   uint16_t* keys;
   uint32_t batch = threadIdx.x / 32;  // the next one of this warp
 

@@ -13,8 +13,7 @@ template <DType kDType>
 __device__ __attribute__((noinline)) Draw draw_by_peak(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
                                                        int64_t position, SamplingShared& shared) {
   LogitReader<kDType> row(logits);
-  ValueCounts::Seen seen;
-  const Peak peak = find_peak(row, sampling, shared.radix, shared.filter, seen);
+  const Peak peak = find_peak(row, shared.radix.block);
   const bool uniform = peak.logit == -kInfinity;
   row.learn(peak);
   if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
@@ -26,7 +25,7 @@ __device__ __attribute__((noinline)) Draw draw_by_peak(const LogitRow& logits, c
     row.make_uniform();
   } else {
     scale = {peak.logit, inverse_temperature(sampling.temperature)};
-    ties = find_threshold(row, sampling, scale, shared.radix, shared.filter, seen, filter);
+    ties = find_threshold(row, sampling, scale, shared.radix, shared.masses, filter);
   }
   // Seldom is it a tie at the threshold that wins. Only then the ties are looked for that the filter keeps.
 #pragma unroll 1
@@ -146,7 +145,8 @@ __device__ __attribute__((noinline)) int64_t draw_of_top(const LogitRow& logits,
   // The last warp has the fewest batches, at most one less than others.
   of_batches.add(-kInfinity);
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1) top.counts->keys = (of_batches.batch - threadIdx.x / 32) * 32;
+  if (threadIdx.x == blockDim.x - 1)
+    top.counts->keys = min_of(of_batches.batch - threadIdx.x / 32, BatchMaxima::kMost) * 32;
   const uint64_t key = cluster_max(shared.radix.block, peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f));
   const Scale scale{logit_of_key<ScalarMath>(static_cast<uint32_t>(key)), inverse_temperature(sampling.temperature)};
   __syncthreads();

@@ -44,8 +44,8 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       // second digit is one of them.
       static_assert(kDigitBits == 2 * kShardDigitBits);
       const bool first = p.digit % 2 == 0;
-      tabulate(shared.radix, view.by_mass ? shared.filter.masses : nullptr, shared.radix.next, items, weight,
-               p.digit / 2, first ? row.key : row.key >> kShardDigitBits);
+      tabulate(shared.radix, view.by_mass ? shared.masses : nullptr, shared.radix.next, items, weight, p.digit / 2,
+               first ? row.key : row.key >> kShardDigitBits);
       const unsigned bin = threadIdx.x;
       if (bin >= kShardBins || ptx::cluster_rank() != 0) break;
       uint64_t sum = 0;

@@ -24,7 +24,6 @@ struct StoredLogits {
 
   __device__ explicit StoredLogits(DType) {}
   static __device__ bool wide() { return kWide; }
-  static __device__ bool bfloat16() { return kDType == DType::kBFloat16; }
   static __device__ float largest() { return kWide ? kMaxFloat : kHalf ? kMaxFloat16 : kMaxBFloat16; }
   // Bits of +inf.
   static __device__ uint32_t infinity() { return kWide ? 0x7f800000u : kHalf ? 0x7c00u : 0x7f80u; }
@@ -71,7 +70,6 @@ struct StoredLogits<kAnyDType> {
   __device__ explicit StoredLogits(DType of_row) : dtype(of_row) {}
   __device__ bool wide() const { return dtype == DType::kFloat32; }
   __device__ bool half() const { return dtype == DType::kFloat16; }
-  __device__ bool bfloat16() const { return dtype == DType::kBFloat16; }
   __device__ float largest() const { return wide() ? kMaxFloat : half() ? kMaxFloat16 : kMaxBFloat16; }
   __device__ uint32_t infinity() const { return wide() ? 0x7f800000u : half() ? 0x7c00u : 0x7f80u; }
   __device__ int digits() const { return wide() ? 4 : half() ? 3 : 2; }

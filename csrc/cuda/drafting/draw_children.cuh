@@ -9,10 +9,9 @@ namespace pagedtree::cuda {
 
 struct ChildrenShared {
   BestShared best;
-  FilterScratch filter;
+  MassColumns columns;
   uint64_t targets[kMaxTreeNodes];
 };
-static_assert(has_room_for_values(offsetof(ChildrenShared, best), offsetof(ChildrenShared, filter)));
 static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 // Tokens as integer masses; probabilities are mass / total. A token without mass has probability 0 and is never drawn.
@@ -112,8 +111,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
                                               const ChildrenDraw& draw, ChildrenShared& shared) {
   RadixShared& radix = shared.best.radix;
   Masses<kDType> masses{LogitReader<kDType>(logits), {0.0f, 1.0f}, {}};
-  ValueCounts::Seen seen;
-  const Peak peak = find_peak(masses.row, sampling, radix, shared.filter, seen);
+  const Peak peak = find_peak(masses.row, radix.block);
   masses.row.learn(peak);
   const bool greedy = sampling.temperature == 0.0f;
   if (peak.logit == -kInfinity) {
@@ -122,7 +120,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   } else {
     masses.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(sampling.temperature)};
     masses.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
-                           : find_filter(masses.row, sampling, masses.scale, radix, shared.filter, seen);
+                           : find_filter(masses.row, sampling, masses.scale, radix, shared.columns);
   }
   uint64_t sum = 0;
   masses.each_four([&](int64_t, const uint32_t (&four)[4]) { sum += uint64_t{four[0]} + four[1] + four[2] + four[3]; });

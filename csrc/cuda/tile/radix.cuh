@@ -17,9 +17,10 @@ struct Totals {
 // Lanes add in separate columns, so that two of them seldom use one bin at a time. Where items are few, so are columns.
 constexpr unsigned kMaxColumns = 16, kFewColumns = 4;
 using Columns = uint32_t[kBins * kMaxColumns];
-__device__ __forceinline__ unsigned num_columns(bool few_items) {
-  return few_items || blockDim.x == 32 ? kFewColumns : kMaxColumns;
-}
+// Masses are added in two halves, so that no column overflows for the largest vocabulary. The columns of the upper
+// halves follow those of the lower ones.
+using MassColumns = uint32_t[2 * kBins * kMaxColumns];
+static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
 struct RadixShared {
   BlockShared block;
@@ -30,11 +31,6 @@ struct RadixShared {
   uint32_t bin;
   alignas(16) Columns counts;
 };
-
-// Masses are added in two halves, so that no column overflows for the largest vocabulary. The columns of the upper
-// halves follow those of the lower ones.
-__host__ __device__ constexpr unsigned words_of_masses(unsigned columns) { return 2 * kBins * columns; }
-static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
 // The largest key such that the items at or above it reach some target.
 struct Cut {
@@ -92,11 +88,11 @@ __device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
 
 // Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
 // items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
-// out. `masses`, words_of_masses(columns), may be null.
+// out. `masses`, MassColumns, may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, Totals* totals, const Items& items,
-                                         Weight weight, int digit, uint32_t prefix, bool few_items = false) {
-  const unsigned columns = num_columns(few_items);
+                                         Weight weight, int digit, uint32_t prefix) {
+  const unsigned columns = blockDim.x == 32 ? kFewColumns : kMaxColumns;
   const int shift = 32 - kDigitBits * (digit + 1);
   clear_columns(shared, masses, columns);
   __syncthreads();

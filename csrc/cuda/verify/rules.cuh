@@ -17,7 +17,7 @@ constexpr int kRulesThreads = 384;
 
 struct RulesShared {
   RadixShared radix;
-  FilterScratch filter;
+  MassColumns masses;
   NodeDistributions distributions;
   MassTable residuals, drafts;
   float block[kMassBlock / kMassRadix][kMassRadix + 1];  // residuals; one more per row avoids bank conflicts
@@ -26,7 +26,6 @@ struct RulesShared {
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(has_room_for_values(offsetof(RulesShared, radix), offsetof(RulesShared, filter)));
 static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 // The terms m log m of the masses m.
@@ -266,7 +265,7 @@ class Rows {
       const bool of_draft = left_to_find == 2;
       RowDistribution& into = of_draft ? distributions.draft : distributions.target;
       const RowDistribution distribution = find_distribution(
-          shared.radix, shared.filter, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
+          shared.radix, shared.masses, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
       if (leads_cta()) into = distribution;  // read from there on: no registers are left to keep it in
       __syncthreads();
       sum_blocks(RowMasses(into), shared.residuals);

@@ -1,6 +1,5 @@
-"""Rows whose values the CUDA kernels count while they look for the peak: draws and distributions are those of the CPU,
-bit for bit, also where counters overflow or a row has values that are not counted. Of float32 logits the upper halves
-are counted, after which the logits near the threshold are noted."""
+"""Rows that CUDA kernels draw ahead of the peak, from a list, or by a search for the threshold: draws and distributions
+are those of the CPU, bit for bit, whichever way a row takes."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from pagedtree import SamplingParams, sample, token_logprobs
 from pagedtree.testing import backends, use_backend
 
 on_gpu_code = pytest.mark.parametrize("backend", [name for name in backends() if name != "cpu"], indirect=True)
-# Rows that are long enough for counters, and do not end with a word.
-VOCABS = {torch.bfloat16: 4219, torch.float16: 33001, torch.float32: 4219}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+VOCAB = 4219  # does not end with a word
 SAMPLINGS = [
     {"temperature": 1.3},
     {"top_p": 0.9},
@@ -41,10 +40,8 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
         "peaked": normal * 4,
         "ties": (normal * 2).round(),
         "ties by quarters": (normal * 8).round() / 4 - 6,
-        "equal": torch.full((vocab,), -2.5),  # counters overflow
+        "equal": torch.full((vocab,), -2.5),
         "two values": torch.where(normal > 1, 3.0, 1.0),
-        "near zero": normal.sign() * (normal.abs() + 0.01) * 2e-3,  # bfloat16 has one counter for most of them
-        "tiny": normal * 1e-6,  # smaller than what bfloat16 has counters for
         "large": normal * 90,
         "far below": normal - 40,
         "with zeros": torch.where(normal > 0.5, normal, math.copysign(0.0, -1.0)),
@@ -74,11 +71,11 @@ def at_address(row: Tensor, offset: int) -> Tensor:
 
 
 @on_gpu_code
-@pytest.mark.parametrize("dtype", VOCABS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", rows_of(1))
 def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
-    vocab, draws = VOCABS[dtype], 12 if dtype == torch.bfloat16 else 3
-    row = at_address(rows_of(vocab)[kind].to(dtype), len(kind) % 8)
+    draws = 12 if dtype == torch.bfloat16 else 3
+    row = at_address(rows_of(VOCAB)[kind].to(dtype), len(kind) % 8)
     rows, streams = row.expand(draws, -1), {"seeds": random_words(draws), "positions": torch.arange(draws)}
     on_device = {name: stream.to(device) for name, stream in streams.items()}
     for sampling in SAMPLINGS:
@@ -89,13 +86,11 @@ def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, ki
 
 
 @on_gpu_code
-@pytest.mark.parametrize(
-    ("dtype", "vocab"), [(torch.bfloat16, 16411), (torch.float16, 131077), (torch.float32, 20011)], ids=str
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["ties", "equal", "with zeros"])
-def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, vocab: int, kind: str) -> None:
-    """One row is read by a cluster of CTAs, each of which counts what it has read."""
-    row = rows_of(vocab)[kind].to(dtype).expand(1, -1)
+def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, kind: str) -> None:
+    """One row is read by a cluster of CTAs."""
+    row = rows_of(20011)[kind].to(dtype).expand(1, -1)
     seeds, positions = random_words(1), torch.arange(1)
     for sampling in SAMPLINGS[:7]:
         params = SamplingParams(**sampling)
@@ -106,32 +101,11 @@ def test_the_parts_of_a_row_add_up(device: torch.device, dtype: torch.dtype, voc
 
 
 @on_gpu_code
-@pytest.mark.parametrize("kind", ["misleading", "crowded"])
-def test_guesses_that_are_of_no_use(device: torch.device, kind: str) -> None:
-    """Float32 rows whose upper halves mislead, or that have more logits near the threshold than can be noted."""
-    if kind == "misleading":
-        # The threshold is among the last ones, two values of the upper halves below where the middles of all have it.
-        row = torch.cat([torch.full((count,), value) for value, count in
-                         ((64.001, 1), (63.7501, 700), (63.5001, 700), (63.4999, 2000), (20.1, 1000))])  # fmt: skip
-        params = SamplingParams(top_p=0.67, temperature=0.18)
-    else:
-        row = rows_of(20011)["flat"]
-        params = SamplingParams(top_k=300, top_p=0.8, temperature=3.0, filter_order="joint")
-    rows, streams = row.expand(24, -1), {"seeds": random_words(24), "positions": torch.arange(24)}
-    with use_backend("cpu"):
-        expected = sample(rows, params, **streams)
-    found = sample(placed(rows, device), params, **{name: stream.to(device) for name, stream in streams.items()})
-    assert found.tolist() == expected.tolist()
-
-
-@on_gpu_code
-@pytest.mark.parametrize("dtype", VOCABS, ids=str)
-@pytest.mark.parametrize(
-    "kind", ["flat", "ties by quarters", "equal", "near zero", "tiny", "with both zeros", "mostly forbidden"]
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["flat", "ties by quarters", "equal", "with both zeros", "mostly forbidden"])
 def test_kept_tokens_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, kind: str) -> None:
     """Of the tokens at the threshold of top-p the first are kept: their log-probabilities tell which."""
-    row = rows_of(VOCABS[dtype])[kind].to(dtype)
+    row = rows_of(VOCAB)[kind].to(dtype)
     order = torch.sort(row.float(), descending=True, stable=True).indices
     for sampling in ({"top_p": 0.4}, {"top_k": 900, "top_p": 0.7}):
         params = SamplingParams(**sampling)
