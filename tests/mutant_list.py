@@ -412,7 +412,7 @@ LIMITS = [
 ]  # fmt: skip
 
 TOP = [
-    of_top("threads that share their last word", "load<true>(word", "load(word", "cuda/logits.cuh"),
+    of_top("NaN that nobody looks at again", "!(best.logit < stored_.largest())", "false", "cuda/logits.cuh"),
     of_top("a threshold that too few tokens reach", "rank == count - 1", "rank == count / 2"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
     of_top("groups that share threads", "part < (group + 1) * parts / groups", "part < parts"),
@@ -424,15 +424,9 @@ WAYS = [
     of_ways("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
     of_ways("a draw by rounding", "race", "- error <= needed) return -1;", "- error <= needed) return token;"),
     of_ways("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
-    of_ways("the ties of the k-th left out", "sampling", "ranked_value(ranks[i]) >= least; }", "i < wanted; }"),
+    of_ways("the ties of the k-th left out", "sampling", "ranked_value(top.ranks[i]) >= least; }", "i < wanted; }"),
     of_ways("a list of top tokens cut off", "sampling", "(size > static_cast<", "(size < static_cast<"),
-    of_ways("a tie wins that is not kept", "sampling", "if (token >= filter.tie_end) continue;", ""),
-    of_ways(
-        "ties at the threshold of the rules all kept",
-        "filters",
-        "if (ties > 0) filter.tie_end = end_of_ties(",
-        "if (ties > 1u << 30) filter.tie_end = end_of_ties(",
-    ),
+    of_ways("ties at a threshold all kept", "filters", "if (ties == cut.at.count) return", "if (ties > 0) return"),
 ]
 
 ROTARY = [

@@ -16,68 +16,21 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-// Each thread looks for its largest logit; only the best of each warp look for the token that has it.
+// Each thread looks for its largest logit; only the best of each warp look for the token that has it. From now on the
+// reader knows whether the row is clean.
 template <typename Reader>
-__device__ __forceinline__ Peak find_peak(const Reader& row, BlockShared& shared) {
-  const int threads = static_cast<int>(ptx::cluster_size() * blockDim.x);
-  const auto best = row.best_of_words(static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), threads);
+__device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
+  const auto best = row.best_of_words();
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);
   uint64_t rank = 0;
-  if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, best.word < 0 ? 0 : row.token_of(best, threads));
+  if (key == __reduce_max_sync(~0u, key)) rank = ranked(best.logit, row.token_of(best));
   // A bit that tokens do not need says whether there is a NaN.
-  constexpr uint64_t kNan = 0x80000000u;
+  constexpr uint32_t kNan = 0x80000000u;
   static_assert(kMaxVocab <= kNan);
-  const auto fold = [](uint64_t a, uint64_t b) { return max_of(a & ~kNan, b & ~kNan) | ((a | b) & kNan); };
-  rank = best.nan ? rank | kNan : rank & ~kNan;
-  rank = fold_ctas(shared, block_fold(shared, rank, fold), fold);
-  return {.logit = ranked_value(rank), .token = ranked_id(rank | kNan), .has_nan = (rank & kNan) != 0};
-}
-
-// One past the token of the `count`-th of the logits that are equal to `logit`, in the order of tokens.
-template <typename Reader>
-__device__ __forceinline__ int64_t end_of_ties(const Reader& row, float logit, uint64_t count, BlockShared& shared) {
-  const WarpRun run = run_of_warp(row.num_words());
-  const int lane = static_cast<int>(threadIdx.x % 32), begin = static_cast<int>(run.begin);
-  const auto each = [&](auto f) {
-    const auto has_any = [&](float largest) { return __any_sync(~0u, largest >= logit) != 0; };
-    row.each_word(begin, 32, static_cast<int>(run.end), has_any, f);
-  };
-  uint32_t found = 0;  // by this thread
-  each([&](int, const uint4& word) {
-    if (row.largest_of_word(word) >= logit) found += static_cast<uint32_t>(popcount32(row.equal_to(word, logit)));
-  });
-  const uint32_t of_warp = __reduce_add_sync(~0u, found);
-  uint64_t total;
-  const uint64_t before = sum_before_warp_of_cluster(shared, of_warp, total);
-  if (total < count) return row.vocab();
-  __syncthreads();
-  if (before < count && count <= before + of_warp) {
-    uint32_t left = static_cast<uint32_t>(count - before);
-    each([&](int word_index, const uint4& word) {
-      const uint32_t equal = row.equal_to(word, logit), own = static_cast<uint32_t>(popcount32(equal));
-      const uint32_t of_words = __reduce_add_sync(~0u, own);
-      if (left > of_words) {
-        left -= of_words;
-        return;
-      }
-      uint32_t reached = own;  // up to this lane
-      for (int delta = 1; delta < 32; delta *= 2) {
-        const uint32_t lower = __shfl_up_sync(~0u, reached, delta);
-        if (lane >= delta) reached += lower;
-      }
-      if (reached - own < left && left <= reached) {
-        uint32_t from = equal;
-        for (uint32_t skipped = reached - own + 1; skipped < left; ++skipped) from &= from - 1;
-        const int64_t end_of_token = int64_t{word_index} * row.of_word() + __ffs(static_cast<int>(from));
-        for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
-          *ptx::of_cta(&shared.warps[0], rank) = static_cast<uint64_t>(end_of_token);
-        }
-      }
-      left = ~0u;  // later words do not count
-    });
-  }
-  ptx::cluster_sync();
-  return static_cast<int64_t>(shared.warps[0]);
+  rank = cluster_max<kNan>(shared, best.nan ? rank | kNan : rank & ~uint64_t{kNan});
+  const Peak peak{.logit = ranked_value(rank), .token = ranked_id(rank | kNan), .has_nan = (rank & kNan) != 0};
+  row.learn(peak);
+  return peak;
 }
 
 // The logits above -inf whose x is at least min_x, as the keys of a radix search.
@@ -110,9 +63,6 @@ struct LogitItems {
                            }
                          });
   }
-  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key, uint64_t count) const {
-    return cuda::end_of_ties(row, logit_of_key<ScalarMath>(key), count, shared);
-  }
 };
 
 // The scores of an array, also as keys of a radix search.
@@ -135,9 +85,6 @@ struct ScoreItems {
       if (of_item != 0) f(of_item, i);
     }
   }
-  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key_of_ties, uint64_t ties) const {
-    return end_of_first(shared, count, ties, [&](int64_t i) { return key(i) == key_of_ties; });
-  }
 };
 
 // Whether a token's rank or its share of the mass may keep it from being drawn.
@@ -145,64 +92,63 @@ __device__ __forceinline__ bool has_filter(const Sampling& sampling, int64_t voc
   return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || (sampling.top_k > 0 && sampling.top_k < vocab);
 }
 
-// Finds the filter of a row, except that all ties at the threshold are kept. Returns how many of them are to be kept, 0
-// for all.
+// Finds the filter of a row: by count, then by mass, then how many of the ties at the threshold are kept.
 template <typename Reader>
-__device__ __forceinline__ uint64_t find_threshold(const Reader& row, const Sampling& sampling, const Scale& scale,
-                                                   RadixShared& shared, MassColumns& columns, Filter& filter) {
-  filter.min_x = min_p_bound(sampling.min_p);
+__device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
+                                              RadixShared& shared, MassColumns& columns) {
+  Filter filter{.min_x = min_p_bound(sampling.min_p)};
   const bool by_mass = sampling.top_p < 1.0f;
   const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab();
-  if (!by_mass && !by_count) return 0;
+  if (!by_mass && !by_count) return filter;
 
   // Tokens without mass matter only for counts.
   const float view_min_x = sampling.joint ? -kInfinity : filter.min_x;
   const LogitItems<Reader> items{row, scale, by_count ? view_min_x : max_of(view_min_x, kWeightless)};
   const auto weight = [&](uint32_t key) { return weight_of<ScalarMath>(scale(logit_of_key<ScalarMath>(key))); };
-  uint32_t* const masses = by_mass ? columns : nullptr;
-  Totals left{};
-  Cut cut{};
-  uint64_t needed = 0;
-  bool counts = by_count, has_first = false;  // first by count, then by mass
-  // One loop over the digits of both, as nvcc takes long for loops that contain others.
+  enum { kCount, kMass, kTies } goal = by_count ? kCount : kMass;
+  uint64_t left = 0;  // the mass that top-k leaves
+  uint64_t ties = 0;
+  uint32_t among = 0;
 #pragma unroll 1
-  for (int digit = 0;;) {
-    Totals* const totals = digit == 0 ? shared.first : shared.next;
-    if (digit > 0 || !has_first) tabulate(shared, masses, totals, items, weight, digit, cut.key);
-    if (digit == 0) {
-      if (!has_first) left = sum_of_bins(shared, totals);
-      has_first = true;
-      if (counts && static_cast<uint64_t>(sampling.top_k) >= left.count) {
-        if (!by_mass) return 0;
-        counts = false;
-      }
-      needed = counts ? static_cast<uint64_t>(sampling.top_k) : top_p_mass(sampling.top_p, left.mass);
-      cut = {};
-    }
-    cut.key = cut.key << kDigitBits | find_bin(shared, totals, !counts, needed, cut);
-    if (++digit < row.digits()) continue;
-    digit = 0;
-    const float logit = logit_of_key<ScalarMath>(whole_key(cut.key, row.digits()));
-    if (!counts) {
-      if (logit < filter.min_logit) return 0;
+  while (true) {
+    uint32_t* const masses = by_mass && goal != kTies ? columns : nullptr;
+    const Cut cut = find_cut(shared, masses, items, weight, row.digits(), among, goal == kMass, [&](const Totals& all) {
+      const uint64_t wanted = static_cast<uint64_t>(sampling.top_k);
+      if (goal == kCount) return wanted < all.count ? wanted : 0;
+      return goal == kTies ? ties : top_p_mass(sampling.top_p, left > 0 ? left : all.mass);
+    });
+    const float logit = logit_of_key<ScalarMath>(cut.key);
+    if (goal == kCount) {
+      if (cut.target > 0) filter.min_logit = logit;
+      if (cut.target > 0 && !sampling.joint) left = cut.above.mass + cut.at.mass;
+      if (!by_mass) return filter;
+      goal = kMass;
+    } else if (goal == kMass) {
+      if (logit < filter.min_logit) return filter;
       filter.min_logit = logit;
-      const uint64_t ties = ceil_div(needed - cut.above.mass, cut.at.mass / cut.at.count);
-      return ties == cut.at.count ? 0 : ties;
+      ties = ceil_div(cut.target - cut.above.mass, cut.at.mass / cut.at.count);
+      if (ties == cut.at.count) return filter;
+      goal = kTies;
+      among = cut.key;
+    } else {
+      filter.tie_end = int64_t{~cut.key} + 1;
+      return filter;
     }
-    filter.min_logit = logit;
-    if (!by_mass) return 0;
-    if (!sampling.joint) left = {cut.above.count + cut.at.count, cut.above.mass + cut.at.mass};
-    counts = false;
   }
 }
 
-template <typename Reader>
-__device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling& sampling, const Scale& scale,
-                                              RadixShared& shared, MassColumns& columns) {
-  Filter filter;
-  const uint64_t ties = find_threshold(row, sampling, scale, shared, columns, filter);
-  if (ties > 0) filter.tie_end = end_of_ties(row, filter.min_logit, ties, shared.block);
-  return filter;
+// Finds the distribution of the row `in` has, in shared memory. Not inlined: it is most of the code of kernels that
+// seldom need more than the peak.
+template <DType kDType>
+__device__ __attribute__((noinline)) void find_distribution(RadixShared& radix, MassColumns& masses,
+                                                            const Sampling& sampling, RowDistribution& in) {
+  LogitReader<kDType> row(in.row);
+  const Peak peak = find_peak(row, radix.block);
+  const RowDistribution found = row_distribution(
+      in.row, sampling, peak, [&](const Scale& scale) { return find_filter(row, sampling, scale, radix, masses); });
+  __syncthreads();
+  if (threadIdx.x == 0) in = found;
+  __syncthreads();
 }
 
 }  // namespace pagedtree::cuda

@@ -80,6 +80,10 @@ class LogitReader {
   }
   // Learns the result of find_peak: a row without NaN and +inf is read as it stands.
   __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
+  __device__ void learn(const RowDistribution& distribution) {
+    if (distribution.uniform) make_uniform();
+    clean_ = !distribution.bad && distribution.scale.peak < stored_.largest();
+  }
 
   __device__ int64_t vocab() const { return vocab_; }
   __device__ int digits() const { return stored_.digits(); }
@@ -195,12 +199,7 @@ class LogitReader {
     load(own, stride, words);
     if (!stands() || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
 #pragma unroll 1
-      for (int i = 0; i < kBatch; ++i) {
-        const uint4 word = made_clean(own + i * stride, words[0]);
-#pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
-        words[kBatch - 1] = word;
-      }
+      for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(own + i * stride, words[0]));
     }
     f(own, words);
   }
@@ -230,7 +229,7 @@ class LogitReader {
           const int word = first_of(i + j / kBatch * warps) + lane + j % kBatch * stride;
           const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
                               : stands() && is_whole(word) ? words[0][0]
-                                                           : clean_or_nan(word, words[0][0]);
+                                                           : made_clean(word, words[0][0]);
           shift_in(words[0], words[1][0]);
           shift_in(words[1], clean);
         }
@@ -296,47 +295,38 @@ class LogitReader {
 
   // ---- the pass that finds the peak
 
-  // The largest logit that the thread has seen, and the batch that has it.
+  // The largest logit of a thread, and the batch that has it.
   struct Best {
     float logit = -kInfinity;
     int word = -1;  // the first word of the batch
     bool nan = false;
   };
 
-  // The best of all words of this thread.
-  __device__ __forceinline__ Best best_of_words(int first, int stride) const {
+  // The best of all words of this thread. They are read again if the warp has a NaN or +inf.
+  __device__ __forceinline__ Best best_of_words() {
     Best best;
-    const bool has_grammar = grammar_ != nullptr;
 #pragma unroll 1
-    for (int word = whole_begin() + first; word < whole_end(); word += kPeakBatch * stride) {
-      uint4 loaded[kPeakBatch];
-      load<true>(word, stride, loaded);  // threads whose words are different have different bests
-      const float most = largest_of_words(loaded);
-      const bool as_it_stands = !has_grammar && most < stored_.largest();
-      if (most <= best.logit) continue;  // false for a NaN
-      if (!as_it_stands) {
-        look_again(best, word, stride, most);
-      } else {
-        best.logit = most;
-        best.word = word;
+    for (clean_ = true;; clean_ = false) {
+      best.logit = -kInfinity;
+      best.word = -1;
+#pragma unroll 1
+      for (int of_batch = own_begin(); of_batch < num_words(); of_batch += kBatch * own_stride()) {
+        with_batch(of_batch, own_stride(), [&](int first, const uint4(&words)[kBatch]) {
+          const float most = largest_of_words(words);
+          if (most <= best.logit || best.logit != best.logit) return;
+          best.logit = most;
+          best.word = first;
+        });
       }
+      if (!clean_) return best;
+      best.nan = best.logit != best.logit;
+      if (!__any_sync(~0u, !(best.logit < stored_.largest()))) return best;
     }
-    const int at_end = end_word(first);
-    if (at_end < num_words()) look_again(best, at_end, stride, largest_of_word(word_of_ends(at_end)));
-    return best;
   }
-  // Word `i` of those that best_of_words() looks at, of which the ends of the row come first; -1 if it has none there.
-  __device__ int word_of_best(int i, int first, int stride) const {
-    const int word = i == 0 ? end_word(first) : whole_begin() + first + (i - 1) * stride;
-    return word < (i == 0 ? num_words() : whole_end()) ? word : -1;
-  }
-
-  // The first token of best.logit in the batch that has it.
-  __device__ __forceinline__ int64_t token_of(const Best& best, int stride) const {
-    const int last = is_whole(best.word) ? whole_end() - 1 : best.word;
+  // The first token of best.logit.
+  __device__ __forceinline__ int64_t token_of(const Best& best) const {
 #pragma unroll 1
-    for (int i = 0; i < kPeakBatch; ++i) {
-      const int word = min_of(best.word + i * stride, last);
+    for (int word = best.word; word >= 0 && word < num_words(); word += own_stride()) {
       const uint32_t equal = equal_to(clean_word_at(word), best.logit);
       if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
     }
@@ -371,29 +361,21 @@ class LogitReader {
   }
 
  private:
-  static constexpr int kPeakBatch = 4;
-
   // The whole words: loads inside the row suffice for them.
   __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
   __device__ int whole_end() const {
     if (skew_ == 0) return vocab_ / of_word();
     return max_of((vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word() - 1, 1);
   }
-  // Thread `first` looks at this end of the row, if it is a word.
-  __device__ int end_word(int first) const {
-    return first < whole_begin() ? first : whole_end() + first - whole_begin();
-  }
   __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end(); }
 
-  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one: `word` itself
-  // if kOwn, and that must be whole.
-  template <bool kOwn = false, int kCount>
+  // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one.
+  template <int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
     if (whole_end() == whole_begin()) return;
     const int last = whole_end() - 1;
     const auto place = [&](int i) {
       const int at = word + i * stride;
-      if constexpr (kOwn) return at <= last ? at : word;
       return skew_ == 0 ? min_of(at, last) : clamp_to(at, 1, last);
     };
     if (skew_ == 0) {
@@ -443,20 +425,15 @@ class LogitReader {
     return bits;
   }
 
-  __device__ __forceinline__ uint4 clean_or_nan(int word, const uint4& loaded) const {
-    const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
-    const float most = largest_of_word(as_stored);
-    uint4 clean = made_clean(as_stored, allowed_of_word(word));
-    if (clean_ && most != most) clean.x = ~0u;
-    return clean;
-  }
+  // If the row is presumed clean, a word with a NaN still has one.
   __device__ __forceinline__ uint4 made_clean(int word, const uint4& loaded) const {
     const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
-    return made_clean(as_stored, allowed_of_word(word));
-  }
-  __device__ __forceinline__ uint4 made_clean(const uint4& as_stored, uint32_t allowed) const {
+    const uint32_t allowed = allowed_of_word(word);
     if (clean_ && allowed == (1u << of_word()) - 1) return as_stored;
-    return clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
+    uint4 clean = clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
+    const float most = largest_of_word(as_stored);
+    if (clean_ && most != most) clean.x = ~0u;
+    return clean;
   }
 
   template <int kCount>
@@ -464,21 +441,6 @@ class LogitReader {
 #pragma unroll
     for (int i = 0; i + 1 < kCount; ++i) words[i] = words[i + 1];
     words[kCount - 1] = word;
-  }
-
-  // Looks at a batch again that has a NaN, +inf or forbidden tokens, or at a word at an end of the row.
-  __device__ __forceinline__ void look_again(Best& best, int first, int stride, float most) const {
-    best.nan = best.nan || most != most;
-    const int end = is_whole(first) ? min_of(first + kPeakBatch * stride, whole_end()) : first + 1;
-    float clean_most = -kInfinity;
-#pragma unroll 1
-    for (int word = first; word < end; word += stride) {
-      clean_most = max_of(clean_most, largest_of_word(clean_word_at(word)));
-    }
-    // The word before the first whole word is looked at last, but wins a tie.
-    if (clean_most < best.logit || (clean_most == best.logit && first >= best.word)) return;
-    best.logit = clean_most;
-    best.word = first;
   }
 
   // These members are chosen to take few registers.

@@ -14,6 +14,7 @@ constexpr int kLogprobThreads = 384;  // as for the rules, whose scans these are
 struct LogprobShared {
   TopShared top;
   MassColumns masses;
+  RowDistribution distribution;
   MassTable sums;
 };
 static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
@@ -40,7 +41,10 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   if (is_first) write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
   const LogitRow row = row_under(p.options, p.logits, r, n, radix.block);
-  const RowDistribution distribution = find_distribution(radix, shared.masses, row, logprob_sampling(p, r));
+  RowDistribution& distribution = shared.distribution;
+  if (threadIdx.x == 0) distribution.row = row;
+  __syncthreads();
+  find_distribution<kAnyDType>(radix, shared.masses, logprob_sampling(p, r), distribution);
   RowMasses masses(distribution);
   sum_blocks(masses, shared.sums);
   const double total = shared.sums.total(row.vocab);

@@ -21,11 +21,7 @@ struct RowMasses {
 
   __device__ explicit RowMasses(const RowDistribution& distribution)
       : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
-    if (distribution.uniform) {
-      row.make_uniform();
-    } else if (!distribution.bad) {
-      row.learn({.logit = distribution.scale.peak, .token = distribution.best, .has_nan = false});
-    }
+    row.learn(distribution);
   }
 
   __device__ float at(int64_t token) const {
@@ -65,16 +61,6 @@ struct RowMasses {
     values(token, loaded, sums[0]);
   }
 };
-
-// The distribution of a row, read by a whole CTA or a cluster.
-__device__ __forceinline__ RowDistribution find_distribution(RadixShared& radix, MassColumns& masses,
-                                                             const LogitRow& row, const Sampling& sampling) {
-  AnyReader reader(row);
-  const Peak peak = find_peak(reader, radix.block);
-  reader.learn(peak);
-  return row_distribution(row, sampling, peak,
-                          [&](const Scale& scale) { return find_filter(reader, sampling, scale, radix, masses); });
-}
 
 // A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each
 // step a lane gives another lane the half of the sums that the other continues with.

@@ -17,69 +17,41 @@ struct RaceNotes {
   Note notes[kMost];
 };
 
+// The tokens above a lower bound of top-k's threshold, in the order of the filters.
+struct TopTokens {
+  static constexpr uint32_t kMost = 512;
+  static constexpr int32_t kMostWanted = 256;
+  uint32_t size, keys, at_least[16];
+  uint64_t ranks[kMost];  // of the cluster's first CTA
+};
+
 struct SamplingShared {
   RadixShared radix;
   MassColumns masses;
-  // A race takes the sums by the first digit, which nobody needs then.
-  __device__ RaceNotes& notes() {
-    static_assert(sizeof(RaceNotes) <= sizeof(radix.first));
-    return *reinterpret_cast<RaceNotes*>(radix.first);
-  }
-  bool bad;  // of the row that is drawn from: no register is left to keep it in
+  union {
+    RaceNotes notes;
+    TopTokens top;
+  };
+  // No registers are left to keep these in.
+  RowDistribution distribution;
+  Sampling sampling;
+  uint64_t seed;
+  int64_t position;
 };
 // The columns are one array for those that need no sums.
 static_assert(offsetof(SamplingShared, masses) == offsetof(SamplingShared, radix.counts) + sizeof(Columns));
 
-// The noise of a row that is a part of a vocabulary and begins with its token `first_token`; `kWhole`: with token 0.
-template <bool kWhole>
-struct RaceNoise {
-  uint64_t seed;
-  int64_t position;
-  int64_t first_token;
-
-  __device__ __forceinline__ uint32_t id_of(int64_t token) const {
-    return static_cast<uint32_t>(kWhole ? token : first_token + token);
-  }
-
-  // The noise of a token of each lane; all are of one word of logits, whose group has this least word.
-  __device__ __forceinline__ float of_word(uint32_t id, [[maybe_unused]] uint32_t least) const {
-    if constexpr (!kWhole) {
-      return NoiseGroup(seed, position, RandomUse::kGumbel, id / kNoiseGroup).noise(id % kNoiseGroup);
-    } else {
-      uint32_t words[4];
-      const uint32_t half = threadIdx.x % 32 / 16;
-      philox<ScalarMath>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
-      NoiseGroup group;
+// The noise of a token of each lane; all are of one word of logits, whose group has this least word.
+__device__ __forceinline__ float noise_of_word(uint64_t seed, int64_t position, uint32_t id, uint32_t least) {
+  uint32_t words[4];
+  const uint32_t half = threadIdx.x % 32 / 16;
+  philox<ScalarMath>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
+  NoiseGroup group;
 #pragma unroll
-      for (int i = 0; i < kNoiseGroup; ++i) group.words[i] = __shfl_sync(~0u, words[i % 4], i / 4 * 16);
-      group.least = least_exponential<ScalarMath>(least);
-      return group.noise(id % kNoiseGroup);
-    }
-  }
-
-  // For each word of a batch the smallest word of its groups, which gives the largest noise.
-  template <int kBatch>
-  __device__ __forceinline__ void least_of(int token, int stride, int of_word, uint32_t (&least)[kBatch]) const {
-    if constexpr (kWhole) {
-      philox<ScalarMath>(seed, position, run_block(id_of(token) / kNoiseGroup), RandomUse::kGumbel, least);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < kBatch; ++i, token += stride) {
-        uint32_t word = ~0u;
-        const uint32_t last = (id_of(token) + of_word - 1) / kNoiseGroup;
-#pragma unroll 1
-        for (uint32_t group = id_of(token) / kNoiseGroup; group <= last; ++group) {
-          uint32_t words[4];
-          philox<ScalarMath, 1>(seed, position, run_block(group), RandomUse::kGumbel, words);
-          word = min_of(word, word_of_run(group, words));
-        }
-#pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) least[j] = least[j + 1];
-        least[kBatch - 1] = word;
-      }
-    }
-  }
-};
+  for (int i = 0; i < kNoiseGroup; ++i) group.words[i] = __shfl_sync(~0u, words[i % 4], i / 4 * 16);
+  group.least = least_exponential<ScalarMath>(least);
+  return group.noise(id % kNoiseGroup);
+}
 
 // A word of shared memory that other threads may change meanwhile: the newest value or one before.
 __device__ __forceinline__ uint32_t value_now(uint32_t& word) {
@@ -141,27 +113,20 @@ __device__ __forceinline__ void add_masses(const Reader& row, const uint4 (&word
   }
 }
 
-// The best x + noise of this thread's kept tokens, as ranked() gives it, the lowest id on ties; 0 if none can win. A
-// warp draws the largest noise of groups of tokens for its words of logits together, and the others' only for the words
-// that may still win, the one with the largest bound first.
-//
-// If `is_ahead`, the peak is not known: `scale` has the peak 0, and what may win with the true one is noted. The two
-// ways to round a score differ by at most 2^-22 of it and 2e-5. If kMasses, masses are added and the maxima of batches
-// kept.
-template <bool kMasses = false, typename Reader, bool kWhole>
-__device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, const Filter& filter,
-                                         const RaceNoise<kWhole>& noise, RaceNotes& notes, bool is_ahead, Ahead& ahead,
-                                         uint16_t* maxima = nullptr) {
-  // The peak's own score is no less.
-  float bound = is_ahead ? -kMaxFloat : kMinNoise;
+// Notes the tokens of a row that may win by x + noise. The peak is not known: `scale` has the peak 0. The two ways to
+// round a score differ by at most 2^-22 of it and 2e-5. A warp draws the largest noise of groups of tokens for its
+// words of logits together, and the others' only for the words that may still win, the one with the largest bound
+// first. With `maxima`, masses are added and the maxima of batches kept.
+template <typename Reader>
+__device__ __forceinline__ void race_ahead(const Reader& row, const Scale& scale, uint64_t seed, int64_t position,
+                                           RaceNotes& notes, Ahead& ahead, uint16_t* maxima) {
+  float bound = -kMaxFloat;
   __syncthreads();
   if (threadIdx.x == 0) {
     notes.bound = order_key<ScalarMath>(bound);
     notes.count = 0;
   }
   __syncthreads();
-  const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
-  uint64_t best = 0;
   struct Seen {
     float most[Reader::kBatch];
   };
@@ -169,29 +134,22 @@ __device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, 
     Seen seen;
 #pragma unroll
     for (int i = 0; i < Reader::kBatch; ++i) seen.most[i] = row.largest_of_word(words[i]);
-    if (kMasses && is_ahead) add_masses(row, words, seen.most, scale.inverse_temperature * kLog2E, ahead);
+    if (maxima != nullptr) add_masses(row, words, seen.most, scale.inverse_temperature * kLog2E, ahead);
     return seen;
   };
   BatchMaxima of_batches{maxima};
   row.each_noise_batch(see, [&](int word, int stride, const Seen& seen) {
-    float most[Reader::kBatch], most_of_batch = -kInfinity;
-    if (is_ahead) {
-      const float of_lane = largest_or_nan(seen.most);
-      ahead.peak = larger_or_nan(ahead.peak, of_lane);
-      if (kMasses) of_batches.add(of_lane);
-    }
-#pragma unroll
-    for (int i = 0; i < Reader::kBatch; ++i) {
-      const float x = scale(seen.most[i]);
-      most[i] = x >= kept_x ? x : -kInfinity;
-      most_of_batch = max_of(most_of_batch, most[i]);
-    }
+    const float of_lane = largest_or_nan(seen.most);
+    ahead.peak = larger_or_nan(ahead.peak, of_lane);
+    if (maxima != nullptr) of_batches.add(of_lane);
     bound = max_of(bound, logit_of_key<ScalarMath>(value_now(notes.bound)));
-    if (!__any_sync(~0u, most_of_batch + kMaxNoise >= bound)) return;
+    if (!__any_sync(~0u, scale(of_lane) + kMaxNoise >= bound)) return;
     uint32_t least[Reader::kBatch];
-    noise.least_of(word * row.of_word(), stride * row.of_word(), row.of_word(), least);
+    const uint32_t id = static_cast<uint32_t>(word * row.of_word());
+    philox<ScalarMath>(seed, position, run_block(id / kNoiseGroup), RandomUse::kGumbel, least);
+    float most[Reader::kBatch];
 #pragma unroll
-    for (int i = 0; i < Reader::kBatch; ++i) most[i] += noise_bound<ScalarMath>(least[i]);
+    for (int i = 0; i < Reader::kBatch; ++i) most[i] = scale(seen.most[i]) + noise_bound<ScalarMath>(least[i]);
 #pragma unroll 1
     while (true) {
       float bound_of_lane = most[0];
@@ -214,23 +172,66 @@ __device__ __forceinline__ uint64_t race(const Reader& row, const Scale& scale, 
       }
       // Each lane takes a token of the word.
       const int token = __shfl_sync(~0u, word_of_lane, from) * row.of_word() + lane % row.of_word();
-      const float logit = row.logit(token), x = scale(logit);
-      const float own_noise = noise.of_word(noise.id_of(token), __shfl_sync(~0u, least_of_lane, from));
-      const bool counts = lane < row.of_word() && filter.keeps(token, logit, x);
-      const float score = x + own_noise, own = counts ? score : -kInfinity;
+      const float logit = row.logit(token);
+      const float own_noise =
+          noise_of_word(seed, position, static_cast<uint32_t>(token), __shfl_sync(~0u, least_of_lane, from));
+      const float own = lane < row.of_word() ? scale(logit) + own_noise : -kInfinity;
       const float most_of_word = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(own)));
-      bound = max_of(bound, is_ahead ? most_of_word - 1e-3f - 0x1p-20f * ScalarMath::max(most_of_word, -most_of_word)
-                                     : most_of_word);
+      bound = max_of(bound, most_of_word - 1e-3f - 0x1p-20f * ScalarMath::max(most_of_word, -most_of_word));
       if (lane == 0) atomicMax(&notes.bound, order_key<ScalarMath>(bound));
       if (!(own >= bound)) continue;
-      if (!is_ahead) {
-        best = max_of(best, ranked(score, token));
-      } else if (const uint32_t place = atomicAdd(&notes.count, 1u); place < RaceNotes::kMost) {
+      if (const uint32_t place = atomicAdd(&notes.count, 1u); place < RaceNotes::kMost) {
         notes.notes[place] = {logit, own_noise, static_cast<uint32_t>(token)};
       }
     }
   });
-  return best;
+}
+
+// The best x + noise of the tokens that the distribution in `shared` keeps, as ranked() gives it, the lowest id on
+// ties; 0 if none can win. The row may be a part of a vocabulary that begins with its token `first_token`.
+template <DType kDType>
+__device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& shared, uint32_t first_token) {
+  __syncthreads();
+  const Scale scale = shared.distribution.scale;
+  const Filter filter = shared.distribution.filter;
+  const uint64_t seed = shared.seed;
+  const int64_t position = shared.position;
+  LogitReader<kDType> row(shared.distribution.row);
+  row.learn(shared.distribution);
+  float bound = kMinNoise;  // the peak's own score is no less
+  if (threadIdx.x == 0) shared.notes.bound = order_key<ScalarMath>(bound);
+  __syncthreads();
+  const float kept_x = max_of(filter.min_x, scale(filter.min_logit));
+  uint64_t best = 0;
+  const auto has_any = [&](float most) { return __any_sync(~0u, scale(most) >= kept_x) != 0; };
+  const uint32_t groups = first_token % row.of_word() == 0 ? 1 : 2;  // of a word
+  row.each_own_word(has_any, [&](int index, const uint4& word) {
+    const float most = scale(row.largest_of_word(word));
+    const int begin = index * row.of_word();
+    const uint32_t id = first_token + static_cast<uint32_t>(begin);
+    bound = max_of(bound, logit_of_key<ScalarMath>(value_now(shared.notes.bound)));
+#pragma unroll 1
+    for (uint32_t group = id / kNoiseGroup; group < id / kNoiseGroup + groups; ++group) {
+      uint32_t words[4];
+      philox<ScalarMath, 1>(seed, position, run_block(group), RandomUse::kGumbel, words);
+      const float of_group = noise_bound<ScalarMath>(word_of_run(group, words));
+      if (!__any_sync(~0u, most >= kept_x && most + of_group >= bound)) continue;
+      const NoiseGroup noise(seed, position, RandomUse::kGumbel, group);
+      uint4 rest = word;
+#pragma unroll 1
+      for (int i = 0; i < row.of_word(); ++i, rest = row.without_first(rest)) {
+        const float logit = row.first_of(rest), x = scale(logit);
+        if ((id + i) / kNoiseGroup != group || !filter.keeps(begin + i, logit, x)) continue;
+        const float score = x + noise.noise((id + i) % kNoiseGroup);
+        if (!(score >= bound)) continue;
+        bound = score;
+        best = max_of(best, ranked(score, begin + i));
+      }
+      bound = logit_of_key<ScalarMath>(__reduce_max_sync(~0u, order_key<ScalarMath>(bound)));
+      if (threadIdx.x % 32 == 0) atomicMax(&shared.notes.bound, order_key<ScalarMath>(bound));
+    }
+  });
+  return cluster_max(shared.radix.block, best);
 }
 
 // The winner of a race ahead; 0 if it is not among the tokens noted, or if the row is not clean. `scale` gets the peak.
@@ -309,49 +310,46 @@ __device__ __forceinline__ MassesOfRow cluster_sums(BlockShared& shared, MassesO
   return unpack(fold_ctas(shared, block_fold(shared, pack(of_thread), add), add));
 }
 
-// Whether draw_ahead() can ask for the mass that top-p needs: that of all tokens.
-__device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int64_t vocab) {
-  const bool by_count = sampling.top_k > 0 && sampling.top_k < vocab;
-  return !by_count && (sampling.top_p >= 1.0f || sampling.joint || sampling.min_p < kMinNormal);
-}
-
-// Draws from a row that is read once: what may win is known before the peak. If kFiltered, the winner is asked then
-// whether the filters keep it, and if not, the best of the tokens that they may keep. Returns -1 if the token is not
-// known: of a row that is not clean, of too many that may win, or where rounding might decide.
-template <bool kFiltered, DType kDType>
-__device__ __forceinline__ int64_t draw_ahead(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
-                                              int64_t position, SamplingShared& shared) {
-  LogitReader<kDType> row(logits);
+// Draws by a race ahead of the peak: the row is read once, and the winner is asked then whether the filters keep it; if
+// not, the best of the tokens that they may keep. Returns -1 if the token is not known so: of a row that is not clean,
+// of too many that may win, or where rounding might decide.
+template <DType kDType>
+__device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared) {
+  const Sampling& sampling = shared.sampling;
+  LogitReader<kDType> row(shared.distribution.row);
   row.presume_clean();
   Ahead ahead;
   Scale scale{0.0f, inverse_temperature(sampling.temperature)};
-  Filter filter;
-  uint16_t* const maxima = reinterpret_cast<uint16_t*>(shared.radix.counts);
+  const bool has_filters = has_filter(sampling, row.vocab());
+  uint16_t* const maxima = has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr;
+  race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima);
+  uint64_t best = winner_of_notes(row, ahead, shared.notes, scale, shared.radix.block);
 #pragma unroll 1
-  for (bool again = false;; again = true) {
-    uint64_t best =
-        race<kFiltered>(row, scale, filter, RaceNoise<true>{seed, position, 0}, shared.notes(), !again, ahead, maxima);
-    best = again ? cluster_max(shared.radix.block, best)
-                 : winner_of_notes(row, ahead, shared.notes(), scale, shared.radix.block);
-    if (best == 0) return -1;
+  while (best != 0) {
     const int64_t token = ranked_id(best);
-    if constexpr (!kFiltered) return token;
+    if (!has_filters) return token;
     const float logit = row.logit(token), min_x = min_p_bound(sampling.min_p);
-    if (scale(logit) < min_x) {
-      filter.min_x = min_x;
-      continue;
+    Filter filter{.min_x = min_x};
+    if (scale(logit) >= min_x) {
+      if (sampling.top_p >= 1.0f) return token;
+      const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
+      const MassesOfRow sums = cluster_sums(
+          shared.radix.block, {ahead.mass * ptx::ex2(rebase), mass_before(row, scale, logit, token, maxima)});
+      const float needed = sampling.top_p * sums.all;
+      // Of floats, of which a thread adds 2^10, and of the integers that decide.
+      const float error = 0x1p-13f * (needed + sums.before) + static_cast<float>(row.vocab()) * 0x1p-31f;
+      if (sums.before == 0.0f || sums.before + error < needed) return token;
+      if (sums.before - error <= needed) return -1;
+      filter = {logit, token, min_x};
     }
-    if (sampling.top_p >= 1.0f) return token;
-    const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
-    const MassesOfRow sums = cluster_sums(
-        shared.radix.block, {ahead.mass * ptx::ex2(rebase), mass_before(row, scale, logit, token, maxima)});
-    const float needed = sampling.top_p * sums.all;
-    // Of floats, of which a thread adds 2^10, and of the integers that decide.
-    const float error = 0x1p-13f * (needed + sums.before) + static_cast<float>(row.vocab()) * 0x1p-31f;
-    if (sums.before == 0.0f || sums.before + error < needed) return token;
-    if (sums.before - error <= needed) return -1;
-    filter = {logit, token, min_x};
+    if (threadIdx.x == 0) {
+      shared.distribution.scale = scale;
+      shared.distribution.filter = filter;
+      shared.distribution.uniform = shared.distribution.bad = false;
+    }
+    best = race_of_kept<kDType>(shared, 0);
   }
+  return -1;
 }
 
 }  // namespace pagedtree::cuda

@@ -7,114 +7,63 @@
 
 namespace pagedtree::cuda {
 
-// Draws once the peak and what the filters keep are known. Not inlined: with this in it, the loop of a race ahead would
-// have too few registers.
-template <DType kDType>
-__device__ __attribute__((noinline)) Draw draw_by_peak(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
-                                                       int64_t position, SamplingShared& shared) {
-  LogitReader<kDType> row(logits);
-  const Peak peak = find_peak(row, shared.radix.block);
-  const bool uniform = peak.logit == -kInfinity;
-  row.learn(peak);
-  if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || uniform};
-  if (threadIdx.x == 0) shared.bad = peak.has_nan || uniform;
-  Scale scale{0.0f, 1.0f};
-  Filter filter;
-  uint64_t ties = 0;
-  if (uniform) {
-    row.make_uniform();
-  } else {
-    scale = {peak.logit, inverse_temperature(sampling.temperature)};
-    ties = find_threshold(row, sampling, scale, shared.radix, shared.masses, filter);
-  }
-  // Seldom is it a tie at the threshold that wins. Only then the ties are looked for that the filter keeps.
+// The `wanted`-th of this CTA's keys, 0 if it has fewer.
+__device__ __forceinline__ uint32_t find_key(TopTokens& top, const uint16_t* keys, uint32_t wanted) {
+  const uint32_t pairs = top.keys / 2;
+  uint32_t key = 0;
 #pragma unroll 1
-  while (true) {
-    Ahead unused;
-    const uint64_t best =
-        race(row, scale, filter, RaceNoise<true>{seed, position, 0}, shared.notes(), /*is_ahead=*/false, unused);
-    const int64_t token = ranked_id(cluster_max(shared.radix.block, best));
-    if (ties > 0 && row.logit(token) == filter.min_logit) {
-      filter.tie_end = end_of_ties(row, filter.min_logit, ties, shared.radix.block);
-      ties = 0;
-      if (token >= filter.tie_end) continue;
+  for (int bit = 15; bit >= 0; --bit) {
+    const uint32_t next = key | 1u << bit;
+    uint32_t found = 0;
+    for (uint32_t i = threadIdx.x; i < pairs; i += blockDim.x) {
+      const uint32_t pair = reinterpret_cast<const uint32_t*>(keys)[i];
+      found += ((pair & 0xffffu) >= next) + (pair >> 16 >= next);
     }
-    return {token, shared.bad};
+    found = __reduce_add_sync(~0u, found);
+    if (threadIdx.x % 32 == 0 && found > 0) atomicAdd(&top.at_least[bit], found);
+    __syncthreads();
+    if (top.at_least[bit] >= wanted) key = next;
   }
+  return key;
 }
 
-// The tokens above a lower bound of top-k's threshold, in the order of the filters.
-struct TopTokens {
-  static constexpr uint32_t kMost = 512;
-  static constexpr int32_t kMostWanted = 256;
-  uint64_t* ranks;  // [kMost], of the cluster's first CTA
-  struct Counts {
-    uint32_t size, keys, at_least[16];
+// How many of the sorted tokens are kept by the filters, but for min-p under joint. Each warp counts.
+__device__ __forceinline__ uint32_t count_kept(const TopTokens& top, const Sampling& sampling, const Scale& scale,
+                                               float min_x) {
+  const uint32_t lane = threadIdx.x % 32, wanted = static_cast<uint32_t>(sampling.top_k);
+  const auto count_while = [&](auto keeps) {  // a token is kept only if those before it are
+    uint32_t kept = 0;
+    for (uint32_t i = lane; __any_sync(~0u, i < top.size); i += 32) {
+      const bool keeps_it = keeps(i);  // all lanes call it, also with what lies behind the tokens
+      kept += static_cast<uint32_t>(popcount32(__ballot_sync(~0u, i < top.size && keeps_it)));
+    }
+    return kept;
   };
-  Counts* counts;
-
-  __device__ explicit TopTokens(SamplingShared& shared)
-      : ranks(reinterpret_cast<uint64_t*>(shared.radix.first)), counts(reinterpret_cast<Counts*>(shared.radix.next)) {
-    static_assert(sizeof(shared.radix.first) >= kMost * sizeof(uint64_t));
+  uint32_t kept = top.size;
+  if (!sampling.joint) kept = count_while([&](uint32_t i) { return scale(ranked_value(top.ranks[i])) >= min_x; });
+  if (wanted < kept) {
+    const float least = ranked_value(top.ranks[wanted - 1]);
+    const uint32_t with_ties = count_while([&](uint32_t i) { return ranked_value(top.ranks[i]) >= least; });
+    kept = min_of(kept, with_ties);
   }
-
-  // The `wanted`-th of this CTA's keys, 0 if it has fewer.
-  __device__ __forceinline__ uint32_t find_key(const uint16_t* keys, uint32_t wanted) const {
-    const uint32_t pairs = counts->keys / 2;
-    uint32_t key = 0;
-#pragma unroll 1
-    for (int bit = 15; bit >= 0; --bit) {
-      const uint32_t next = key | 1u << bit;
-      uint32_t found = 0;
-      for (uint32_t i = threadIdx.x; i < pairs; i += blockDim.x) {
-        const uint32_t pair = reinterpret_cast<const uint32_t*>(keys)[i];
-        found += ((pair & 0xffffu) >= next) + (pair >> 16 >= next);
-      }
-      found = __reduce_add_sync(~0u, found);
-      if (threadIdx.x % 32 == 0 && found > 0) atomicAdd(&counts->at_least[bit], found);
-      __syncthreads();
-      if (counts->at_least[bit] >= wanted) key = next;
+  if (sampling.top_p >= 1.0f) return kept;
+  const auto weight = [&](uint32_t i) {
+    return uint64_t{i < kept ? weight_of<ScalarMath>(scale(ranked_value(top.ranks[i]))) : 0};
+  };
+  uint64_t all = 0, before = 0;
+  for (uint32_t i = lane; i < kept; i += 32) all += weight(i);
+  const uint64_t needed = top_p_mass(sampling.top_p, warp_sum(all));
+  return count_while([&](uint32_t i) {
+    uint64_t reached = weight(i);
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const uint64_t lower = __shfl_up_sync(~0u, reached, lanes);
+      if (lane >= static_cast<uint32_t>(lanes)) reached += lower;
     }
-    return key;
-  }
-
-  // How many of the sorted `size` tokens are kept by the filters, but for min-p under joint. Each warp counts.
-  __device__ __forceinline__ uint32_t count_kept(const Sampling& sampling, const Scale& scale, float min_x) const {
-    const uint32_t lane = threadIdx.x % 32, wanted = static_cast<uint32_t>(sampling.top_k);
-    const auto count_while = [&](auto keeps) {  // a token is kept only if those before it are
-      uint32_t kept = 0;
-      for (uint32_t i = lane; __any_sync(~0u, i < counts->size); i += 32) {
-        const bool keeps_it = keeps(i);  // all lanes call it, also with what lies behind the tokens
-        kept += static_cast<uint32_t>(popcount32(__ballot_sync(~0u, i < counts->size && keeps_it)));
-      }
-      return kept;
-    };
-    uint32_t kept = counts->size;
-    if (!sampling.joint) kept = count_while([&](uint32_t i) { return scale(ranked_value(ranks[i])) >= min_x; });
-    if (wanted < kept) {
-      const float least = ranked_value(ranks[wanted - 1]);
-      const uint32_t with_ties = count_while([&](uint32_t i) { return ranked_value(ranks[i]) >= least; });
-      kept = min_of(kept, with_ties);
-    }
-    if (sampling.top_p >= 1.0f) return kept;
-    const auto weight = [&](uint32_t i) {
-      return uint64_t{i < kept ? weight_of<ScalarMath>(scale(ranked_value(ranks[i]))) : 0};
-    };
-    uint64_t all = 0, before = 0;
-    for (uint32_t i = lane; i < kept; i += 32) all += weight(i);
-    const uint64_t needed = top_p_mass(sampling.top_p, warp_sum(all));
-    return count_while([&](uint32_t i) {
-      uint64_t reached = weight(i);
-      for (int lanes = 1; lanes < 32; lanes *= 2) {
-        const uint64_t lower = __shfl_up_sync(~0u, reached, lanes);
-        if (lane >= static_cast<uint32_t>(lanes)) reached += lower;
-      }
-      const bool keeps = i < kept && before + reached - weight(i) < needed;
-      before += __shfl_sync(~0u, reached, 31);
-      return keeps;
-    });
-  }
-};
+    const bool keeps = i < kept && before + reached - weight(i) < needed;
+    before += __shfl_sync(~0u, reached, 31);
+    return keeps;
+  });
+}
 
 // Whether the tokens that draw_of_top() lists suffice for the filters. The more CTAs share a row, the lower is the
 // bound of the list, and too many tokens are above it.
@@ -127,14 +76,15 @@ __device__ __forceinline__ bool draws_of_top(const Sampling& sampling) {
 // Draws from the largest tokens of a row with top-k, which is read once: the k-th of the maxima of lanes is a lower
 // bound of its k-th logit. Returns -1 if the row is not clean, or if the tokens above the bound are too many.
 template <DType kDType>
-__device__ __attribute__((noinline)) int64_t draw_of_top(const LogitRow& logits, const Sampling& sampling,
-                                                         uint64_t seed, int64_t position, SamplingShared& shared) {
-  LogitReader<kDType> row(logits);
+__device__ __attribute__((noinline)) int64_t draw_of_top(SamplingShared& shared) {
+  const Sampling& sampling = shared.sampling;
+  LogitReader<kDType> row(shared.distribution.row);
   row.presume_clean();
   uint16_t* const maxima = reinterpret_cast<uint16_t*>(shared.radix.counts);
-  const TopTokens top(shared);
+  TopTokens& top = shared.top;
   __syncthreads();
-  if (threadIdx.x < sizeof(TopTokens::Counts) / 4) reinterpret_cast<uint32_t*>(top.counts)[threadIdx.x] = 0;
+  if (threadIdx.x < 16) top.at_least[threadIdx.x] = 0;
+  if (threadIdx.x == 0) top.size = 0;
   float peak = -kInfinity;
   BatchMaxima of_batches{maxima};
   row.each_noise_batch([&](const auto& words) { return row.largest_of_words(words); },
@@ -145,33 +95,31 @@ __device__ __attribute__((noinline)) int64_t draw_of_top(const LogitRow& logits,
   // The last warp has the fewest batches, at most one less than others.
   of_batches.add(-kInfinity);
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1)
-    top.counts->keys = min_of(of_batches.batch - threadIdx.x / 32, BatchMaxima::kMost) * 32;
+  if (threadIdx.x == blockDim.x - 1) top.keys = min_of(of_batches.batch - threadIdx.x / 32, BatchMaxima::kMost) * 32;
   const uint64_t key = cluster_max(shared.radix.block, peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f));
   const Scale scale{logit_of_key<ScalarMath>(static_cast<uint32_t>(key)), inverse_temperature(sampling.temperature)};
   __syncthreads();
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
   const uint32_t wanted = ceil_div<uint32_t>(static_cast<uint32_t>(sampling.top_k), ptx::cluster_size());
-  const uint32_t of_cta = top.find_key(maxima, wanted);
+  const uint32_t of_cta = find_key(top, maxima, wanted);
   const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, static_cast<uint32_t>(~of_cta)));
   const float least = max_of(-row.largest(), logit_of_key<ScalarMath>(least_key << 16));
-  TopTokens::Counts* const counts = ptx::of_cta(top.counts, 0);
-  uint64_t* const ranks = ptx::of_cta(top.ranks, 0);
+  TopTokens& of_first = *ptx::of_cta(&top, 0);
   each_word_with(row, least, maxima, [&](uint4 word, int id) {
 #pragma unroll 1
     for (int i = 0; i < row.of_word(); ++i, ++id) {
       const float logit = row.first_of(word);
       word = row.without_first(word);
       if (!(logit >= least)) continue;
-      if (const uint32_t place = atomicAdd(&counts->size, 1u); place < TopTokens::kMost)
-        ranks[place] = ranked(logit, id);
+      if (const uint32_t place = atomicAdd(&of_first.size, 1u); place < TopTokens::kMost)
+        of_first.ranks[place] = ranked(logit, id);
     }
   });
   ptx::cluster_sync();
   constexpr uint64_t kUnknown = ~uint64_t{0};
   uint64_t best = 0;
   if (ptx::cluster_rank() == 0) {
-    const int32_t size = static_cast<int32_t>(min_of(top.counts->size, TopTokens::kMost + 1));
+    const int32_t size = static_cast<int32_t>(min_of(top.size, TopTokens::kMost + 1));
     if (size > static_cast<int32_t>(TopTokens::kMost)) {
       best = kUnknown;
     } else {
@@ -179,12 +127,12 @@ __device__ __attribute__((noinline)) int64_t draw_of_top(const LogitRow& logits,
       while (capacity < size) capacity *= 2;
       block_sort(top.ranks, size, capacity);
       const float min_x = min_p_bound(sampling.min_p);
-      const uint32_t kept = top.count_kept(sampling, scale, min_x);
+      const uint32_t kept = count_kept(top, sampling, scale, min_x);
 #pragma unroll 1
       for (uint32_t i = threadIdx.x; i < kept; i += blockDim.x) {
         const uint32_t token = static_cast<uint32_t>(ranked_id(top.ranks[i]));
         const float x = scale(ranked_value(top.ranks[i]));
-        const NoiseGroup group(seed, position, RandomUse::kGumbel, token / kNoiseGroup);
+        const NoiseGroup group(shared.seed, shared.position, RandomUse::kGumbel, token / kNoiseGroup);
         if (x >= min_x) best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
       }
     }
@@ -193,29 +141,38 @@ __device__ __attribute__((noinline)) int64_t draw_of_top(const LogitRow& logits,
   return best == kUnknown || best == 0 ? -1 : ranked_id(best);
 }
 
-template <DType kDType>
-__device__ __attribute__((noinline)) int64_t draw_filtered_ahead(const LogitRow& logits, const Sampling& sampling,
-                                                                 uint64_t seed, int64_t position,
-                                                                 SamplingShared& shared) {
-  return draw_ahead<true, kDType>(logits, sampling, seed, position, shared);
+// Whether draw_ahead() can ask for the mass that top-p needs: that of all tokens. Without a filter, a few words a
+// thread are read again sooner than the code of a race ahead is.
+__device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int64_t vocab) {
+  if (!has_filter(sampling, vocab)) return ptx::cluster_size() == 1;
+  const bool by_count = sampling.top_k > 0 && sampling.top_k < vocab;
+  return !by_count && (sampling.top_p >= 1.0f || sampling.joint || sampling.min_p < kMinNormal);
 }
 
 template <DType kDType>
-__device__ __forceinline__ Draw draw_token(const LogitRow& logits, const Sampling& sampling, uint64_t seed,
+__device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed,
                                            int64_t position, SamplingShared& shared) {
-  if (sampling.temperature > 0.0f) {
-    int64_t token = -1;
-    if (!has_filter(sampling, logits.vocab)) {
-      // A few words a thread are read again sooner than the code of a race ahead is.
-      if (ptx::cluster_size() == 1) token = draw_ahead<false, kDType>(logits, sampling, seed, position, shared);
-    } else if (draws_ahead(sampling, logits.vocab)) {
-      token = draw_filtered_ahead<kDType>(logits, sampling, seed, position, shared);
-    } else if (draws_of_top(sampling)) {
-      token = draw_of_top<kDType>(logits, sampling, seed, position, shared);
-    }
-    if (token >= 0) return {token, false};
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    shared.distribution.row = row;
+    shared.sampling = sampling;
+    shared.seed = seed;
+    shared.position = position;
   }
-  return draw_by_peak<kDType>(logits, sampling, seed, position, shared);
+  __syncthreads();
+  const bool greedy = sampling.temperature == 0.0f;
+  int64_t token = -1;
+  if (greedy) {
+    // Only the peak is of interest.
+  } else if (draws_ahead(sampling, row.vocab)) {
+    token = draw_ahead<kDType>(shared);
+  } else if (draws_of_top(sampling) && has_filter(sampling, row.vocab)) {
+    token = draw_of_top<kDType>(shared);
+  }
+  if (token >= 0) return {token, false};
+  find_distribution<kDType>(shared.radix, shared.masses, shared.sampling, shared.distribution);
+  const RowDistribution& found = shared.distribution;
+  return {greedy ? found.best : ranked_id(race_of_kept<kDType>(shared, 0)), found.bad};
 }
 
 }  // namespace pagedtree::cuda

@@ -13,7 +13,7 @@ namespace {
 
 template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
-                                     const LogitRow& of_logits, const LogitReader<kDType>& logits, const ShardRow& row,
+                                     const LogitRow& of_logits, LogitReader<kDType>& logits, const ShardRow& row,
                                      int64_t* words, SamplingShared& shared) {
   const bool leads = leads_cluster();
   switch (p.round) {
@@ -44,14 +44,14 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       // second digit is one of them.
       static_assert(kDigitBits == 2 * kShardDigitBits);
       const bool first = p.digit % 2 == 0;
-      tabulate(shared.radix, view.by_mass ? shared.masses : nullptr, shared.radix.next, items, weight, p.digit / 2,
+      tabulate(shared.radix, view.by_mass ? shared.masses : nullptr, items, weight, p.digit / 2,
                first ? row.key : row.key >> kShardDigitBits);
       const unsigned bin = threadIdx.x;
       if (bin >= kShardBins || ptx::cluster_rank() != 0) break;
       uint64_t sum = 0;
       for (unsigned i = 0; i < (first ? kShardBins : 1); ++i) {
         const Totals& totals =
-            shared.radix.next[first ? bin * kShardBins + i : row.key % kShardBins * kShardBins + bin];
+            shared.radix.totals[first ? bin * kShardBins + i : row.key % kShardBins * kShardBins + bin];
         sum += view.by_mass ? totals.mass : totals.count;
       }
       words[bin] = static_cast<int64_t>(sum);
@@ -73,18 +73,16 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
         if (leads) words[0] = ranked_word(0.0f, row.peak.token);
         break;
       }
-      LogitReader<kDType> kept = logits;
-      const RowDistribution of_shard = shard_distribution(p.shard, of_logits, row, sampling);
-      if (of_shard.uniform) kept.make_uniform();
       const int32_t depth = depth_of(p, n, b);
       const uint64_t position =
           static_cast<uint64_t>(integer_at(p.positions, b)) + static_cast<uint64_t>(int64_t{depth});
-      const RaceNoise<false> noise{static_cast<uint64_t>(p.seeds[b]), static_cast<int64_t>(position),
-                                   p.shard.first_token};
-      Ahead unused;
-      const uint64_t of_thread =
-          race(kept, of_shard.scale, of_shard.filter, noise, shared.notes(), /*is_ahead=*/false, unused);
-      const uint64_t best = cluster_max(shared.radix.block, of_thread);
+      if (threadIdx.x == 0) {
+        shared.distribution = shard_distribution(p.shard, of_logits, row, sampling);
+        shared.seed = static_cast<uint64_t>(p.seeds[b]);
+        shared.position = static_cast<int64_t>(position);
+      }
+      __syncthreads();
+      const uint64_t best = race_of_kept<kDType>(shared, static_cast<uint32_t>(p.shard.first_token));
       const int64_t word =
           best == 0 ? INT64_MIN : ranked_word(ranked_value(best), p.shard.first_token + ranked_id(best));
       if (leads) words[0] = word;
@@ -110,8 +108,12 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
   if (kept_ties >= 0) {
     const float logit = row.filter.min_logit;
-    row.filter.tie_end =
-        kept_ties == 0 ? 0 : end_of_ties(logits, logit, static_cast<uint64_t>(kept_ties), shared.radix.block);
+    const LogitItems<LogitReader<kDType>> items{logits, {0.0f, 1.0f}, -kInfinity};
+    row.filter.tie_end = 0;
+    if (kept_ties > 0) {
+      row.filter.tie_end =
+          end_of_ties(shared.radix, items, order_key<ScalarMath>(logit + 0.0f), static_cast<uint64_t>(kept_ties));
+    }
   }
   tell(p, n, b, sampling, of_logits, logits, row, p.words + n * words_of(p.round), shared);
   ptx::cluster_sync();  // all have read the row

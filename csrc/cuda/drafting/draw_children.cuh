@@ -112,7 +112,6 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   RadixShared& radix = shared.best.radix;
   Masses<kDType> masses{LogitReader<kDType>(logits), {0.0f, 1.0f}, {}};
   const Peak peak = find_peak(masses.row, radix.block);
-  masses.row.learn(peak);
   const bool greedy = sampling.temperature == 0.0f;
   if (peak.logit == -kInfinity) {
     masses.row.make_uniform();

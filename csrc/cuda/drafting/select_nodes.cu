@@ -44,9 +44,6 @@ struct NodeItems {
       }
     }
   }
-  __device__ __forceinline__ int64_t end_of_ties(BlockShared& shared, uint32_t key_of_ties, uint64_t ties) const {
-    return end_of_first(shared, end, ties, [&](int64_t row) { return row >= begin && keys[row] == key_of_ties; });
-  }
 };
 
 // The best of at most kThreads rows, by one CTA: to sort them takes fewer steps than the digits of their keys.

@@ -83,7 +83,7 @@ __device__ __forceinline__ void find_candidates(LogitReader<kDType>& row, int32_
   ptx::cluster_sync();
   const int ctas = static_cast<int>(ptx::cluster_size()), threads = ctas * static_cast<int>(blockDim.x);
   const int thread = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), lane = threadIdx.x % 32;
-  const auto best = row.best_of_words(thread, threads);
+  const auto best = row.best_of_words();
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
   bool has_nan = best.nan;
   const int32_t groups = tell_groups(key, count, shared, has_nan);
@@ -102,10 +102,7 @@ __device__ __forceinline__ void find_candidates(LogitReader<kDType>& row, int32_
   TopShared* const first = ptx::of_cta(&shared, 0);
   for (uint32_t hits = __ballot_sync(~0u, key >= threshold); hits != 0; hits &= hits - 1) {
     const int from = thread - lane + __ffs(static_cast<int>(hits)) - 1;
-    for (int i = lane;; i += 32) {  // the words of that thread
-      const int at = row.word_of_best(i, from, threads);
-      if (at < 0 && i > 0) break;
-      if (at < 0) continue;
+    for (int at = from + lane * threads; at < row.num_words(); at += 32 * threads) {  // the words of that thread
       uint4 word = row.clean_word_at(at);
       if (order_key<ScalarMath>(row.largest_of_word(word) + 0.0f) < threshold) continue;
 #pragma unroll 1

@@ -56,10 +56,6 @@ __device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t valu
   return block_fold(shared, value, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-__device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t value) {
-  return block_fold(shared, value, [](uint64_t a, uint64_t b) { return max_of(a, b); });
-}
-
 // Folds values that are the same in all threads of a CTA.
 template <typename Fold>
 __device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t value, Fold fold) {
@@ -71,8 +67,32 @@ __device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t valu
   return value;
 }
 
+// The largest value of a warp, of a CTA, of a cluster. Bits of kFlags, all below bit 32, do not take part: they are set
+// if one of the values has them.
+template <uint32_t kFlags = 0>
+__device__ __forceinline__ uint64_t warp_max(uint64_t value) {
+  const uint32_t own = static_cast<uint32_t>(value >> 32), high = __reduce_max_sync(~0u, own);
+  uint32_t low = __reduce_max_sync(~0u, own == high ? static_cast<uint32_t>(value) & ~kFlags : 0);
+  if (kFlags != 0) low |= __reduce_or_sync(~0u, static_cast<uint32_t>(value) & kFlags);
+  return uint64_t{high} << 32 | low;
+}
+template <uint32_t kFlags = 0>
+__device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t value) {
+  value = warp_max<kFlags>(value);
+  if (blockDim.x == 32) return value;
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = value;
+  __syncthreads();
+  return warp_max<kFlags>(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0);
+}
+template <uint32_t kFlags = 0>
 __device__ __forceinline__ uint64_t cluster_max(BlockShared& shared, uint64_t value) {
-  return fold_ctas(shared, block_max(shared, value), [](uint64_t a, uint64_t b) { return max_of(a, b); });
+  value = block_max<kFlags>(shared, value);
+  if (ptx::cluster_size() == 1) return value;
+  exchange(shared, value, [&] {
+    value = warp_max<kFlags>(threadIdx.x % 32 < ptx::cluster_size() ? shared.ctas[threadIdx.x % 32] : 0);
+  });
+  return value;
 }
 
 __device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) {
@@ -135,32 +155,6 @@ __device__ __forceinline__ WarpRun run_of_warp(int64_t size) {
   const int64_t length = ceil_div<int64_t>(size, ptx::cluster_size() * warps * 32) * 32;
   const int64_t begin = min_of<int64_t>(warp * length, size);
   return {begin, min_of(begin + length, size)};
-}
-
-// One past the index of the `count`-th of `size` items for which `has` is true; `size` if there are fewer.
-template <typename Has>
-__device__ __forceinline__ int64_t end_of_first(BlockShared& shared, int64_t size, uint64_t count, Has has) {
-  const WarpRun run = run_of_warp(size);
-  const int64_t lane = threadIdx.x % 32;
-  const auto lanes_at = [&](int64_t i) { return __ballot_sync(~0u, i + lane < run.end && has(i + lane)); };
-  uint64_t found = 0, total;
-  for (int64_t i = run.begin; i < run.end; i += 32) found += popcount32(lanes_at(i));
-  const uint64_t before = sum_before_warp_of_cluster(shared, found, total);
-  if (total < count) return size;
-  __syncthreads();
-  if (before < count && count <= before + found) {
-    int64_t left = static_cast<int64_t>(count - before), i = run.begin;
-    uint32_t lanes = lanes_at(i);
-    for (; left > popcount32(lanes); lanes = lanes_at(i)) {
-      left -= popcount32(lanes);
-      i += 32;
-    }
-    for (; left > 1; --left) lanes &= lanes - 1;
-    const uint64_t end = static_cast<uint64_t>(i + __ffs(static_cast<int>(lanes)));
-    if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.warps[0], static_cast<uint32_t>(lane)) = end;
-  }
-  ptx::cluster_sync();
-  return static_cast<int64_t>(shared.warps[0]);
 }
 
 // Sorts `values`, the largest first. `capacity` is a power of two; entries from `size` on are overwritten.

@@ -22,20 +22,19 @@ using Columns = uint32_t[kBins * kMaxColumns];
 using MassColumns = uint32_t[2 * kBins * kMaxColumns];
 static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
-struct RadixShared {
-  BlockShared block;
-  Totals first[kBins];   // sums by the first digit
-  Totals next[kBins];    // sums by the current digit
-  Totals of_cta[kBins];  // sums of one CTA of a cluster
-  Totals above, at;      // the result of a search
-  uint32_t bin;
-  alignas(16) Columns counts;
-};
-
 // The largest key such that the items at or above it reach some target.
 struct Cut {
   uint32_t key;
+  uint64_t target;
   Totals above, at;
+};
+
+struct RadixShared {
+  BlockShared block;
+  Totals totals[kBins];  // sums by digit
+  Totals of_cta[kBins];  // the same of one CTA of a cluster
+  Cut cut;
+  alignas(16) Columns counts;
 };
 
 __device__ __forceinline__ void clear_columns(RadixShared& shared, uint32_t* masses, unsigned columns) {
@@ -58,6 +57,7 @@ __device__ __forceinline__ void add_to_column(RadixShared& shared, uint32_t* mas
 __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const uint32_t* masses, unsigned columns,
                                                  unsigned bin) {
   Totals sum{0, 0};
+#pragma unroll 2
   for (unsigned i = 0; i < columns; ++i) {
     const unsigned cell = bin * columns + ((bin + i) & (columns - 1));  // neighbouring threads use different banks
     sum.count += shared.counts[cell];
@@ -66,12 +66,29 @@ __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, cons
   return sum;
 }
 
-// Where a CTA writes its own sums; sum_ctas() adds those of the cluster.
-__device__ __forceinline__ Totals* totals_of_cta(RadixShared& shared, Totals* totals) {
-  return ptx::cluster_size() == 1 ? totals : shared.of_cta;
-}
-
-__device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
+// Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
+// items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
+// out. Keys are above 0. If `among` is, too, only items with this key take part, by the complements of their indices.
+// `masses`, MassColumns, may be null.
+template <typename Items, typename Weight>
+__device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
+                                         int digit, uint32_t prefix, uint32_t among = 0) {
+  const unsigned columns = blockDim.x == 32 ? kFewColumns : kMaxColumns;
+  const int shift = 32 - kDigitBits * (digit + 1);
+  clear_columns(shared, masses, columns);
+  __syncthreads();
+  const uint32_t least = static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits));
+  items.each(among == 0 ? least : among, [&](uint32_t key, int64_t index) {
+    const uint32_t sought = among == 0 ? key : ~static_cast<uint32_t>(index);
+    if ((among != 0 && key != among) || static_cast<uint32_t>(uint64_t{sought} >> (shift + kDigitBits)) != prefix)
+      return;
+    add_to_column(shared, masses, columns, sought >> shift & (kBins - 1), key, weight);
+  });
+  __syncthreads();
+  Totals* const of_this_cta = ptx::cluster_size() == 1 ? shared.totals : shared.of_cta;
+  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
+    of_this_cta[bin] = sum_of_columns(shared, masses, columns, bin);
+  }
   if (ptx::cluster_size() > 1) {
     ptx::cluster_sync();
     for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
@@ -80,50 +97,20 @@ __device__ __forceinline__ void sum_ctas(RadixShared& shared, Totals* totals) {
         const Totals of_cta = *ptx::of_cta(&shared.of_cta[bin], rank);
         sum = {sum.count + of_cta.count, sum.mass + of_cta.mass};
       }
-      totals[bin] = sum;
+      shared.totals[bin] = sum;
     }
   }
   ptx::cluster_sync();
 }
 
-// Sums by `digit`, over all CTAs of the cluster, the items whose keys begin with the digits of `prefix`.
-// items.each(least, f) calls f(key, index) for each of this thread's items; items with keys below `least` may be left
-// out. `masses`, MassColumns, may be null.
-template <typename Items, typename Weight>
-__device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, Totals* totals, const Items& items,
-                                         Weight weight, int digit, uint32_t prefix) {
-  const unsigned columns = blockDim.x == 32 ? kFewColumns : kMaxColumns;
-  const int shift = 32 - kDigitBits * (digit + 1);
-  clear_columns(shared, masses, columns);
-  __syncthreads();
-  items.each(static_cast<uint32_t>(uint64_t{prefix} << (shift + kDigitBits)), [&](uint32_t key, int64_t) {
-    if (static_cast<uint32_t>(uint64_t{key} >> (shift + kDigitBits)) != prefix) return;
-    add_to_column(shared, masses, columns, key >> shift & (kBins - 1), key, weight);
-  });
-  __syncthreads();
-  Totals* const of_this_cta = totals_of_cta(shared, totals);
-  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
-    of_this_cta[bin] = sum_of_columns(shared, masses, columns, bin);
-  }
-  sum_ctas(shared, totals);
-}
-
-__device__ __forceinline__ Totals sum_of_bins(RadixShared& shared, const Totals* totals) {
-  Totals mine{0, 0};
-  for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
-    mine.count += totals[bin].count;
-    mine.mass += totals[bin].mass;
-  }
-  return {block_sum(shared.block, mine.count), block_sum(shared.block, mine.mass)};
-}
-
-// The highest bin at which the count or mass from the top, cut.above included, reaches `target`; the lowest bin if none
-// does.
-__device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* totals, bool by_mass, uint64_t target,
-                                             Cut& cut) {
+// Appends to shared.cut the highest bin at which the count or mass from the top, of those above included, reaches the
+// target; the lowest bin if none does. For the first digit, target(sums of all bins) is asked.
+template <typename Target>
+__device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool is_first, Target target) {
   constexpr int kBinsPerLane = kBins / 32;
-  __syncthreads();
+  const Totals* const totals = shared.totals;
   if (threadIdx.x < 32) {
+    Cut cut = shared.cut;
     const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsPerLane * lane;
     Totals mine{0, 0};
     // Fully unrolled, these loops would need more registers than any pass over a row.
@@ -138,26 +125,23 @@ __device__ __forceinline__ uint32_t find_bin(RadixShared& shared, const Totals* 
       const uint64_t count = __shfl_up_sync(~0u, reached.count, delta), mass = __shfl_up_sync(~0u, reached.mass, delta);
       if (lane >= delta) reached = {reached.count + count, reached.mass + mass};
     }
+    if (is_first) cut.target = target(Totals{__shfl_sync(~0u, reached.count, 31), __shfl_sync(~0u, reached.mass, 31)});
     reached = {cut.above.count + reached.count, cut.above.mass + reached.mass};
-    const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= target);
+    const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= cut.target);
     if (lane == (lanes == 0 ? 31 : __ffs(static_cast<int>(lanes)) - 1)) {
       Totals above{reached.count - mine.count, reached.mass - mine.mass};
       int bin = top;
       while (true) {
         const Totals at = totals[bin];
-        if (bin == top - kBinsPerLane + 1 || (by_mass ? above.mass + at.mass : above.count + at.count) >= target) break;
+        const uint64_t with_it = by_mass ? above.mass + at.mass : above.count + at.count;
+        if (bin == top - kBinsPerLane + 1 || with_it >= cut.target) break;
         above = {above.count + at.count, above.mass + at.mass};
         --bin;
       }
-      shared.above = above;
-      shared.at = totals[bin];
-      shared.bin = static_cast<uint32_t>(bin);
+      shared.cut = {cut.key << kDigitBits | static_cast<uint32_t>(bin), cut.target, above, totals[bin]};
     }
   }
   __syncthreads();
-  cut.above = shared.above;
-  cut.at = shared.at;
-  return shared.bin;
 }
 
 // The key that begins with these digits. Keys differ only in them: the other bits follow from the sign of the float
@@ -169,19 +153,35 @@ __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
   return key << rest | (negative ? (1u << rest) - 1 : 0u);
 }
 
-// The cut at which the count reaches `target`. shared.first holds the sums by the first digit; tabulate_next(digit,
-// prefix) writes those by a later digit to shared.next.
-template <typename TabulateNext>
-__device__ __forceinline__ Cut find_cut(RadixShared& shared, int digits, uint64_t target, TabulateNext tabulate_next) {
-  Cut cut{};
-  cut.key = find_bin(shared, shared.first, false, target, cut);
-#pragma unroll 1
-  for (int digit = 1; digit < digits; ++digit) {
-    tabulate_next(digit, cut.key);
-    cut.key = cut.key << kDigitBits | find_bin(shared, shared.next, false, target, cut);
+// The cut at which the count or mass of the items reaches target(sums of all items); if that is 0, nothing is looked
+// for. See tabulate() for `among`.
+template <typename Items, typename Weight, typename Target>
+__device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
+                                        int digits, uint32_t among, bool by_mass, Target target) {
+  int first = 0;
+  if (among != 0) {
+    digits = kKeyDigits;
+    while (first < digits - 1 && items.size() <= int64_t{1} << (32 - kDigitBits * (first + 1))) ++first;
   }
+  if (threadIdx.x == 0) shared.cut = {(1u << kDigitBits * first) - 1, 1, {}, {}};
+  __syncthreads();
+#pragma unroll 1
+  for (int digit = first; digit < digits && shared.cut.target > 0; ++digit) {
+    tabulate(shared, masses, items, weight, digit, shared.cut.key, among);
+    find_bin(shared, by_mass, digit == first, target);
+  }
+  Cut cut = shared.cut;
   cut.key = whole_key(cut.key, digits);
+  __syncthreads();  // all have read
   return cut;
+}
+
+// One past the index of the `count`-th of the items with this key.
+template <typename Items>
+__device__ __forceinline__ int64_t end_of_ties(RadixShared& shared, const Items& items, uint32_t key, uint64_t count) {
+  const auto no_weight = [](uint32_t) { return 0u; };
+  const auto target = [&](const Totals&) { return count; };
+  return int64_t{~find_cut(shared, nullptr, items, no_weight, kKeyDigits, key, false, target).key} + 1;
 }
 
 // The `count` best of a set, by key, then by index.
@@ -191,20 +191,22 @@ struct Selection {
   __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
 };
 
-// Selects the `count` best of items.size() items. items.each() leaves out items that do not take part; all others have
-// keys above 0. items.end_of_ties(shared, key, n) is one past the index of the n-th item with that key.
+// Selects the `count` best of items.size() items. items.each() leaves out items that do not take part.
 template <typename Items>
 __device__ __forceinline__ Selection select_best(RadixShared& shared, const Items& items, int digits, uint64_t count) {
-  const auto no_weight = [](uint32_t) { return 0u; };
-  tabulate(shared, nullptr, shared.first, items, no_weight, 0, 0);
-  if (sum_of_bins(shared, shared.first).count <= count) return {0, 0};
   if (count == 0) return {~0u, 0};
-  const Cut cut = find_cut(shared, digits, count, [&](int digit, uint32_t prefix) {
-    tabulate(shared, nullptr, shared.next, items, no_weight, digit, prefix);
-  });
-  const uint64_t ties = count - cut.above.count;
-  if (ties == cut.at.count) return {cut.key, items.size()};
-  return {cut.key, items.end_of_ties(shared.block, cut.key, ties)};
+  uint64_t left = count;
+#pragma unroll 1
+  for (uint32_t among = 0;;) {
+    const Cut cut = find_cut(
+        shared, nullptr, items, [](uint32_t) { return 0u; }, digits, among, false,
+        [&](const Totals& all) { return among == 0 && all.count <= count ? 0 : left; });
+    if (cut.target == 0) return {0, 0};
+    if (among != 0) return {among, int64_t{~cut.key} + 1};
+    left = count - cut.above.count;
+    if (left == cut.at.count) return {cut.key, items.size()};
+    among = cut.key;
+  }
 }
 
 struct BestShared {

@@ -264,10 +264,8 @@ class Rows {
     for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
       const bool of_draft = left_to_find == 2;
       RowDistribution& into = of_draft ? distributions.draft : distributions.target;
-      const RowDistribution distribution = find_distribution(
-          shared.radix, shared.masses, into.row, sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b));
-      if (leads_cta()) into = distribution;  // read from there on: no registers are left to keep it in
-      __syncthreads();
+      find_distribution<kAnyDType>(shared.radix, shared.masses,
+                                   sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b), into);
       sum_blocks(RowMasses(into), shared.residuals);
       if (!leads_cta()) continue;
       const double total = shared.residuals.total(into.row.vocab);
