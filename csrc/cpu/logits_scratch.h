@@ -11,21 +11,11 @@ constexpr int kPeakBlock = kMassBlock;
 constexpr int kMostLanes = 16;
 constexpr int kMaxPeaks = kMaxVocab / kPeakBlock * kMostLanes;
 
-// Scratch of the filters' search in a row of any length: tables of tokens by one half of the order key of their logits.
-constexpr int kBins = 1 << 16;
-constexpr int kBlockBins = 256;
-constexpr int kBlocks = kBins / kBlockBins;
-struct RowTotals {
-  uint64_t count;
-  uint64_t mass;
-};
+// Scratch of the filters' search in a row of any length: its peaks, and logits that are listed.
 struct FilterScratch {
   float peaks[kMaxPeaks];
-  uint32_t high_counts[kBins];
-  uint64_t high_masses[kBins];
-  uint32_t low_counts[kBins];
-  RowTotals high_blocks[kBlocks];
-  RowTotals low_blocks[kBlocks];
+  float listed[kMaxVocab + kMostLanes];
+  float left[kMaxVocab + kMostLanes];
 };
 
 // What is known of a block's peaks under request options: bounds of them, their largest and bounds of the others, or

@@ -97,6 +97,13 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
 // The peaks of the block whose first token is t.
 static inline vfloat peaks_at(const float* peaks, int64_t t) { return load(peaks + t / kPeakBlock * kLanes); }
 
+// Whether the block's peaks are logits, not bounds of them.
+template <typename T>
+static inline bool has_peaks(const LogitRow& row, int64_t t) {
+  if constexpr (!std::is_same_v<T, AdjustedLogit>) return true;
+  return adjusted_row(row).exactness[t / kPeakBlock] == Exactness::kPeaks;
+}
+
 // Whether the block may hold a token with a logit of at least `least`.
 static inline bool reaches(const float* peaks, int64_t t, float least) {
   return lane_bits(peaks_at(peaks, t) >= splat(least)) != 0;

@@ -1,9 +1,40 @@
-// Draws a token from a row of logits in a few scans, without sorting or copying the row: the peak, the filters'
-// threshold, the race of the kept tokens' noise.
+// Draws a token from a row of logits in a few scans, without sorting or copying the row: the peak, the thresholds of
+// top-k and min-p, the race of the kept tokens' noise, and whether top-p keeps the winner.
 #include "cpu/isa.h"
 #include "cpu/isa/logits/race.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+// Asks which tokens have less mass before them than top-p needs.
+template <typename T>
+class TopP {
+ public:
+  TopP(const View& view, float top_p) : view_(view), top_p_(top_p) {}
+
+  bool keeps(int64_t token, float logit) {
+    const uint64_t before = mass_of_tokens<T>(view_, logit, [&](vfloat other, int64_t t) {
+      const vint has_lower_id = lane_index() < static_cast<int32_t>(clamp_to<int64_t>(token - t, 0, kLanes));
+      return (other > splat(logit)) | ((other == splat(logit)) & has_lower_id);
+    });
+    if (before == 0 || before < top_p_mass(top_p_, mass_of_peaks())) return true;
+    if (mass_ == 0) mass_ = mass_of_all<T>(view_);
+    return before < top_p_mass(top_p_, mass_);
+  }
+
+ private:
+  // No more than the mass of all tokens, of which the peaks are some.
+  uint64_t mass_of_peaks() const {
+    WeightSum sum;
+    for (int64_t t = 0; t < view_.row.vocab; t += kPeakBlock) {
+      if (has_peaks<T>(view_.row, t)) sum.add(view_.weights(peaks_at(view_.peaks, t)));
+    }
+    return sum.whole();
+  }
+
+  const View view_;
+  const float top_p_;
+  uint64_t mass_ = 0;
+};
 
 template <typename T>
 static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
@@ -13,8 +44,19 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
   if (peak.logit == -kInfinity)
     return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
   const Scale scale{peak.logit, inverse_temperature(sampling.temperature)};
-  const Filter filter = find_filter<T>(row, sampling, scale, scratch);
-  return {race<T>(row, scale, filter, scratch.peaks, seed, position).token, peak.has_nan != 0};
+  // Top-p is asked afterwards whether it keeps the winner; if not, it keeps none of the tokens behind it either.
+  Sampling before_race = sampling;
+  const bool asks = cuts_mass_of_all(sampling, row.vocab);
+  if (asks) before_race.top_p = 1.0f;
+  Filter filter = find_filter<T>(row, before_race, scale, scratch);
+  TopP<T> top_p({row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks}, sampling.top_p);
+  while (true) {
+    const int64_t token = race<T>(row, scale, filter, scratch.peaks, seed, position).token;
+    const float logit = load_logits<T>(row, token - token % kLanes)[token % kLanes];
+    if (!asks || top_p.keeps(token, logit)) return {token, peak.has_nan != 0};
+    filter.min_logit = logit;
+    filter.tie_end = token;
+  }
 }
 
 Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,

@@ -98,6 +98,18 @@ static inline uint32_t lane_bits(vint mask) {
 #endif
 }
 
+// Writes the lanes whose bits are set, one after the other, and anything behind them; returns how many.
+static inline int compress(float* to, vfloat v, uint32_t lanes) {
+#if defined(__AVX512F__)
+  store(to, _mm512_maskz_compress_ps(static_cast<__mmask16>(lanes), v));
+  return __builtin_popcount(lanes);
+#else
+  int count = 0;
+  for (; lanes != 0; lanes &= lanes - 1) to[count++] = v[__builtin_ctz(lanes)];
+  return count;
+#endif
+}
+
 // 0, 1, 2, ...
 static inline vint lane_index() {
   vint index;
