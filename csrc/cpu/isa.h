@@ -30,11 +30,8 @@ struct IsaKernels {
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
   void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
-  Draw (*draw_token)(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
-                     FilterScratch& scratch);
-  // A row that reads as request options leave it, as long as the scratch is not given another one.
-  LogitRow (*adjust_row)(const RowOptions& options, const LogitRow& row, AdjustedRow& scratch);
-  void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RulesScratch& scratch);
+  void (*sample)(const SampleParams&, int64_t r, RowScratch& scratch);
+  void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RowScratch& scratch);
   // dst[i] = saturate(src[i] / scale) as e4m3; dtype is that of src: fp32, fp16 or bf16.
   void (*quantize_e4m3)(const void* src, DType dtype, int64_t count, float scale, uint8_t* dst);
   // Rotates the heads by row `angles` of p.cos_sin, and copies their other columns.
@@ -44,12 +41,13 @@ struct IsaKernels {
   double (*top_tokens)(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens, float* logits);
   void (*draw_children)(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw,
                         FilterScratch& scratch);
-  void (*verify_rejection)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*verify_block)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*verify_typical)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*verify_traversal)(const RatioParams&, int64_t b, RulesScratch& scratch);
-  void (*step_shard)(const ShardStepParams&, int64_t row, AdjustedRow& scratch);
-  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RulesScratch& scratch);  // a row, or a tree
+  void (*verify_sampled)(const VerifyParams&, int64_t b, RowScratch& scratch);
+  void (*verify_rejection)(const RatioParams&, int64_t b, RowScratch& scratch);
+  void (*verify_block)(const RatioParams&, int64_t b, RowScratch& scratch);
+  void (*verify_typical)(const RatioParams&, int64_t b, RowScratch& scratch);
+  void (*verify_traversal)(const RatioParams&, int64_t b, RowScratch& scratch);
+  void (*step_shard)(const ShardStepParams&, int64_t row, RowScratch& scratch);
+  void (*weigh_shard)(const ShardWeighParams&, int64_t item, RowScratch& scratch);  // a row, or a tree
   // A value head of a sequence: item = b * H + h. Without `out` the state advances.
   void (*delta_rule)(const DeltaRuleParams&, int64_t item, DeltaScratch& scratch);
   void (*conv1d)(const ConvParams&, int64_t b, int64_t first_channel);

@@ -50,8 +50,8 @@ struct AdjustedRow {
   float* bias;           // [V] zeros, to add biases up in
 };
 
-// Scratch of the rules that weigh drafts.
-struct RulesScratch {
+// Scratch of a row; what follows the first two is for rules that weigh drafts.
+struct RowScratch {
   FilterScratch filter;
   AdjustedRow* adjusted;  // of the thread
   NodeDistributions distributions;

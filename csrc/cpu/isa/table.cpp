@@ -10,8 +10,8 @@
 // AMX is for attention: its table has the kernels over rows of another instruction set.
 // clang-format off
 #define PT_EACH_ROW_KERNEL(X) \
-  X(draw_token) X(adjust_row) X(token_logprobs) X(quantize_e4m3) X(rotate_heads) X(top_tokens) X(draw_children) \
-  X(verify_rejection) X(verify_block) X(verify_typical) X(verify_traversal) X(step_shard) X(weigh_shard) \
+  X(sample) X(token_logprobs) X(quantize_e4m3) X(rotate_heads) X(top_tokens) X(draw_children) \
+  X(verify_sampled) X(verify_rejection) X(verify_block) X(verify_typical) X(verify_traversal) X(step_shard) X(weigh_shard) \
   X(delta_rule) X(conv1d)
 // clang-format on
 

@@ -189,15 +189,6 @@ static inline bool has_bounds(const LogitRow& row) {
   return adjusted_row(row).pays;
 }
 
-// Fetches what penalties need to know of a vector, since it comes from anywhere in a table larger than most caches.
-template <typename T>
-static inline void prefetch_penalties(const LogitRow& row, int64_t begin) {
-  if constexpr (!std::is_same_v<T, AdjustedLogit>) return;
-  const AdjustedRow& a = adjusted_row(row);
-  if (a.pays && a.counts != nullptr) __builtin_prefetch(a.counts + begin);
-  if (a.pays && a.prompt_mask != nullptr) __builtin_prefetch(a.prompt_mask + (a.first_token + begin) / 32);
-}
-
 // The logits of a block that was opened.
 template <typename T>
 class BlockReader {

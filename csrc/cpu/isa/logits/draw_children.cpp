@@ -23,17 +23,14 @@ struct Masses {
 template <typename T>
 static inline uint64_t write_distribution(const Masses<T>& masses, float* probs) {
   const int64_t vocab = masses.row.vocab;
-  typedef uint64_t vlong __attribute__((vector_size(kLanes * 8)));
-  vlong sums{};
-  for (int64_t t = 0; t < vocab; t += kLanes) sums += __builtin_convertvector(masses.at(t), vlong);
-  uint64_t total = 0;
-  for (int i = 0; i < kLanes; ++i) total += sums[i];
-  const float scale = static_cast<float>(1.0 / static_cast<double>(total));
+  WeightSum sum;
+  for (int64_t t = 0; t < vocab; t += kLanes) sum.add(masses.at(t));
+  const float scale = static_cast<float>(1.0 / static_cast<double>(sum.whole()));
   for (int64_t t = 0; t < vocab; t += kLanes) {
     const vfloat p = VectorMath::to_float(masses.at(t)) * scale;
     std::memcpy(probs + t, &p, static_cast<size_t>(min_of<int64_t>(kLanes, vocab - t)) * sizeof(float));
   }
-  return total;
+  return sum.whole();
 }
 
 // Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019).
@@ -107,8 +104,7 @@ static inline void draw_from(const Masses<T>& masses, const ChildrenDraw& draw) 
 }
 
 void draw_children(const LogitRow& row, const Sampling& sampling, const ChildrenDraw& draw, FilterScratch& scratch) {
-  const RowDistribution found =
-      with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch); });
+  const RowDistribution found = find_distribution(row, sampling, scratch);
   with_logits(found, [&]<typename T>() { draw_from(Masses<T>{row, found.scale, found.filter}, draw); });
 }
 

@@ -128,17 +128,20 @@ static inline Cut find_cut(LogitList list, float least, float most, uint64_t tar
   return cut;
 }
 
-// One past the id of the `count`-th token, in id order, whose logit is `logit`.
+// The tokens whose logit is `logit`, in id order, up to the `most`-th one: how many, and one past the id of that one.
+struct Ties {
+  int64_t count = 0, end = 0;
+};
 template <typename T>
-static inline int64_t end_of_ties(const LogitRow& row, float logit, uint64_t count) {
-  for (int64_t t = 0; t < row.vocab; t += kLanes) {
+static inline Ties ties_of(const LogitRow& row, float logit, int64_t most) {
+  Ties ties;
+  for (int64_t t = 0; t < row.vocab && ties.count < most; t += kLanes) {
     const vfloat logits = load_if<T>(row, t, [&](vfloat bound) { return bound >= splat(logit); });
-    uint32_t lanes = lane_bits(logits == splat(logit));
-    for (; lanes != 0; lanes &= lanes - 1) {
-      if (--count == 0) return t + __builtin_ctz(lanes) + 1;
+    for (uint32_t lanes = lane_bits(logits == splat(logit)); lanes != 0 && ties.count < most; lanes &= lanes - 1) {
+      ties = {ties.count + 1, t + __builtin_ctz(lanes) + 1};
     }
   }
-  return row.vocab;
+  return ties;
 }
 
 // A logit that at least `count` tokens reach, because `count` of the peaks do; the least finite one if fewer are finite.
@@ -169,11 +172,13 @@ static inline LogitList list_logits(const View& view, float least, float* listed
     if (!reaches(view.peaks, block, least)) continue;
     const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
     logits.open(block, least);
-    for (int64_t t = block; t < end; t += kLanes) {
-      if (!logits.any_may_reach(t, 1)) continue;
-      const vfloat logit = logits(t);
-      const uint32_t lanes = lane_bits((logit >= splat(least)) & view.sees(logit));
-      if (lanes != 0) size += compress(listed + size, logit, lanes);
+    for (int64_t group = block; group < end; group += 4 * kLanes) {
+      if (!logits.any_may_reach(group, 4)) continue;
+      for (int64_t t = group; t < min_of(group + 4 * kLanes, end); t += kLanes) {
+        if (!logits.may_reach(t)) continue;
+        const vfloat logit = logits(t);
+        size += compress(listed + size, logit, lane_bits((logit >= splat(least)) & view.sees(logit)));
+      }
     }
   }
   store(listed + size, splat(-kInfinity));
@@ -220,8 +225,9 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
   const Cut cut = find_cut(list, least, scale.peak, needed, scratch.left, weights);
   if (cut.logit < filter.min_logit) return filter;
   filter.min_logit = cut.logit;
-  const uint64_t ties = ceil_div(needed - cut.above, uint64_t{weight_of<ScalarMath>(scale(cut.logit))});
-  if (ties < static_cast<uint64_t>(cut.ties)) filter.tie_end = end_of_ties<T>(row, cut.logit, ties);
+  const uint64_t of_each = weight_of<ScalarMath>(scale(cut.logit));
+  const int64_t ties = static_cast<int64_t>(ceil_div(needed - cut.above, of_each));
+  if (ties < cut.ties) filter.tie_end = ties_of<T>(row, cut.logit, ties).end;
   return filter;
 }
 

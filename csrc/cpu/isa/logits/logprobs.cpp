@@ -11,12 +11,6 @@ double top_tokens(const LogitRow& row, int32_t k, bool with_sum, int64_t* tokens
 
 namespace {
 
-float logit_at(const RowDistribution& distribution, int64_t token) {
-  const int64_t t = token - token % kLanes;
-  return with_logits(distribution,
-                     [&]<typename T>() { return load_logits<T>(distribution.row, t)[static_cast<int>(token - t)]; });
-}
-
 int64_t count_reaching(const RowDistribution& distribution, float logit) {
   return with_logits(distribution, [&]<typename T>() {
     int64_t count = 0;
@@ -30,18 +24,17 @@ int64_t count_reaching(const RowDistribution& distribution, float logit) {
 
 }  // namespace
 
-void token_logprobs(const TokenLogprobsParams& p, int64_t r, RulesScratch& scratch) {
+void token_logprobs(const TokenLogprobsParams& p, int64_t r, RowScratch& scratch) {
   const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
   write_no_logprobs(p, r, 0, 1);
   if (n < 0) return;
   const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, n), *scratch.adjusted);
   const Sampling sampling = logprob_sampling(p, r);
-  const RowDistribution distribution =
-      with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch.filter); });
+  const RowDistribution distribution = find_distribution(row, sampling, scratch.filter);
   const float* peaks = distribution.uniform ? nullptr : scratch.filter.peaks;
   const double total = sum_distribution(distribution, peaks, scratch.residuals, scratch.block.target);
   if (token >= 0) {
-    const float logit = logit_at(distribution, token);
+    const float logit = with_logits(distribution, [&]<typename T>() { return logit_at<T>(distribution.row, token); });
     p.logprobs[r] = logprob_of(distribution, total, token, logit);
     p.ranks[r] = count_reaching(distribution, logit);
   }

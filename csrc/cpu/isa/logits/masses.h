@@ -6,10 +6,11 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-template <typename T>
 static inline RowDistribution find_distribution(const LogitRow& row, const Sampling& sampling, FilterScratch& scratch) {
-  return row_distribution(row, sampling, find_peak<T>(row, scratch.peaks),
-                          [&](const Scale& scale) { return find_filter<T>(row, sampling, scale, scratch); });
+  return with_logits(row.dtype, [&]<typename T>() {
+    return row_distribution(row, sampling, find_peak<T>(row, scratch.peaks),
+                            [&](const Scale& scale) { return find_filter<T>(row, sampling, scale, scratch); });
+  });
 }
 
 // Calls body.template operator()<T>() with the type of a distribution's logits; a row without finite ones has its own.
@@ -19,7 +20,7 @@ static inline auto with_logits(const RowDistribution& distribution, const Body& 
   return with_logits(distribution.row.dtype, body);
 }
 
-// Masses of tokens t .. t + kLanes - 1, which have these logits.
+// Masses of tokens t .. t + kLanes - 1, which have these logits; t is a multiple of kLanes below the vocabulary.
 static inline __attribute__((always_inline)) vfloat masses_of(const RowDistribution& distribution, vfloat logit,
                                                               int64_t t) {
   const vfloat x = distribution.scale(logit);
@@ -27,7 +28,6 @@ static inline __attribute__((always_inline)) vfloat masses_of(const RowDistribut
   return select(kept, mass_of<VectorMath>(x), splat(0.0f));
 }
 
-// The same; t is a multiple of kLanes below the vocabulary.
 template <typename T>
 static inline vfloat masses_at(const RowDistribution& distribution, int64_t t) {
   return masses_of(distribution, load_logits<T>(distribution.row, t), t);
@@ -41,21 +41,19 @@ static inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
 }
 
 // The mass of one token.
-static inline float target_mass(const NodeDistributions& distributions, int64_t token) {
-  const int64_t t = token - token % kLanes;
-  return with_logits(distributions.target,
-                     [&]<typename T>() { return masses_at<T>(distributions.target, t)[static_cast<int>(token - t)]; });
+static inline float mass_at(const RowDistribution& distribution, int64_t token) {
+  return with_logits(distribution, [&]<typename T>() {
+    return masses_at<T>(distribution, token - token % kLanes)[token % kLanes];
+  });
 }
 
 static inline float draft_mass(const NodeDistributions& distributions, int64_t token) {
-  if (distributions.draft.row.logits == nullptr) return 0.0f;
-  const int64_t t = token - token % kLanes;
-  const int lane = static_cast<int>(token - t);
-  if (distributions.draft_is_probs) {
-    return with_logits(distributions.draft.row.dtype,
-                       [&]<typename T>() { return probabilities_at<T>(distributions.draft.row, t)[lane]; });
-  }
-  return with_logits(distributions.draft, [&]<typename T>() { return masses_at<T>(distributions.draft, t)[lane]; });
+  const LogitRow& row = distributions.draft.row;
+  if (row.logits == nullptr) return 0.0f;
+  if (!distributions.draft_is_probs) return mass_at(distributions.draft, token);
+  return with_logits(row.dtype, [&]<typename T>() {
+    return probabilities_at<T>(row, token - token % kLanes)[token % kLanes];
+  });
 }
 
 // Writes at(t) for the tokens of a block; returns how many, filled up with zeros to a multiple of kMassSums.

@@ -78,4 +78,9 @@ static inline vfloat load_logits(const LogitRow& row, int64_t begin) {
   return clean<T>(load_raw<T>(row, begin), row, begin);
 }
 
+template <typename T>
+static inline float logit_at(const LogitRow& row, int64_t token) {
+  return load_logits<T>(row, token - token % kLanes)[token % kLanes];
+}
+
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

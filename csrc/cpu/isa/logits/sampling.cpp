@@ -1,6 +1,7 @@
 // Draws a token from a row of logits in a few scans, without sorting or copying the row: the peak, the thresholds of
 // top-k and min-p, the race of the kept tokens' noise, and whether top-p keeps the winner.
 #include "cpu/isa.h"
+#include "cpu/isa/logits/options.h"
 #include "cpu/isa/logits/race.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
@@ -52,16 +53,40 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
   TopP<T> top_p({row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks}, sampling.top_p);
   while (true) {
     const int64_t token = race<T>(row, scale, filter, scratch.peaks, seed, position).token;
-    const float logit = load_logits<T>(row, token - token % kLanes)[token % kLanes];
+    const float logit = logit_at<T>(row, token);
     if (!asks || top_p.keeps(token, logit)) return {token, peak.has_nan != 0};
     filter.min_logit = logit;
     filter.tie_end = token;
   }
 }
 
-Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
-                FilterScratch& scratch) {
+static Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
+                       FilterScratch& scratch) {
   return with_logits(row.dtype, [&]<typename T>() { return draw<T>(row, sampling, seed, position, scratch); });
+}
+
+void sample(const SampleParams& p, int64_t r, RowScratch& scratch) {
+  const LogitRow row = row_under(p.options, r, r, logit_row(p.logits, r), *scratch.adjusted);
+  p.tokens[r] = draw_token(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
+                           integer_at(p.positions, r), scratch.filter)
+                    .token;
+}
+
+// The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
+void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
+  TreeWalk walk(p, b);
+  walk.begin();
+  const Sampling sampling = sampling_of(p.sampling, b);
+  const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
+  const uint64_t position = static_cast<uint64_t>(root_position_of(p, b));
+  for (bool more = walk.num_nodes > 0; more;) {
+    const LogitRow row = row_under(p.options, b, walk.row(), logit_row(p.logits, walk.row()), *scratch.adjusted);
+    const Draw draw = draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), scratch.filter);
+    if (draw.bad) walk.status |= kBadRow;
+    walk.emit(draw.token);
+    more = walk.descend(walk.child_with(draw.token));
+  }
+  walk.finish();
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

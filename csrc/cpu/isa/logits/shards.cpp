@@ -29,16 +29,6 @@ inline void tabulate(const LogitRow& row, const ShardView& view, uint32_t found,
   }
 }
 
-template <typename T>
-inline int64_t count_ties(const LogitRow& row, float logit) {
-  int64_t count = 0;
-  for (int64_t t = 0; t < row.vocab; t += kLanes) {
-    const vfloat logits = load_if<T>(row, t, [&](vfloat bound) { return bound >= splat(logit); });
-    count += popcount32(lane_bits(logits == splat(logit)));
-  }
-  return count;
-}
-
 inline int64_t race_word(const ShardStepParams& p, const RowDistribution& distribution, int64_t b, int32_t depth) {
   const int64_t first = p.shard.first_token;
   const uint64_t seed = static_cast<uint64_t>(p.seeds[b]);
@@ -70,7 +60,7 @@ struct Units {
 
 class ShardDistributions {
  public:
-  ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, RulesScratch& scratch)
+  ShardDistributions(const ShardWeighParams& p, int64_t n, int64_t b, RowScratch& scratch)
       : p_(p), n_(n), b_(b), scratch_(scratch), block_(scratch.block), tried_{scratch.tried} {
     distributions_.target =
         shard_distribution(p.shard, logit_row(p.shard.logits, n), p.shard.rows[n], sampling_of(p.shard.sampling, b));
@@ -137,7 +127,7 @@ class ShardDistributions {
 
   const ShardWeighParams& p_;
   int64_t n_, b_;
-  RulesScratch& scratch_;
+  RowScratch& scratch_;
   NodeDistributions distributions_{};
   MassBlock& block_;
   TriedTokens tried_;
@@ -151,13 +141,13 @@ inline void tell_drafts(const ShardWeighParams& p, TreeWalk& walk, const NodeDis
     const int64_t row = walk.rows.begin + child, column = draft_token_at(walk.p, row) - p.shard.first_token;
     if (column < 0 || column >= p.shard.logits.vocab) continue;
     p.words[row * kWeighWords + 1] =
-        word_of_masses(target_mass(distributions, column), draft_mass(distributions, column));
+        word_of_masses(mass_at(distributions.target, column), draft_mass(distributions, column));
   }
 }
 
 }  // namespace
 
-void step_shard(const ShardStepParams& p, int64_t n, AdjustedRow& scratch) {
+void step_shard(const ShardStepParams& p, int64_t n, RowScratch& scratch) {
   const int64_t b = sequence_of(p.shard, n);
   const int32_t depth = b < 0 ? -1 : depth_of(p, n, b);
   if (depth < 0) return;  // no walk visits this row
@@ -169,12 +159,10 @@ void step_shard(const ShardStepParams& p, int64_t n, AdjustedRow& scratch) {
   begin_round(p, sampling, row);
   LogitRow logits = logit_row(p.shard.logits, n);
   if (p.shard.options.used && reads_row(p, sampling, row, kept_ties)) {
-    logits = adjust_row(shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft), logits, scratch);
+    logits = adjust_row(shard_options(p.shard, n, b, row, p.round == ShardRound::kLeft), logits, *scratch.adjusted);
   }
   with_logits(logits.dtype, [&]<typename T>() {
-    if (kept_ties == 0) row.filter.tie_end = 0;
-    if (kept_ties > 0)
-      row.filter.tie_end = end_of_ties<T>(logits, row.filter.min_logit, static_cast<uint64_t>(kept_ties));
+    if (kept_ties >= 0) row.filter.tie_end = ties_of<T>(logits, row.filter.min_logit, kept_ties).end;
     switch (p.round) {
       case ShardRound::kNone:
         break;
@@ -192,7 +180,7 @@ void step_shard(const ShardStepParams& p, int64_t n, AdjustedRow& scratch) {
         if (row.searching) tabulate<T>(logits, view_of(row, sampling, p.round), row.key, p.digit, words);
         break;
       case ShardRound::kTies:
-        if (row.ties != 0) words[0] = count_ties<T>(logits, row.filter.min_logit);
+        if (row.ties != 0) words[0] = ties_of<T>(logits, row.filter.min_logit, INT64_MAX).count;
         break;
       case ShardRound::kRace:
         words[0] = sampling.temperature == 0.0f
@@ -203,7 +191,7 @@ void step_shard(const ShardStepParams& p, int64_t n, AdjustedRow& scratch) {
   });
 }
 
-void weigh_shard(const ShardWeighParams& p, int64_t item, RulesScratch& scratch) {
+void weigh_shard(const ShardWeighParams& p, int64_t item, RowScratch& scratch) {
   const auto [n, b] = item_of(p, item);
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);

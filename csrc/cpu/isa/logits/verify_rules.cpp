@@ -12,7 +12,7 @@ namespace {
 
 class Rows {
  public:
-  Rows(const RatioParams& p, RulesScratch& scratch) : scratch_(scratch), tried_{scratch.tried}, law_(p.law) {}
+  Rows(const RatioParams& p, RowScratch& scratch) : scratch_(scratch), tried_{scratch.tried}, law_(p.law) {}
 
   static bool leads() { return true; }
   static bool leads_cta() { return true; }
@@ -43,7 +43,7 @@ class Rows {
   }
 
   double target(const NodeDistributions& distributions, int64_t token) const {
-    return static_cast<double>(target_mass(distributions, token));
+    return static_cast<double>(mass_at(distributions.target, token));
   }
 
   double draft(const NodeDistributions& distributions, int64_t token) const {
@@ -51,7 +51,7 @@ class Rows {
   }
 
   double residual(const NodeDistributions& distributions, double c, int64_t token) const {
-    const float mass = target_mass(distributions, token);
+    const float mass = mass_at(distributions.target, token);
     if (c == 0.0) return static_cast<double>(mass);
     return static_cast<double>(
         residual_mass<ScalarMath>(mass, draft_factor(distributions, c), draft_mass(distributions, token)));
@@ -122,7 +122,7 @@ class Rows {
 
   RowDistribution distribution_at(const LogitRow& row, const Sampling& sampling) {
     peaks_row_ = row;
-    return with_logits(row.dtype, [&]<typename T>() { return find_distribution<T>(row, sampling, scratch_.filter); });
+    return find_distribution(row, sampling, scratch_.filter);
   }
 
   // The peaks of the distribution's row, found again if another row's are in the scratch; null if the row is uniform.
@@ -150,7 +150,7 @@ class Rows {
                                      scratch_.block);
   }
 
-  RulesScratch& scratch_;
+  RowScratch& scratch_;
   TriedTokens tried_;
   DraftLaw law_;
   LogitRow peaks_row_{};  // the row whose peaks are in the scratch
@@ -159,22 +159,22 @@ class Rows {
 
 }  // namespace
 
-void verify_rejection(const RatioParams& p, int64_t b, RulesScratch& scratch) {
+void verify_rejection(const RatioParams& p, int64_t b, RowScratch& scratch) {
   Rows rows(p, scratch);
   walk_rejection(p, b, rows);
 }
 
-void verify_block(const RatioParams& p, int64_t b, RulesScratch& scratch) {
+void verify_block(const RatioParams& p, int64_t b, RowScratch& scratch) {
   Rows rows(p, scratch);
   walk_block(p, b, rows);
 }
 
-void verify_typical(const RatioParams& p, int64_t b, RulesScratch& scratch) {
+void verify_typical(const RatioParams& p, int64_t b, RowScratch& scratch) {
   Rows rows(p, scratch);
   walk_typical(p, b, rows);
 }
 
-void verify_traversal(const RatioParams& p, int64_t b, RulesScratch& scratch) {
+void verify_traversal(const RatioParams& p, int64_t b, RowScratch& scratch) {
   Rows rows(p, scratch);
   walk_traversal(p, b, rows);
 }
