@@ -260,7 +260,7 @@ REQUESTS = [
     ),
     Mutant(
         "too few logits above the bounds of others", "cpu/isa/logits/filter.h",
-        "if (few.size < sampling.top_k && view.scale(view.least) >= view.min_x) return false;", "", (OPTIONS,),
+        "if (list.size >= top_k || least == -kMaxFloat || scale(least) < view.min_x) break;", "break;", (OPTIONS,),
     ),
     Mutant(
         "bounds of penalties that raise logits", "cpu/isa/logits/adjusted_row.h",
@@ -279,9 +279,16 @@ REQUESTS = [
         "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)",
     ),
     Mutant(
-        "tokens that are in no table counted for the threshold", "cpu/isa/logits/filter.h",
-        "(logit >= splat(view.least)) & (view.scale(logit) >= splat(view.min_x))",
-        "view.scale(logit) >= splat(view.min_x)", (LOGPROBS,),
+        "the threshold's own mass above it", "cpu/isa/logits/filter.h",
+        "if (!reached) cut.above += upper;", "cut.above += upper;", (LOGPROBS,),
+    ),
+    Mutant(
+        "top-p of the blocks' peaks alone", "cpu/isa/logits/sampling.cpp",
+        "mass_ = mass_of_all<T>(view_);", "mass_ = mass_of_peaks();", (SAMPLED,),
+    ),
+    Mutant(
+        "all ties of the winner before it", "cpu/isa/logits/sampling.cpp",
+        "(other == splat(logit)) & has_lower_id", "other == splat(logit)", (SAMPLED,),
     ),
     Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)"),
     Mutant(

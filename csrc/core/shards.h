@@ -194,8 +194,7 @@ PT_HOST_DEVICE bool reads_row(const ShardStepParams& p, const Sampling& sampling
 // Starts the search in a threshold's first round.
 PT_HOST_DEVICE void begin_round(const ShardStepParams& p, const Sampling& sampling, ShardRow& row) {
   if (p.digit == 0 && (p.round == ShardRound::kCount || p.round == ShardRound::kMass)) {
-    const bool wanted =
-        p.round == ShardRound::kMass ? sampling.top_p < 1.0f : sampling.top_k > 0 && sampling.top_k < p.shard.vocab;
+    const bool wanted = p.round == ShardRound::kMass ? sampling.top_p < 1.0f : sampling.cuts_by_count(p.shard.vocab);
     row.searching = wanted && is_filtered(row, sampling);
     row.key = 0;
     row.num_digits = 0;

@@ -16,13 +16,7 @@ static inline float least_kept(const Filter& filter, const Scale& scale) {
   return least > filter.min_logit ? least : filter.min_logit;
 }
 
-// Whether the block may hold a token that the filter keeps and that has a mass.
-static inline bool may_have_mass(const float* peaks, int64_t t, const Filter& filter, const Scale& scale) {
-  const vfloat x = scale(peaks_at(peaks, t));
-  return reaches(peaks, t, filter.min_logit) && lane_bits((x >= splat(filter.min_x)) & has_mass(x)) != 0;
-}
-
-// What a search sees of a row: tokens with x below `min_x` read as -inf.
+// What a search sees of a row: only tokens with x of at least `min_x`.
 struct View {
   const LogitRow& row;
   Scale scale;
@@ -33,6 +27,7 @@ struct View {
   vuint weights(vfloat logit) const { return weight_of<VectorMath>(scale(logit)) & bits<vuint>(sees(logit)); }
 };
 
+// A sum of more bits than its terms.
 class WeightSum {
  public:
   void add(vuint weights) {
@@ -144,7 +139,7 @@ static inline Ties ties_of(const LogitRow& row, float logit, int64_t most) {
   return ties;
 }
 
-// A logit that at least `count` tokens reach, because `count` of the peaks do; the least finite one if fewer are finite.
+// A logit that at least `count` tokens reach, because `count` of the peaks do; the least one if fewer are finite.
 static inline float reached_by(const View& view, int64_t count, float* left) {
   const LogitList peaks{view.peaks, ceil_div<int64_t>(view.row.vocab, kPeakBlock) * kLanes};
   const auto one = [](vfloat) { return splat(1u); };
@@ -153,14 +148,14 @@ static inline float reached_by(const View& view, int64_t count, float* left) {
   return find_cut(peaks, -kMaxFloat, view.scale.peak, target, left, one).logit;
 }
 
-// A logit below which V tokens have less than 1 - top_p of the mass of all, even if rounding adds a half to each weight.
+// A logit below which V tokens have less than 1 - top_p of all mass, even if rounding adds a half to each weight.
 static inline float below_top_p(const View& view, float top_p, uint64_t mass) {
   const float of_peaks = static_cast<float>(mass) * 0x1p-31f / static_cast<float>(view.row.vocab);
   const float share = 0.99f * (1.0f - top_p) * of_peaks - 0x1p-32f;
   if (share < kMinNormal) return -kMaxFloat;
-  return max_of(-kMaxFloat, static_cast<float>(static_cast<double>(view.scale.peak) +
-                                               static_cast<double>(log_exact<ScalarMath>(share)) /
-                                                   view.scale.inverse_temperature));
+  return max_of(-kMaxFloat,
+                static_cast<float>(static_cast<double>(view.scale.peak) +
+                                   static_cast<double>(log_exact<ScalarMath>(share)) / view.scale.inverse_temperature));
 }
 
 // Lists the view's logits that reach `least`.
@@ -185,21 +180,13 @@ static inline LogitList list_logits(const View& view, float least, float* listed
   return {listed, size};
 }
 
-// Whether top-k is a threshold; whether top-p is one of the mass of all tokens.
-static inline bool cuts_by_count(const Sampling& sampling, int64_t vocab) {
-  return sampling.top_k > 0 && sampling.top_k < vocab;
-}
-static inline bool cuts_mass_of_all(const Sampling& sampling, int64_t vocab) {
-  return sampling.top_p < 1.0f && (sampling.joint || !cuts_by_count(sampling, vocab));
-}
-
 template <typename T>
 static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, const Scale& scale,
                                  FilterScratch& scratch) {
   Filter filter;
   filter.min_x = min_p_bound(sampling.min_p);
-  const bool by_mass = sampling.top_p < 1.0f, of_all = cuts_mass_of_all(sampling, row.vocab);
-  const int64_t top_k = cuts_by_count(sampling, row.vocab) ? sampling.top_k : 0;
+  const bool by_mass = sampling.top_p < 1.0f, of_all = sampling.cuts_mass_of_all(row.vocab);
+  const int64_t top_k = sampling.cuts_by_count(row.vocab) ? sampling.top_k : 0;
   if (!by_mass && top_k == 0) return filter;
   const View view{row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks};
   uint64_t mass = of_all ? mass_of_all<T>(view) : 0;

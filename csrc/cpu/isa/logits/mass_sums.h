@@ -19,9 +19,12 @@ struct Sums {
   }
 };
 
-// Whether the block may hold any mass; `peaks` is null if the row is uniform.
+// Whether the block may hold a token that the filter keeps and that has a mass; `peaks` is null if the row is uniform.
 static inline bool may_have_mass(const float* peaks, int64_t begin, const RowDistribution& distribution) {
-  return peaks == nullptr || may_have_mass(peaks, begin, distribution.filter, distribution.scale);
+  if (peaks == nullptr) return true;
+  const vfloat x = distribution.scale(peaks_at(peaks, begin));
+  return reaches(peaks, begin, distribution.filter.min_logit) &&
+         lane_bits((x >= splat(distribution.filter.min_x)) & has_mass(x)) != 0;
 }
 
 // The sum of values(i) over the lanes at i, for `count` tokens of a block.

@@ -42,18 +42,16 @@ static inline vfloat probabilities_at(const LogitRow& row, int64_t t) {
 
 // The mass of one token.
 static inline float mass_at(const RowDistribution& distribution, int64_t token) {
-  return with_logits(distribution, [&]<typename T>() {
-    return masses_at<T>(distribution, token - token % kLanes)[token % kLanes];
-  });
+  return with_logits(distribution,
+                     [&]<typename T>() { return masses_at<T>(distribution, token - token % kLanes)[token % kLanes]; });
 }
 
 static inline float draft_mass(const NodeDistributions& distributions, int64_t token) {
   const LogitRow& row = distributions.draft.row;
   if (row.logits == nullptr) return 0.0f;
   if (!distributions.draft_is_probs) return mass_at(distributions.draft, token);
-  return with_logits(row.dtype, [&]<typename T>() {
-    return probabilities_at<T>(row, token - token % kLanes)[token % kLanes];
-  });
+  return with_logits(row.dtype,
+                     [&]<typename T>() { return probabilities_at<T>(row, token - token % kLanes)[token % kLanes]; });
 }
 
 // Writes at(t) for the tokens of a block; returns how many, filled up with zeros to a multiple of kMassSums.

@@ -42,12 +42,13 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
                         FilterScratch& scratch) {
   const Peak peak = find_peak<T>(row, scratch.peaks);
   if (sampling.temperature == 0.0f) return {peak.token, peak.has_nan || peak.logit == -kInfinity};
-  if (peak.logit == -kInfinity)
+  if (peak.logit == -kInfinity) {
     return {race<UniformLogit>(row, {0.0f, 1.0f}, Filter{}, nullptr, seed, position).token, true};
+  }
   const Scale scale{peak.logit, inverse_temperature(sampling.temperature)};
   // Top-p is asked afterwards whether it keeps the winner; if not, it keeps none of the tokens behind it either.
   Sampling before_race = sampling;
-  const bool asks = cuts_mass_of_all(sampling, row.vocab);
+  const bool asks = sampling.cuts_mass_of_all(row.vocab);
   if (asks) before_race.top_p = 1.0f;
   Filter filter = find_filter<T>(row, before_race, scale, scratch);
   TopP<T> top_p({row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks}, sampling.top_p);
