@@ -339,13 +339,14 @@ void launch_rope(const RopeAppendParams& p, const ExecContext& ctx) {
 
 // ---- compact_kv
 
-constexpr int kStagingBytes = 16 << 10;
+constexpr int kStagedUnits = 1024;
 constexpr int64_t kBytesPerCta = 16 << 10;
 constexpr int kCompactCtasPerSm = 4;
 
 // How a row of a cache is cut into units, the largest at whose multiples everything lies.
 struct RowLayout {
   Divisor units_a_run, sizes_1, sizes_2;
+  int64_t units;
   int32_t unit_bytes;
 };
 
@@ -354,7 +355,7 @@ struct RowLayouts {
 };
 
 struct CompactShared {
-  alignas(kVectorBytes) uint8_t staging[kStagingBytes];
+  uint4 staging[kStagedUnits];
   // Then the moves [path_width - 1], of path node j + 1; from.page -1: the row stays.
 };
 
@@ -366,42 +367,57 @@ __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const Row
          layout.units_a_run.remainder(unit, run) * layout.unit_bytes;
 }
 
+// A unit, in the first bytes of a vector.
+__device__ __forceinline__ uint4 load_unit(const uint8_t* from, int32_t bytes) {
+  if (bytes == 16) return *reinterpret_cast<const uint4*>(from);
+  return {bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{*from}};
+}
+
+__device__ __forceinline__ void store_unit(uint8_t* to, const uint4& unit, int32_t bytes) {
+  if (bytes == 16) {
+    *reinterpret_cast<uint4*>(to) = unit;
+  } else if (bytes == 4) {
+    *reinterpret_cast<uint32_t*>(to) = unit.x;
+  } else {
+    *to = static_cast<uint8_t>(unit.x);
+  }
+}
+
 // All rows of a window of units are loaded before any is stored, so moves may overlap whatever their order. A thread
 // has one unit of the window, and takes turns at the moves with the other threads that have it. Each CTA of a row takes
 // its own windows.
-template <typename Unit>
 __device__ __forceinline__ void move_rows(const CacheView& cache, const RowLayout& layout, CompactShared& shared,
                                           int32_t num_moves) {
   constexpr int kUnderWay = 4;
   const auto* const moves = reinterpret_cast<const Move*>(&shared + 1);
-  const int64_t units = cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * (cache.run_bytes / int64_t{sizeof(Unit)});
-  int32_t window = highest_bit(min_of(kMaxThreads, kStagingBytes / int32_t{sizeof(Unit)} / num_moves));
+  const int64_t units = layout.units;
+  int32_t window = highest_bit(min_of(kMaxThreads, kStagedUnits / num_moves));
   while (window / 2 >= units && window > 1) window /= 2;
   const int32_t thread = static_cast<int32_t>(threadIdx.x), column = thread & (window - 1);
   const int32_t first = thread >> (__ffs(window) - 1), step = kMaxThreads >> (__ffs(window) - 1);
-  auto* const staging = reinterpret_cast<Unit*>(shared.staging) + column;
+  uint4* const staging = shared.staging + column;
   for (int64_t at = int64_t{blockIdx.y} * window; at < units; at += int64_t{gridDim.y} * window) {
     const bool is_inside = at + column < units;
     auto* const data = static_cast<uint8_t*>(cache.data) + (is_inside ? unit_offset(cache, layout, at + column) : 0);
     const auto is_moved = [&](int32_t i) { return is_inside && i < num_moves && moves[i].from.page >= 0; };
 #pragma unroll 1
     for (int32_t begin = first; begin < num_moves; begin += kUnderWay * step) {
-      Unit units_under_way[kUnderWay];
+      uint4 under_way[kUnderWay];
 #pragma unroll
       for (int j = 0; j < kUnderWay; ++j) {
         const int32_t i = begin + j * step;
-        if (is_moved(i)) units_under_way[j] = *reinterpret_cast<Unit*>(data + row_offset(cache, moves[i].from));
+        if (is_moved(i)) under_way[j] = load_unit(data + row_offset(cache, moves[i].from), layout.unit_bytes);
       }
 #pragma unroll
       for (int j = 0; j < kUnderWay; ++j) {
         const int32_t i = begin + j * step;
-        if (is_moved(i)) staging[i * window] = units_under_way[j];
+        if (is_moved(i)) staging[i * window] = under_way[j];
       }
     }
     __syncthreads();
 #pragma unroll 1
     for (int32_t i = first; i < num_moves; i += step) {
-      if (is_moved(i)) *reinterpret_cast<Unit*>(data + row_offset(cache, moves[i].to)) = staging[i * window];
+      if (is_moved(i)) store_unit(data + row_offset(cache, moves[i].to), staging[i * window], layout.unit_bytes);
     }
   }
 }
@@ -431,21 +447,7 @@ __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
   if (!__syncthreads_or(moves)) return;
 #pragma unroll 1
   for (int32_t i = static_cast<int32_t>(blockIdx.z); i < p.num_caches; i += static_cast<int32_t>(gridDim.z)) {
-    const CacheView& cache = p.caches[i];
-    const RowLayout& layout = layouts.of[i];
-    switch (layout.unit_bytes) {
-      case 16:
-        move_rows<uint4>(cache, layout, shared, length);
-        break;
-      case 4:
-        move_rows<uint32_t>(cache, layout, shared, length);
-        break;
-      case 2:
-        move_rows<uint16_t>(cache, layout, shared, length);
-        break;
-      default:
-        move_rows<uint8_t>(cache, layout, shared, length);
-    }
+    move_rows(p.caches[i], layouts.of[i], shared, length);
     __syncthreads();  // windows of the next cache may be others
   }
 }
@@ -453,8 +455,9 @@ __global__ void __launch_bounds__(kMaxThreads, kCompactCtasPerSm)
 RowLayout layout_of(const CacheView& cache) {
   const int64_t bits = address(cache.data) | cache.page_stride | cache.slot_stride | cache.run_bytes |
                        cache.strides[0] | cache.strides[1] | cache.strides[2];
-  const int32_t unit_bytes = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-  return {Divisor(cache.run_bytes / unit_bytes), Divisor(cache.sizes[1]), Divisor(cache.sizes[2]), unit_bytes};
+  const int32_t unit_bytes = bits % 16 == 0 ? 16 : bits % 4 == 0 ? 4 : 1;
+  const int64_t units = cache.sizes[0] * cache.sizes[1] * cache.sizes[2] * cache.run_bytes / unit_bytes;
+  return {Divisor(cache.run_bytes / unit_bytes), Divisor(cache.sizes[1]), Divisor(cache.sizes[2]), units, unit_bytes};
 }
 
 }  // namespace

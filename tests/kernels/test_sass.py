@@ -211,7 +211,7 @@ BUDGETS = {
     "few_tokens_kernel": (2672,),
     "best_first_kernel": (2360,),
     "rope_append_kernel": (1976,),
-    "compact_kernel": (1968,),
+    "compact_kernel": (728,),
     "path_decays_kernel": (1576,),
     "build_trees_kernel": (1552,),
     "plan_kernel": (1520,),
