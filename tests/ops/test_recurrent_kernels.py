@@ -50,14 +50,18 @@ def test_sizes_and_strides_do_not_matter(dims: tuple[int, int], transposed: bool
 @pytest.mark.parametrize("dims", [(128, 128), (72, 40), (128, 72)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("with_beta", [True, False])
-def test_lengths_and_strides_of_paths_do_not_matter(dims: tuple[int, int], transposed: bool, with_beta: bool) -> None:
-    trees = trees_of([20, 3, 9, 9, 0, 4], 5, reach=1)
-    of = layer(trees, dims=dims, heads=(1, 2), transposed=transposed, with_beta=with_beta, l2norm=dims[0] == 72)
-    leaves = [15, 0, 7, 8, -1, 3]
-    found = of.advance(advance_state, *paths_to(trees, leaves, 16))
-    assert error(found, of.advance(loops.advance_state, *paths_to(trees, leaves, 16))) <= 2.5e-3
-    assert torch.equal(of.advance(advance_state, *paths_to(trees, leaves, 17)), found)
-    assert torch.equal(without_words(of).advance(advance_state, *paths_to(trees, leaves, 16)), found)
+@pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
+def test_lengths_and_strides_of_paths_do_not_matter(
+    dims: tuple[int, int], transposed: bool, with_beta: bool, channels: bool
+) -> None:
+    trees = trees_of([40, 3, 9, 9, 0, 4], 5, reach=1)
+    options = {"transposed": transposed, "with_beta": with_beta, "channels": channels, "l2norm": dims[0] == 72}
+    of = layer(trees, dims=dims, heads=(1, 2), **options)  # type: ignore[arg-type]
+    leaves = [37, 0, 7, 8, -1, 3]
+    found = of.advance(advance_state, *paths_to(trees, leaves, 38))
+    assert error(found, of.advance(loops.advance_state, *paths_to(trees, leaves, 38))) <= 2.5e-3
+    assert torch.equal(of.advance(advance_state, *paths_to(trees, leaves, 65)), found)
+    assert torch.equal(without_words(of).advance(advance_state, *paths_to(trees, leaves, 38)), found)
 
 
 @pytest.mark.parametrize("with_beta", [True, False])

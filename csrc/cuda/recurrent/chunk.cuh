@@ -12,38 +12,31 @@ static_assert(kWarps * 32 >= kMaxRecurrentNodes && kWarps == kBlock);
 
 // What the lanes of a tensor core's operand read at once lies in different banks.
 constexpr int kStateStride = kColumns + 2, kReadStride = kColumns + 8;
-constexpr int kMaskWords = kMaxRecurrentNodes / 32;
 
-struct ChunkShared {
-  int64_t sums[kMaxRecurrentNodes];     // of g from the first token of the path on, see fixed_point()
-  int32_t rows[kMaxRecurrentNodes];     // of the tokens
-  float betas[kMaxRecurrentNodes];      // 1 without
-  float norms[kMaxRecurrentNodes];      // of the keys: what they are multiplied by
-  int16_t parents[kMaxRecurrentNodes];  // -1: none, -2: cannot be reached
-  union {
-    int16_t jumps[kMaxRecurrentNodes];   // scratch of link()
-    float query_norms[kWarps * kBlock];  // of the group
-  };
-};
+using ChunkShared = LinkedTokens<kMaxRecurrentNodes>;
 
 // The rest of shared memory, whose sizes depend on the call.
 struct Chunk {
+  static constexpr int kParts = kMaxRecurrentDim / kPassChannels;
   const DeltaRuleParams& p;
   ChunkShared& shared;
   int32_t group;  // tokens that are weighed together, blocks of 8
   int32_t words;  // of a mask
   int32_t weight_stride;
   int32_t head, key_head;
-  int32_t column;   // of the lane
-  float* state;     // [Dk, kStateStride]; Dk up to a multiple of kStep, with zeros
-  float* u;         // [capacity, kColumns]
-  float* weights;   // [key or query, group, weight_stride]: of the tokens above a token
-  float* reads;     // [key or query, group, kReadStride]: what it reads of the state, with the decays of its path
-  uint32_t* masks;  // [capacity, words]: the tokens of its path, itself included; none where it cannot be reached
+  int32_t column;      // of the lane
+  float* state;        // [Dk, kStateStride]; Dk up to a multiple of kStep, with zeros
+  float* u;            // [capacity, kColumns]
+  float* weights;      // [key or query, group, weight_stride]: of the tokens above a token
+  float* reads;        // [key or query, group, kReadStride]: what it reads of the state, with the decays of its path
+  uint32_t* masks;     // [capacity, words]: the tokens of its path, itself included; none where it cannot be reached
+  float* query_norms;  // of the group, where link() had its scratch
 
   __device__ Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group, int32_t of_head, int32_t of_lane);
   __device__ float* weights_of(int which, int32_t row) const { return weights + (which * group + row) * weight_stride; }
   __device__ float* reads_of(int which, int32_t row) const { return reads + (which * group + row) * kReadStride; }
+  __device__ float query_norm(int32_t, int32_t row) const { return p.out != nullptr ? query_norms[row] : 1.0f; }
+  __device__ PathDecays path_decays(int32_t i) const { return path_decays_of(p, shared.rows[i], head); }
   // Which of the tokens 8 * block .. 8 * block + 7 are on the path of token i.
   __device__ uint32_t ancestors(int32_t i, int32_t block) const {
     return masks[i * words + block / 4] >> block % 4 * 8 & 0xffu;
@@ -83,6 +76,7 @@ __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t c
   weights = reinterpret_cast<float*>(begin + sizes.weights);
   reads = reinterpret_cast<float*>(begin + sizes.reads);
   masks = reinterpret_cast<uint32_t*>(begin + sizes.masks);
+  query_norms = reinterpret_cast<float*>(shared.jumps);
 }
 
 // Where the key of token i begins, and its query.
@@ -121,47 +115,7 @@ __device__ __forceinline__ void find_query_norms(const Chunk& t, int32_t begin, 
   if (t.p.out == nullptr) return;
   for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += kWarps) {
     const float norm = row_norm(t, t.p.q, query_row(t, begin + row));
-    if (threadIdx.x % 32 == 0) t.shared.query_norms[row] = norm;
-  }
-  __syncthreads();
-}
-
-// The paths of the tokens in shared.rows and shared.parents, and the sums of g along them. One thread for each token:
-// in each round it takes over what is known at the end of its own stretch of the path.
-__device__ __forceinline__ void link(const Chunk& t, int32_t count) {
-  const int32_t i = threadIdx.x;
-  const bool is_token = i < count;
-  int32_t above = is_token ? t.shared.parents[i] : -2;
-  int64_t sum = is_token && !t.p.channel_decay ? fixed_point(t.p.g[decay_row(t, i)]) : 0;
-  uint32_t mask[kMaskWords] = {};
-#pragma unroll
-  for (int w = 0; w < kMaskWords; ++w) mask[w] = w == i / 32 ? 1u << i % 32 : 0;
-  for (int32_t reach = 1;; reach *= 2) {
-    const bool is_last = reach >= count;
-    if (is_token) {
-      if (is_last && above != -1) t.shared.parents[i] = -2;
-      t.shared.jumps[i] = static_cast<int16_t>(above);
-      t.shared.sums[i] = sum;
-#pragma unroll
-      for (int w = 0; w < kMaskWords; ++w) {
-        if (w < t.words) t.masks[i * t.words + w] = is_last && above != -1 ? 0 : mask[w];
-      }
-    }
-    __syncthreads();
-    if (is_last) break;
-    if (above >= 0) {
-#pragma unroll
-      for (int w = 0; w < kMaskWords; ++w) {
-        if (w < t.words) mask[w] |= t.masks[above * t.words + w];
-      }
-      sum += t.shared.sums[above];
-      above = t.shared.jumps[above];
-    }
-    __syncthreads();
-  }
-  if (is_token) {
-    const int64_t at = t.shared.rows[i] * t.p.beta_token_stride + t.head * t.p.beta_head_stride;
-    t.shared.betas[i] = t.p.beta != nullptr ? t.p.beta[at] : 1.0f;
+    if (threadIdx.x % 32 == 0) t.query_norms[row] = norm;
   }
   __syncthreads();
 }

@@ -2,21 +2,18 @@
 // trees have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
 // sequence, value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
-#include "cuda/recurrent/chunk.cuh"
 #include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
 #include "cuda/recurrent/solve.cuh"
-#include "cuda/recurrent/tree_solve.cuh"
-#include "cuda/recurrent/walks.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
-// The tokens in shared.rows and shared.parents; `carried`: they are a chain, and others follow.
+// The tokens in shared.rows; `carried`: they are a chain, and others follow.
 template <bool kChannelDecay>
-__device__ __forceinline__ void run_chunk(const Chunk& t, int32_t count, bool carried) {
+__device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequence, int32_t count, bool carried) {
   __syncthreads();
-  link(t, count);
+  link(t.p, sequence, t.shared, t.masks, t.words, t.head, count);
   find_norms(t, count);
   for (int32_t begin = 0; begin < count; begin += t.group) {
     weigh_by_products<kChannelDecay>(t, begin, count);
@@ -89,58 +86,12 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   if (sequence.total == 0) return;
   load_state(t, StateTile(t, state_index_of(p.tokens, b)));
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // one turn for a tree
-    const int32_t i = threadIdx.x, count = min_of(capacity, sequence.total - begin);
-    if (i < count) {
-      t.shared.rows[i] = sequence.row(begin, i);
-      t.shared.parents[i] = sequence.parent(i);
-    }
-    run_chunk<kChannelDecay>(t, count, p.out == nullptr || begin + count < sequence.total);
+    const int32_t count = min_of(capacity, sequence.total - begin);
+    const int32_t i = threadIdx.x;
+    if (i < count) t.shared.rows[i] = sequence.row(begin + i);
+    run_chunk<kChannelDecay>(t, sequence, count, p.out == nullptr || begin + count < sequence.total);
   }
   if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(p.tokens, b)));
-}
-
-// One CTA for each sequence, value head and 32 columns for each of its warps.
-template <typename T, StateWords kWords, int kTiles, bool kChannelDecay>
-__global__ void __launch_bounds__(kTreeWarps * 32, kTiles == 2 ? 3 : 2)
-    tree_delta_rule_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
-  if constexpr (kChannelDecay) ptx::wait_for_kernels_before();
-  const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks, b = item / p.num_heads;
-  const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
-  const Tree t(p, rows, item % p.num_heads, block % column_blocks * static_cast<int32_t>(blockDim.x), kTiles);
-  clear_others(p, b, t.head, t.first_column, static_cast<int32_t>(blockDim.x), rows.begin + t.count, rows.end);
-  if (t.count == 0) return;
-  if constexpr (kChannelDecay && kTiles == kSmallTiles) copy_decays(t);
-  copy_rows(t);
-  StateCopies<kWords> copies(t, state_index_of(p.tokens, b));
-  for (int32_t stage = 0; stage < kStages - 1; ++stage) copies.start(stage);
-  if (threadIdx.x / 32 == 0) link_tree(t);
-  ptx::cp_async_wait<kStages - 1>();  // for keys and queries
-  __syncthreads();
-  if (p.l2norm) {
-    find_norms(t);
-    __syncthreads();
-  }
-  int32_t stage = 0;
-  uint32_t infinite = 0;
-  for (int32_t begin = 0; begin < t.count; begin += t.together) {
-    if (begin > 0) __syncthreads();  // all have read the weights of the tokens before
-    const int32_t tiles = min_of(kTiles, ceil_div(t.count - begin, kTile));
-    if constexpr (kChannelDecay) {
-      weigh_decayed<T, kTiles / 2>(t, begin, tiles);
-      weigh_by_walks(t, begin);
-    } else {
-      weigh_tree<T>(t, begin, tiles);
-    }
-    Sums<kTiles> sums;
-    if (tiles > kTiles / 2) {
-      read_state<T, kTiles, kChannelDecay>(t, copies, stage, begin, sums);
-    } else {
-      read_state<T, kTiles / 2, kChannelDecay>(t, copies, stage, begin, sums);
-    }
-    __syncthreads();
-    solve_tree<T>(t, begin, sums, infinite);
-  }
-  ptx::cp_async_wait<0>();
 }
 
 // What no node writes.
@@ -173,36 +124,6 @@ void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecCont
   is_large ? find_path_decays<2>(p, capacity, ctx) : find_path_decays<1>(p, capacity, ctx);
 }
 
-template <typename T, StateWords kWords, int kTiles, bool kChannelDecay>
-void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
-  const int32_t columns = ceil_div(p.value_dim, kTreeColumns), max_bytes = device_limits().max_shared_bytes;
-  int32_t warps = kTreeWarps;
-  while (TreeSizes(p.tokens.max_nodes, kTiles, warps, kChannelDecay).bytes > max_bytes) warps /= 2;
-  const int32_t column_blocks = ceil_div(columns, warps);
-  warps = ceil_div(columns, column_blocks);
-  const dim3 grid(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks));
-  const dim3 block(static_cast<unsigned>(warps * 32));
-  const auto bytes = static_cast<size_t>(TreeSizes(p.tokens.max_nodes, kTiles, warps, kChannelDecay).bytes);
-  const auto kernel = tree_delta_rule_kernel<T, kWords, kTiles, kChannelDecay>;
-  if constexpr (kChannelDecay) {
-    find_path_decays(p, p.tokens.max_nodes, ctx);
-    launch_behind(kernel, grid, block, bytes, ctx.stream, p, column_blocks);
-  } else {
-    launch(kernel, grid, block, bytes, ctx.stream, p, column_blocks);
-  }
-}
-
-template <typename T, StateWords kWords>
-void launch_tree(const DeltaRuleParams& p, const ExecContext& ctx) {
-  if (!p.channel_decay) {
-    launch_tree<T, kWords, 4, false>(p, ctx);
-  } else if (p.tokens.max_nodes <= kSmallTiles * kTile) {
-    launch_tree<T, kWords, kSmallTiles, true>(p, ctx);
-  } else {
-    launch_tree<T, kWords, 4, true>(p, ctx);
-  }
-}
-
 // Whether four neighbours along one dimension of all states lie at multiples of 16 bytes.
 bool has_words(const DeltaRuleParams& p, int along, int across) {
   const int64_t* const strides = p.state_strides;
@@ -210,36 +131,39 @@ bool has_words(const DeltaRuleParams& p, int along, int across) {
          reinterpret_cast<uintptr_t>(p.state) % 16 == 0;
 }
 
-template <typename T, StateWords kWords>
-void launch_few(const DeltaRuleParams& p, const ExecContext& ctx) {
+template <typename T, StateWords kWords, bool kChannelDecay>
+void launch_few(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
+  const auto kernel = p.out == nullptr ? few_tokens_kernel<T, kWords, true, kChannelDecay>
+                                       : few_tokens_kernel<T, kWords, false, kChannelDecay>;
   const int32_t column_blocks = ceil_div(p.value_dim, kFewWarps * kFewColumns);
-  const auto kernel = p.out == nullptr ? few_tokens_kernel<T, kWords, true> : few_tokens_kernel<T, kWords, false>;
-  launch(kernel, dim3(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks)), dim3(kFewWarps * 32),
-         sizeof(FewShared), ctx.stream, p, column_blocks);
-}
-
-template <typename T, StateWords kWords>
-void launch_small(const DeltaRuleParams& p, bool is_few, const ExecContext& ctx) {
-  is_few ? launch_few<T, kWords>(p, ctx) : launch_tree<T, kWords>(p, ctx);
-}
-
-// False where the call is not one for the kernels of few tokens or of small trees.
-bool run_small(const DeltaRuleParams& p, const ExecContext& ctx) {
-  const RecurrentBatch& tokens = p.tokens;
-  const bool by_columns = has_words(p, 3, 2), is_half = p.dtype == DType::kFloat16;
-  const int32_t most = p.out == nullptr ? tokens.path_width : tokens.max_nodes;
-  const bool is_few = most <= kFewTokens && !p.channel_decay;
-  if (tokens.parents == nullptr || tokens.batch == 0 || !(is_few || (p.out != nullptr && most <= kTreeNodes))) {
-    return false;
-  }
-  if (p.key_dim > kTreeChannels || !(by_columns || has_words(p, 2, 3))) return false;
-  if (by_columns) {
-    is_half ? launch_small<__half, StateWords::kOfColumns>(p, is_few, ctx)
-            : launch_small<__nv_bfloat16, StateWords::kOfColumns>(p, is_few, ctx);
+  const dim3 grid(static_cast<unsigned>(p.tokens.batch * p.num_heads * column_blocks)), block(kFewWarps * 32);
+  const auto bytes = static_cast<size_t>(FewSizes(capacity, kChannelDecay).bytes);
+  if constexpr (kChannelDecay) {
+    find_path_decays(p, capacity, ctx);
+    launch_behind(kernel, grid, block, bytes, ctx.stream, p, capacity, column_blocks);
   } else {
-    is_half ? launch_small<__half, StateWords::kOfChannels>(p, is_few, ctx)
-            : launch_small<__nv_bfloat16, StateWords::kOfChannels>(p, is_few, ctx);
+    launch(kernel, grid, block, bytes, ctx.stream, p, capacity, column_blocks);
   }
+}
+
+template <typename T>
+void launch_few(const DeltaRuleParams& p, int32_t capacity, bool by_columns, const ExecContext& ctx) {
+  constexpr StateWords kColumns = StateWords::kOfColumns, kChannels = StateWords::kOfChannels;
+  const auto launch_kernel = p.channel_decay
+                                 ? (by_columns ? launch_few<T, kColumns, true> : launch_few<T, kChannels, true>)
+                                 : (by_columns ? launch_few<T, kColumns, false> : launch_few<T, kChannels, false>);
+  launch_kernel(p, capacity, ctx);
+}
+
+// False where the call is not one for the kernel of few tokens.
+bool run_few(const DeltaRuleParams& p, const ExecContext& ctx) {
+  const RecurrentBatch& tokens = p.tokens;
+  const bool by_columns = has_words(p, 3, 2);
+  const int32_t most = p.out == nullptr ? tokens.path_width : tokens.max_nodes;
+  if (tokens.parents == nullptr || tokens.batch == 0 || most > kFewTokens) return false;
+  if (p.key_dim > kFewChannels || !(by_columns || has_words(p, 2, 3))) return false;
+  const auto launch_kernel = p.dtype == DType::kFloat16 ? launch_few<__half> : launch_few<__nv_bfloat16>;
+  launch_kernel(p, most, by_columns, ctx);
   return true;
 }
 
@@ -262,14 +186,14 @@ void run(const DeltaRuleParams& p, const ExecContext& ctx) {
 }  // namespace
 
 void CudaBackend::tree_delta_rule(const DeltaRuleParams& p, const ExecContext& ctx) const {
-  if (run_small(p, ctx)) return;
+  if (run_few(p, ctx)) return;
   const int64_t count = p.tokens.num_rows * p.num_heads * p.value_dim;
   launch(clear_kernel, grid_of(count, 256), dim3(256), 0, ctx.stream, static_cast<uint16_t*>(p.out), count);
   run(p, ctx);
 }
 
 void CudaBackend::advance_state(const DeltaRuleParams& p, const ExecContext& ctx) const {
-  if (!run_small(p, ctx)) run(p, ctx);
+  if (!run_few(p, ctx)) run(p, ctx);
 }
 
 }  // namespace pagedtree::cuda

@@ -1,21 +1,87 @@
-// At most 16 tokens with one decay for each head: the outputs of a tree, or the state behind a path. A warp has 16
-// columns of the state in registers from their only load to their only store. Products and sums are those of the other
-// kernels, so that bits are the same.
+// Trees and paths of at most 64 tokens: the outputs of a tree, or the state behind a path. A warp has 16 columns of the
+// state in registers from their only load to their only store, and tokens take turns, 16 of them each. Products and
+// sums are those of chunks, so that bits are the same.
 #pragma once
 
-#include "cuda/recurrent/tree.cuh"
+#include "cuda/recurrent/walks.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kFewTokens = 2 * kTile;           // at most
+constexpr int kFewTokens = 64, kFewChannels = kPassChannels;  // at most
+constexpr int kTile = 8, kTurn = 2 * kTile;                   // tokens of a product's rows, and of a turn
 constexpr int kFewWarps = 4, kFewColumns = 16;  // of a warp; a lane has 4 neighbours of them, for a token of each tile
-constexpr int kFewSteps = kTreeChannels / kStep;
+constexpr int kFewSteps = kFewChannels / kStep;
+constexpr int kRowStride = kFewChannels + 16;  // of keys, queries and decays; lanes read without bank conflicts
 
-struct FewShared {
-  alignas(16) uint16_t rows[2][kFewTokens][kRowStride];  // keys, queries; zeros behind the last token and channel
-  alignas(16) float u[kFewWarps][kFewTokens][kFewColumns];
-  float norms[2][kFewTokens];
+struct FewShared : LinkedTokens<kFewTokens> {
+  uint32_t masks[kFewTokens][kFewTokens / 32];
+  float query_norms[kFewTokens];
 };
+
+// The rest of shared memory, whose sizes depend on the call.
+struct FewSizes {
+  int32_t rows{};                            // tokens that there is room for: whole turns
+  int32_t weight_stride{};                   // lanes read weights of 8 tokens without bank conflicts
+  int32_t data{}, weights{}, u{}, decays{};  // where they begin
+  int32_t bytes{};
+
+  __host__ __device__ constexpr FewSizes(int32_t capacity, bool channel_decay) {
+    rows = (capacity + kTurn - 1) / kTurn * kTurn;
+    weight_stride = rows + 4;
+    data = static_cast<int32_t>(sizeof(FewShared));
+    weights = data + 2 * rows * kRowStride * 2;
+    u = weights + 2 * kTurn * weight_stride * 4;
+    decays = u + kFewWarps * rows * kFewColumns * 4;
+    bytes = decays + (channel_decay ? rows * kRowStride * 4 : 0);
+  }
+};
+
+static_assert(sizeof(FewShared) % 16 == 0);
+static_assert(FewSizes(kFewTokens, true).bytes <= 99 << 10, "what every GPU has");
+
+struct FewTokens {
+  static constexpr int kParts = 1;
+  static constexpr int32_t group = kTurn;
+  const DeltaRuleParams& p;
+  FewShared& shared;
+  int32_t count, rows, weight_stride;
+  int32_t head, key_head;
+  int32_t first_column;  // of the CTA
+  uint16_t* data;        // [key or query, rows, kRowStride]; zeros behind the last token and channel
+  float* weights;        // [key or query, kTurn, weight_stride]: of the tokens above a token of the turn
+  float* u;              // [kFewWarps, rows, kFewColumns]
+  float* decays;         // [rows, kRowStride]: products of decays of channels
+
+  __device__ FewTokens(const DeltaRuleParams& params, const Sequence& sequence, int32_t capacity, int32_t of_head,
+                       int32_t of_columns)
+      : p(params), shared(ptx::shared<FewShared>()), count(sequence.total), head(of_head), first_column(of_columns) {
+    const FewSizes sizes(capacity, p.channel_decay);
+    char* const begin = reinterpret_cast<char*>(&shared);
+    rows = sizes.rows;
+    weight_stride = sizes.weight_stride;
+    key_head = head / p.group_size;
+    data = reinterpret_cast<uint16_t*>(begin + sizes.data);
+    weights = reinterpret_cast<float*>(begin + sizes.weights);
+    u = reinterpret_cast<float*>(begin + sizes.u);
+    decays = reinterpret_cast<float*>(begin + sizes.decays);
+  }
+  // The lane's first one.
+  __device__ int32_t column() const {
+    const int32_t thread = static_cast<int32_t>(ptx::thread_index());
+    return first_column + thread / 32 * kFewColumns + thread % 4 * 4;
+  }
+  __device__ uint16_t* row_of(int which, int32_t i) const { return data + (which * rows + i) * kRowStride; }
+  __device__ uint2 four(int which, int32_t i, int32_t channel) const {
+    return *reinterpret_cast<const uint2*>(row_of(which, i) + channel);
+  }
+  __device__ float* u_of(int32_t warp, int32_t i) const { return u + (warp * rows + i) * kFewColumns; }
+  __device__ float* weights_of(int which, int32_t row) const { return weights + (which * kTurn + row) * weight_stride; }
+  __device__ float query_norm(int32_t begin, int32_t row) const { return shared.query_norms[begin + row]; }
+  __device__ PathDecays path_decays(int32_t i) const { return {decays + i * kRowStride, p.key_dim}; }
+};
+
+// Four neighbours in memory, at multiples of 16 bytes: columns of a channel, or channels of a column.
+enum class StateWords { kOfColumns, kOfChannels };
 
 // A lane's elements of the warp's columns: channels 4 pair .. 4 pair + 3 of each step, columns 2 quad and 2 quad + 1.
 template <StateWords kWords>
@@ -61,227 +127,274 @@ struct StateColumns {
   }
 };
 
-// What a lane has of token `lane`.
-struct FewTokens {
-  int32_t count, row;
-  uint32_t mask = 0;  // the tokens of its path, itself included; none where it cannot be reached
-  float g = 0.0f, beta = 1.0f;
-  int64_t sum = 0;  // of g from the root on
-
-  template <bool kAdvances>
-  static __device__ __forceinline__ FewTokens of(const DeltaRuleParams& p, int32_t b, int32_t head,
-                                                 const NodeRange& rows) {
-    const int32_t lane = threadIdx.x % 32,
-                  size = static_cast<int32_t>(min_of<int64_t>(rows.size(), p.tokens.max_nodes));
-    FewTokens t{kAdvances ? replayed_tokens(p.tokens, b) : size, static_cast<int32_t>(rows.begin) + lane};
-    if (lane >= t.count) return t;
-    if (kAdvances) t.row = static_cast<int32_t>(replayed_row(p.tokens, b, lane));
-    t.mask = 1u << lane;
-    t.g = p.g[t.row * p.g_token_stride + head * p.g_head_stride];
-    if (p.beta != nullptr) t.beta = p.beta[t.row * p.beta_token_stride + head * p.beta_head_stride];
-    return t;
-  }
-  // In each round a token takes over what is known at the end of its own stretch of the path.
-  template <bool kAdvances>
-  __device__ __forceinline__ void link(const DeltaRuleParams& p, const NodeRange& rows) {
-    const int32_t lane = threadIdx.x % 32;
-    int32_t above = lane >= count ? -2 : kAdvances ? lane - 1 : linked_parent(p.tokens, rows.begin, lane);
-    sum = fixed_point(g);
+// Zeros in the CTA's columns of the outputs of rows begin .. end - 1.
+__device__ __forceinline__ void clear_rows(const DeltaRuleParams& p, int32_t head, int32_t first_column, int64_t begin,
+                                           int64_t end) {
+  constexpr int32_t kThreads = kFewWarps * kFewColumns / 8;  // of a row
+  const int32_t column = first_column + threadIdx.x % kThreads * 8;
+  if (column >= p.value_dim) return;
 #pragma unroll 1
-    for (int32_t reach = 1; reach < count; reach *= 2) {
-      const int32_t from = above >= 0 ? above : lane;
-      const uint32_t of_mask = __shfl_sync(~0u, mask, from);
-      const int64_t of_sum = __shfl_sync(~0u, sum, from);
-      const int32_t further = __shfl_sync(~0u, above, from);
-      if (above < 0) continue;
-      mask |= of_mask;
-      sum += of_sum;
-      above = further;
+  for (int64_t row = begin + threadIdx.x / kThreads; row < end; row += kFewWarps * 32 / kThreads) {
+    auto* const out = static_cast<uint16_t*>(p.out) + (row * p.num_heads + head) * p.value_dim + column;
+    *reinterpret_cast<uint4*>(out) = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// The same in rows that tree b has too many, and in rows of no tree, by its first and last sequence.
+__device__ __forceinline__ void clear_others(const DeltaRuleParams& p, const Sequence& tree, int32_t head,
+                                             int32_t first_column) {
+  if (tree.b == 0 || tree.b + 1 == p.tokens.batch) {
+    const NodeRange used = used_rows(p.tokens.cu_nodes, p.tokens.batch, p.tokens.num_rows);
+    if (tree.b == 0) clear_rows(p, head, first_column, 0, used.begin);
+    if (tree.b + 1 == p.tokens.batch) clear_rows(p, head, first_column, used.end, p.tokens.num_rows);
+  }
+  clear_rows(p, head, first_column, tree.begin + tree.total, tree.end);
+}
+
+// Starts the copies of the first `size` numbers of each token, kWords words of 8; zeros behind them and the last token.
+template <int32_t kWords, typename Target>
+__device__ __forceinline__ void copy_rows(const FewTokens& t, const void* data, int64_t offset, int64_t token_stride,
+                                          int32_t size, Target target) {
+  const int32_t word = threadIdx.x % kWords, rows = ceil_div(t.count, kTurn) * kTurn;
+  const uint16_t* const first = static_cast<const uint16_t*>(data) + offset;
+  const bool aligned = reinterpret_cast<uintptr_t>(first) % 16 == 0 && token_stride % 8 == 0;
+#pragma unroll 1
+  for (int32_t i = threadIdx.x / kWords; i < rows; i += kFewWarps * 32 / kWords) {
+    const bool valid = i < t.count && word * 8 < size;
+    const uint16_t* const from = first + (valid ? t.shared.rows[i] * token_stride + word * 8 : 0);
+    uint16_t* const to = target(i, word);
+    if (aligned) {
+      ptx::cp_async_16(ptx::smem_addr(to), from, valid);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < 8; ++e) to[e] = valid ? from[e] : uint16_t{0};
     }
-    if (above != -1) mask = 0;
   }
-};
+}
 
-// Starts the copies of keys and queries.
-template <bool kAdvances>
-__device__ __forceinline__ void copy_rows(const DeltaRuleParams& p, FewShared& shared, int32_t head,
-                                          const FewTokens& tokens) {
-  constexpr int kWords = kTreeChannels / 8, kKinds = kAdvances ? 1 : 2;
-  const int32_t word = threadIdx.x % kWords;
+// The same of all that a token has. Values are where u will be.
+template <bool kAdvances, bool kChannelDecay>
+__device__ __forceinline__ void copy_tokens(const FewTokens& t) {
+  const DeltaRuleParams& p = t.p;
 #pragma unroll
-  for (int which = 0; which < kKinds; ++which) {
-    const int64_t stride = which == 0 ? p.k_token_stride : p.q_token_stride;
-    const auto* const first = static_cast<const uint16_t*>(which == 0 ? p.k : p.q) +
-                              head / p.group_size * (which == 0 ? p.k_head_stride : p.q_head_stride) + word * 8;
-#pragma unroll
-    for (int32_t begin = 0; begin < kFewTokens; begin += kFewWarps * 32 / kWords) {
-      const int32_t token = begin + static_cast<int32_t>(threadIdx.x) / kWords;
-      const int64_t row = __shfl_sync(~0u, tokens.row, token);
-      uint16_t* const to = shared.rows[which][token] + word * 8;
-      const uint16_t* const from = first + row * stride;
-      if (token >= tokens.count || word * 8 >= p.key_dim) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-      } else if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-        ptx::cp_async_16(ptx::smem_addr(to), from);
-      } else {
+  for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
+    const int64_t offset = t.key_head * (which == 0 ? p.k_head_stride : p.q_head_stride);
+    copy_rows<kFewChannels / 8>(t, which == 0 ? p.k : p.q, offset, which == 0 ? p.k_token_stride : p.q_token_stride,
+                                p.key_dim, [&](int32_t i, int32_t word) { return t.row_of(which, i) + word * 8; });
+  }
+  copy_rows<kFewWarps * kFewColumns / 8>(
+      t, p.v, t.head * p.v_head_stride + t.first_column, p.v_token_stride, p.value_dim - t.first_column,
+      [&](int32_t i, int32_t word) { return reinterpret_cast<uint16_t*>(t.u_of(word / 2, i)) + word % 2 * 8; });
+  if constexpr (kChannelDecay) {
+    const int32_t channel = static_cast<int32_t>(threadIdx.x) % 32 * 4;
 #pragma unroll 1
-        for (int e = 0; e < 8; ++e) to[e] = from[e];
-      }
+    for (int32_t i = threadIdx.x / 32; i < t.count; i += kFewWarps) {
+      const float* const from = path_decays_of(p, t.shared.rows[i], t.head).products;
+      const bool valid = channel < p.key_dim;
+      ptx::cp_async_16(ptx::smem_addr(t.decays + i * kRowStride + channel), from + (valid ? channel : 0), valid);
     }
   }
   ptx::cp_async_commit();
-  if (threadIdx.x < 2 * kFewTokens) shared.norms[threadIdx.x / kFewTokens][threadIdx.x % kFewTokens] = 1.0f;
 }
 
-// For l2norm; a warp for each row.
-__device__ __forceinline__ void find_norms(const DeltaRuleParams& p, FewShared& shared) {
+// By what keys and queries are multiplied; a warp for each row.
+template <bool kAdvances>
+__device__ __forceinline__ void find_norms(const FewTokens& t) {
   const int32_t lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int32_t at = threadIdx.x / 32; at < (p.out == nullptr ? 1 : 2) * kFewTokens; at += kFewWarps) {
-    const int32_t which = at / kFewTokens, token = at % kFewTokens;
-    const Four x = unpack(*reinterpret_cast<const uint2*>(shared.rows[which][token] + lane * 4), p.dtype);
-    const float norm = norm_of(p, warp_sum(dot(x, x, 0.0f)));
-    if (lane == 0) shared.norms[which][token] = norm;
+  for (int32_t at = threadIdx.x / 32; at < (kAdvances ? 1 : 2) * t.count; at += kFewWarps) {
+    const int32_t which = at >= t.count, i = at - which * t.count;
+    const Four x = unpack(t.four(which, i, lane * 4), t.p.dtype);
+    const float norm = t.p.l2norm ? norm_of(t.p, warp_sum(dot(x, x, 0.0f))) : 1.0f;
+    if (lane == 0) (which == 0 ? t.shared.norms : t.shared.query_norms)[i] = norm;
   }
-  __syncthreads();
 }
 
-// A lane's 4 columns of tokens quad and 8 + quad: what is left of their values, their outputs without the scale, and
-// the weights of tokens 8 of + 2 pair + j for token `tile`, of keys and of queries.
+// The weights of tokens for those of a turn: products of 8 tokens with the keys of 8 others are a warp's job.
+template <typename T, bool kAdvances, bool kChannelDecay>
+__device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
+  const int32_t lane = ptx::thread_index() % 32, quad = lane / 4, pair = lane % 4, before = begin / kTile;
+  const int32_t jobs = t.count - begin > kTile ? 2 * before + 3 : before + 1;
+#pragma unroll 1
+  for (int32_t job = threadIdx.x / 32; job < jobs; job += kFewWarps) {
+    const int32_t tile = job > before, block = tile == 0 ? job : job - before - 1;
+    const int32_t row = tile * kTile + quad, i = begin + row, other = block * kTile + quad;
+    float sums[4] = {}, low[4] = {};
+#pragma unroll 2
+    for (int32_t channel = pair * 4; channel - pair * 4 < t.p.key_dim; channel += kStep) {
+      const TokenPairs own{t.four(0, i, channel), t.four(!kAdvances, i, channel)};
+      const uint2 keys = t.four(0, other, channel);
+      if constexpr (kChannelDecay) {
+        const Four decays = t.path_decays(i).four(channel);
+        const StepRows rows = decayed_rows(rows_of(own, kTypeOf<T>), decays, decays);
+        const Four key = undecayed(unpack(keys, kTypeOf<T>), t.path_decays(other).four(channel));
+        add_exact_product(sums, low, rows.a[0], key.x[0], key.x[1]);
+        add_exact_product(sums, low, rows.a[1], key.x[2], key.x[3]);
+      } else {
+        add_key_product<T>(sums, own, keys);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < (kAdvances ? 2 : 4); ++j) {
+      const int32_t m = block * kTile + pair * 2 + j % 2;
+      const float norm = j < 2 ? t.shared.norms[i] : t.shared.query_norms[i];
+      const float decay = kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], t.shared.sums[m]);
+      const float sum = kChannelDecay ? joined(sums[j], low[j]) : sums[j];
+      t.weights_of(j / 2, row)[m] = decayed(sum, norm * t.shared.norms[m], decay);
+    }
+  }
+}
+
+// A lane's 4 columns of tokens quad and 8 + quad of a turn: what is left of their values, which times beta is u, and
+// their outputs without the scale.
 struct FewSums {
-  Four left[2], out[2];
-  float weights[2][2][2][2];  // [tile, key or query, of, j]
+  Four left[2]{}, out[2]{};
 };
 
-// Products with the state and with the keys. Rows of a product are the keys and queries of a tile, or the keys of both.
-template <typename T, bool kAdvances, StateWords kWords>
-__device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const FewShared& shared, const FewTokens& tokens,
-                                          const StateColumns<kWords>& state, FewSums& sums) {
-  const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
-  const bool is_long = tokens.count > kTile;
-#pragma unroll
-  for (int product = 0; product < (kAdvances ? 1 : 2); ++product) {
-    if (product == 1 && !is_long) break;
+// What the keys and queries of a turn read of the first state. Rows of a product are those of a tile, or the keys of
+// both.
+template <typename T, bool kAdvances, bool kChannelDecay, StateWords kWords>
+__device__ __forceinline__ void read_state(const FewTokens& t, const StateColumns<kWords>& state, int32_t begin,
+                                           FewSums& sums) {
+  const int32_t lane = ptx::thread_index() % 32, quad = lane / 4, pair = lane % 4;
+  const int32_t products = kAdvances || t.count - begin <= kTile ? 1 : 2;
+#pragma unroll 1
+  for (int32_t product = 0; product < products; ++product) {
+    // Unknown to the compiler, which would keep both parts of the whole state in registers from before the loop.
+    const uint32_t high_bits = kHighBits | ptx::thread_index() >> 31;
+    const int32_t first = begin + product * kTile + quad, second = kAdvances ? first + kTile : first;
     float high[2][4]{}, low[2][4]{};  // columns 2 x + n of the product's columns n
-    float with_keys[2][4]{};          // of each tile
 #pragma unroll
     for (int step = 0; step < kFewSteps; ++step) {
-      if (step * kStep >= p.key_dim) break;
-      const auto load = [&](int which, int tile) {
-        return *reinterpret_cast<const uint2*>(shared.rows[which][tile * kTile + quad] + step * kStep + pair * 4);
-      };
-      const TokenPairs rows{load(0, product), kAdvances ? load(0, 1) : load(1, product)};
-      const StepRows a = rows_of(rows, kTypeOf<T>);
+      if (step * kStep >= t.p.key_dim) break;
+      const int32_t channel = step * kStep + pair * 4;
+      StepRows rows = rows_of({t.four(0, first, channel), t.four(!kAdvances, second, channel)}, kTypeOf<T>);
+      if constexpr (kChannelDecay) {
+        rows = decayed_rows(rows, t.path_decays(first).four(channel), t.path_decays(second).four(channel));
+      }
 #pragma unroll
       for (int part = 0; part < 4; ++part) {
         const int half = part / 2, n = part % 2;
-        add_split_product(high[n], low[n], a.a[half], state.x[step][half * 2][n], state.x[step][half * 2 + 1][n]);
+        const float b0 = state.x[step][half * 2][n], b1 = state.x[step][half * 2 + 1][n];
+        if constexpr (kChannelDecay) {
+          add_exact_product(high[n], low[n], rows.a[half], b0, b1, high_bits);
+        } else {
+          add_split_product(high[n], low[n], rows.a[half], b0, b1, high_bits);
+        }
       }
-      add_key_product<T>(with_keys[0], rows, load(0, 0));
-      if (product == 1 || (kAdvances && is_long)) add_key_product<T>(with_keys[1], rows, load(0, 1));
     }
+    const float norms[2] = {t.shared.norms[first], kAdvances ? t.shared.norms[second] : t.shared.query_norms[second]};
+    const float decays[2] = {kChannelDecay ? 1.0f : decay_between(t.shared.sums[first], 0),
+                             kChannelDecay ? 1.0f : decay_between(t.shared.sums[second], 0)};
 #pragma unroll
-    for (int tile = product; tile < (kAdvances ? 2 : product + 1); ++tile) {
-      if (tile == 1 && !is_long) break;
-      const int32_t i = tile * kTile + quad;
-      const int64_t path = __shfl_sync(~0u, tokens.sum, i);
-      const float decay = decay_between(path, 0);
+    for (int e = 0; e < 8; ++e) {
+      const int of = e / 4, n = e % 4;  // the first or second token's
+      const float read =
+          decayed(joined(high[n % 2][of * 2 + n / 2], low[n % 2][of * 2 + n / 2]), norms[of], decays[of]);
 #pragma unroll
-      for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
-        const int first = kAdvances ? tile * 2 : which * 2;  // of the lane's numbers of a product
-        const float norm = shared.norms[which][i];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float read = decayed(joined(high[e % 2][first + e / 2], low[e % 2][first + e / 2]), norm, decay);
-          (which == 0 ? sums.left : sums.out)[tile].x[e] = which == 0 ? left_of(p, sums.left[tile].x[e], read) : read;
-        }
-#pragma unroll
-        for (int j = 0; j < 2 * (tile + 1); ++j) {
-          const int32_t m = j / 2 * kTile + pair * 2 + j % 2;
-          const float between = decay_between(path, __shfl_sync(~0u, tokens.sum, m));
-          sums.weights[tile][which][j / 2][j % 2] =
-              decayed(with_keys[j / 2][first + j % 2], norm * shared.norms[0][m], between);
-        }
+      for (int tile = 0; tile < 2; ++tile) {
+        if (tile != (kAdvances ? of : product)) continue;
+        (kAdvances || of == 0 ? sums.left : sums.out)[tile].x[n] = read;
       }
     }
   }
 }
 
-// The triangular system. A token's sums go along its path from the root down.
+// The triangular system of a turn, by each warp for its columns alone: what tokens get from earlier ones, then from
+// each other. A token's sums go along its path from the root down.
 template <bool kAdvances>
-__device__ __forceinline__ void solve_few(const DeltaRuleParams& p, const FewTokens& tokens, FewSums& sums) {
-  const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
-  const bool is_long = tokens.count > kTile;
-  const uint32_t paths[2] = {__shfl_sync(~0u, tokens.mask, quad), __shfl_sync(~0u, tokens.mask, kTile + quad)};
-#pragma unroll 1
-  for (int32_t m = 0; m < tokens.count; ++m) {
-    const bool of = m >= kTile;
-    const float beta = __shfl_sync(~0u, tokens.beta, m);
-    float u[4];
+__device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, FewSums& sums) {
+  const int32_t thread = static_cast<int32_t>(ptx::thread_index());
+  const int32_t warp = thread / 32, lane = thread % 32, quad = lane / 4, pair = lane % 4;
+  const bool is_long = t.count - begin > kTile;
+  const int32_t end = min_of(t.count, begin + kTurn);
+  uint64_t paths[2];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      u[e] = __shfl_sync(~0u, of ? sums.left[1].x[e] : sums.left[0].x[e], m % kTile * 4 + pair) * beta;
+  for (int tile = 0; tile < 2; ++tile) {
+    const int32_t i = begin + tile * kTile + quad;
+    const auto& mask = t.shared.masks[i];
+    paths[tile] = i < t.count ? uint64_t{mask[1]} << 32 | mask[0] : 0;
+  }
+#pragma unroll 1
+  for (int32_t m = 0; m < end; ++m) {
+    float weights[2][2];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) weights[j / 2][j % 2] = t.weights_of(j % 2, j / 2 * kTile + quad)[m];
+    float4* const of_m = reinterpret_cast<float4*>(t.u_of(warp, m)) + pair;
+    if (m >= begin) {
+      const bool is_second = m - begin >= kTile;
+      const float beta = t.shared.betas[m];
+      float own[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) own[e] = (is_second ? sums.left[1].x[e] : sums.left[0].x[e]) * beta;
+      if (quad == m % kTile) *of_m = make_float4(own[0], own[1], own[2], own[3]);
+      __syncwarp();
     }
+    const float4 word = *of_m;
+    const float u[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
     for (int tile = 0; tile < 2; ++tile) {
       if (tile == 1 && !is_long) break;
-      const bool is_above = (paths[tile] >> m & 1) != 0, is_itself = tile * kTile + quad == m;
+      if ((paths[tile] >> m & 1) == 0) continue;
 #pragma unroll
-      for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
-        const auto& weights = sums.weights[tile][which];
-        const float first = of ? weights[1][0] : weights[0][0], second = of ? weights[1][1] : weights[0][1];
-        const float weight = __shfl_sync(~0u, m % 2 == 0 ? first : second, quad * 4 + m % kTile / 2);
-        if (!is_above || (which == 0 && (is_itself || p.beta == nullptr))) continue;
-        Four& sum = which == 0 ? sums.left[tile] : sums.out[tile];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sum.x[e] = __fmaf_rn(which == 0 ? -weight : weight, u[e], sum.x[e]);
+      for (int e = 0; e < 4; ++e) {
+        if (t.p.beta != nullptr) sums.left[tile].x[e] = __fmaf_rn(-weights[tile][0], u[e], sums.left[tile].x[e]);
+        if (!kAdvances) sums.out[tile].x[e] = __fmaf_rn(weights[tile][1], u[e], sums.out[tile].x[e]);
       }
     }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_outputs(const FewTokens& t, int32_t begin, const FewSums& sums) {
+  const DeltaRuleParams& p = t.p;
+#pragma unroll
+  for (int tile = 0; tile < 2; ++tile) {
+    const int32_t i = begin + tile * kTile + static_cast<int32_t>(ptx::thread_index()) % 32 / 4;
+    if (i >= t.count || t.column() >= p.value_dim) continue;
+    const Four& out = sums.out[tile];
+    const uint2 pairs = make_uint2(pack_pair<T>(out.x[0] * p.scale, out.x[1] * p.scale),
+                                   pack_pair<T>(out.x[2] * p.scale, out.x[3] * p.scale));
+    auto* const to =
+        static_cast<uint16_t*>(p.out) + (int64_t{t.shared.rows[i]} * p.num_heads + t.head) * p.value_dim + t.column();
+    *reinterpret_cast<uint2*>(to) = t.shared.parents[i] >= -1 ? pairs : make_uint2(0, 0);
   }
 }
 
 // Stores the state with what the tokens of a path leave in it.
 template <typename T, StateWords kWords>
-__device__ __forceinline__ void carry_few(const DeltaRuleParams& p, FewShared& shared, const FewTokens& tokens,
-                                          const FewSums& sums, StateColumns<kWords>& state) {
-  const int32_t lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
-  const bool is_long = tokens.count > kTile;
-  auto& of_warp = shared.u[threadIdx.x / 32];
-  const int64_t total = __shfl_sync(~0u, tokens.sum, tokens.count - 1);
+__device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWords>& state) {
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
+  const int64_t total = t.shared.sums[t.count - 1];
+  for (int32_t i = quad; i < ceil_div(t.count, kTile) * kTile; i += kTile) {
+    const float factor = t.shared.norms[i] * decay_between(total, t.shared.sums[i]);
+    float* const u = t.u_of(warp, i) + pair * 4;
 #pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const int32_t i = tile * kTile + quad;
-    const float beta = __shfl_sync(~0u, tokens.beta, i);
-    const float factor = shared.norms[0][i] * decay_between(total, __shfl_sync(~0u, tokens.sum, i));
-    float u[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) u[e] = i < tokens.count ? sums.left[tile].x[e] * beta * factor : 0.0f;
-    *reinterpret_cast<float4*>(of_warp[i] + pair * 4) = make_float4(u[0], u[1], u[2], u[3]);
+    for (int e = 0; e < 4; ++e) u[e] = i < t.count ? u[e] * factor : 0.0f;
   }
   __syncwarp();
-  float high[2][4], low[2][4];  // of u: rows are columns of the state, of 8 tokens each
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const float u = of_warp[e / 4 * kTile + pair + e % 4 / 2 * 4][quad * 2 + e % 2];
-    high[e / 4][e % 4] = high_part(u);
-    low[e / 4][e % 4] = u - high_part(u);
-  }
   const float decay = decay_between(total, 0);
 #pragma unroll
   for (int step = 0; step < kFewSteps; ++step) {
-    if (step * kStep >= p.key_dim) break;
+    if (step * kStep >= t.p.key_dim) break;
     float added[2][4]{}, of_low[2][4]{};  // of channels 2 x + n of the product's columns
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      if (tile == 1 && !is_long) break;
-      const auto keys = [&](int32_t token) {
-        return *reinterpret_cast<const uint32_t*>(shared.rows[0][tile * kTile + token] + step * kStep + quad * 2);
+#pragma unroll 1
+    for (int32_t begin = 0; begin < t.count; begin += kTile) {
+      const auto keys = [&](int32_t i) {
+        return *reinterpret_cast<const uint32_t*>(t.row_of(0, begin + i) + step * kStep + quad * 2);
       };
       const Four b = unpack(make_uint2(keys(pair), keys(pair + 4)), kTypeOf<T>);
+      float high[4], low[4];  // of u: rows are columns of the state
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float u = t.u_of(warp, begin + pair + e / 2 * 4)[quad * 2 + e % 2];
+        high[e] = high_part(u);
+        low[e] = u - high[e];
+      }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        ptx::mma_m16n8k8(added[n], high[tile], b.x[n], b.x[2 + n]);
-        ptx::mma_m16n8k8(of_low[n], low[tile], b.x[n], b.x[2 + n]);
+        ptx::mma_m16n8k8(added[n], high, b.x[n], b.x[2 + n]);
+        ptx::mma_m16n8k8(of_low[n], low, b.x[n], b.x[2 + n]);
       }
     }
 #pragma unroll
@@ -291,64 +404,99 @@ __device__ __forceinline__ void carry_few(const DeltaRuleParams& p, FewShared& s
       float& x = state.x[step][c % 2 * 2 + n][c / 2];
       x = decay == 0.0f ? sum : __fmaf_rn(decay, x, sum);
     }
+    state.template copy<true>(t.p, step);
+  }
+}
+
+// The same with decays of channels, up the path.
+template <typename T, StateWords kWords>
+__device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColumns<kWords>& state) {
+  const DeltaRuleParams& p = t.p;
+  const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, quad = lane / 4, pair = lane % 4;
+  __syncthreads();  // the products of decays have been read
+  if (static_cast<int32_t>(threadIdx.x) < p.key_dim) {
+#pragma unroll 4
+    for (int32_t i = 0; i < t.count; ++i) {
+      const float g = p.g[t.shared.rows[i] * p.g_token_stride + t.head * p.g_head_stride + threadIdx.x];
+      t.decays[i * kRowStride + threadIdx.x] = decay_of<ScalarMath>(g);
+    }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < kFewSteps; ++step) {
+    const int32_t channel = step * kStep + pair * 4;
+    if (step * kStep >= p.key_dim) break;
+    float decay[4] = {1.0f, 1.0f, 1.0f, 1.0f}, sums[4][2] = {};
+#pragma unroll 1
+    for (int32_t i = t.count - 1; i >= 0; --i) {
+      const Four key = unpack(t.four(0, i, channel), kTypeOf<T>), decays = t.path_decays(i).four(channel);
+      const float2 u = *reinterpret_cast<const float2*>(t.u_of(warp, i) + quad * 2);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float weight = decay[j] * (key.x[j] * t.shared.norms[i]);
+        sums[j][0] = __fmaf_rn(weight, u.x, sums[j][0]);
+        sums[j][1] = __fmaf_rn(weight, u.y, sums[j][1]);
+        decay[j] *= decays.x[j];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      float& x = state.x[step][e / 2][e % 2];
+      x = decay[e / 2] == 0.0f ? sums[e / 2][e % 2] : __fmaf_rn(decay[e / 2], x, sums[e / 2][e % 2]);
+    }
     state.template copy<true>(p, step);
   }
 }
 
-// By the CTA whose columns begin at `first_column`.
-template <typename T, StateWords kWords, bool kAdvances>
-__device__ __forceinline__ void run_few(const DeltaRuleParams& p, int32_t head, int32_t first_column,
-                                        const NodeRange& rows, FewTokens& tokens, StateColumns<kWords>& state) {
-  auto& shared = ptx::shared<FewShared>();
-  const int32_t quad = threadIdx.x % 32 / 4,
-                column = first_column + threadIdx.x / 32 * kFewColumns + threadIdx.x % 4 * 4;
-  copy_rows<kAdvances>(p, shared, head, tokens);
-  uint2 values[2]{};  // unpacked later, so that nothing waits for them
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const int64_t row = __shfl_sync(~0u, tokens.row, tile * kTile + quad);
-    if (tile * kTile + quad >= tokens.count || column >= p.value_dim) continue;
-    const auto* const from =
-        static_cast<const uint16_t*>(p.v) + row * p.v_token_stride + head * p.v_head_stride + column;
-    values[tile] = load_pairs(from, is_aligned(from));
-  }
-  tokens.link<kAdvances>(p, rows);
-  ptx::cp_async_wait<0>();
-  __syncthreads();
-  FewSums sums{{unpack(values[0], kTypeOf<T>), unpack(values[1], kTypeOf<T>)}, {}, {}};
-  if (p.l2norm) find_norms(p, shared);
-  if (!kAdvances || p.beta != nullptr) find_sums<T, kAdvances>(p, shared, tokens, state, sums);
-  solve_few<kAdvances>(p, tokens, sums);
-  if constexpr (kAdvances) {
-    carry_few<T>(p, shared, tokens, sums, state);
-    return;
-  }
-#pragma unroll
-  for (int tile = 0; tile < 2; ++tile) {
-    const int32_t i = tile * kTile + quad;
-    const bool is_reachable = __shfl_sync(~0u, tokens.mask, i) != 0;
-    if (i >= tokens.count || column >= p.value_dim) continue;
-    const Four& out = sums.out[tile];
-    const uint2 pairs = make_uint2(pack_pair<T>(out.x[0] * p.scale, out.x[1] * p.scale),
-                                   pack_pair<T>(out.x[2] * p.scale, out.x[3] * p.scale));
-    auto* const to = static_cast<uint16_t*>(p.out) + ((rows.begin + i) * p.num_heads + head) * p.value_dim + column;
-    *reinterpret_cast<uint2*>(to) = is_reachable ? pairs : make_uint2(0, 0);
-  }
-}
-
 // One CTA for each sequence, value head and 16 columns for each of its warps.
-template <typename T, StateWords kWords, bool kAdvances>
-__global__ void __launch_bounds__(kFewWarps * 32, 4)
-    few_tokens_kernel(const __grid_constant__ DeltaRuleParams p, int32_t column_blocks) {
+template <typename T, StateWords kWords, bool kAdvances, bool kChannelDecay>
+__global__ void __launch_bounds__(kFewWarps * 32, kChannelDecay ? 3 : 4)
+    few_tokens_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t column_blocks) {
   const int32_t block = static_cast<int32_t>(blockIdx.x), item = block / column_blocks;
   const int32_t b = item / p.num_heads, head = item % p.num_heads;
   const int32_t first_column = block % column_blocks * kFewWarps * kFewColumns;
   StateColumns<kWords> state(p, b, head, first_column + static_cast<int32_t>(threadIdx.x) / 32 * kFewColumns);
   state.load(p);
-  const NodeRange rows = node_range(p.tokens.cu_nodes, p.tokens.batch, b, p.tokens.num_rows);
-  auto tokens = FewTokens::of<kAdvances>(p, b, head, rows);
-  if (tokens.count > 0) run_few<T, kWords, kAdvances>(p, head, first_column, rows, tokens, state);
-  if (!kAdvances) clear_others(p, b, head, first_column, kFewWarps * kFewColumns, rows.begin + tokens.count, rows.end);
+  const Sequence sequence(p, b);
+  if (!kAdvances) clear_others(p, sequence, head, first_column);
+  const FewTokens t(p, sequence, capacity, head, first_column);
+  if (t.count == 0) return;
+  if constexpr (kChannelDecay) ptx::wait_for_kernels_before();
+  const int32_t thread = static_cast<int32_t>(threadIdx.x);
+  if (thread < t.count) t.shared.rows[thread] = sequence.row(thread);
+  __syncthreads();
+  copy_tokens<kAdvances, kChannelDecay>(t);
+  link(p, sequence, t.shared, t.shared.masks[0], kFewTokens / 32, head, t.count);
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  find_norms<kAdvances>(t);
+  __syncthreads();
+#pragma unroll 1
+  for (int32_t begin = 0; begin < t.count; begin += kTurn) {
+    FewSums sums;
+    if (!kAdvances || p.beta != nullptr) {
+      weigh_turn<T, kAdvances, kChannelDecay>(t, begin);
+      if constexpr (kChannelDecay) {
+        __syncthreads();
+        weigh_by_walks(t, begin, t.count);
+      }
+      read_state<T, kAdvances, kChannelDecay>(t, state, begin, sums);
+    }
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      const auto* const pairs =
+          reinterpret_cast<const uint2*>(t.u_of(thread / 32, begin + tile * kTile + thread % 32 / 4));
+      const Four value = unpack(pairs[thread % 4], kTypeOf<T>);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.left[tile].x[e] = left_of(p, value.x[e], sums.left[tile].x[e]);
+    }
+    __syncthreads();
+    solve_turn<kAdvances>(t, begin, sums);
+    if constexpr (!kAdvances) store_outputs<T>(t, begin, sums);
+    __syncthreads();  // the weights have been read
+  }
+  if constexpr (kAdvances && kChannelDecay) carry_few_decayed<T>(t, state);
+  if constexpr (kAdvances && !kChannelDecay) carry_few<T>(t, state);
 }
 
 }  // namespace pagedtree::cuda

@@ -41,15 +41,16 @@ __device__ __forceinline__ float decay_between(int64_t later, int64_t earlier) {
 constexpr int kStep = 16;           // channels of two products; a lane has 4 neighbours of them
 constexpr int kPassChannels = 128;  // whose products with the state are one sum
 
-// The part of x that tf32 holds.
-__device__ __forceinline__ float high_part(float x) {
-  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & 0xffffe000u);
+constexpr uint32_t kHighBits = 0xffffe000u;  // that tf32 holds
+
+__device__ __forceinline__ float high_part(float x, uint32_t high_bits = kHighBits) {
+  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, x) & high_bits);
 }
 
 // fp16 and bf16 are exact in tf32, an element of the state is the sum of two numbers of tf32.
 __device__ __forceinline__ void add_split_product(float (&high)[4], float (&low)[4], const float (&a)[4], float b0,
-                                                  float b1) {
-  const float b0_high = high_part(b0), b1_high = high_part(b1);
+                                                  float b1, uint32_t high_bits = kHighBits) {
+  const float b0_high = high_part(b0, high_bits), b1_high = high_part(b1, high_bits);
   ptx::mma_m16n8k8(high, a, b0_high, b1_high);
   ptx::mma_m16n8k8(low, a, b0 - b0_high, b1 - b1_high);
 }

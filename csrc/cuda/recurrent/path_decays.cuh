@@ -7,36 +7,12 @@
 // minus sign, and walk (walks.cuh).
 #pragma once
 
-#include "cuda/recurrent/numbers.cuh"
 #include "cuda/recurrent/paths.cuh"
 
 namespace pagedtree::cuda {
 
 constexpr float kLeastProduct = 0x1p-60f;
 constexpr int kSignChannels = 32;  // neighbours that have the same sign
-
-// The tokens of a sequence as the kernels take them: a tree at once, else chunks of a chain.
-struct Sequence {
-  const RecurrentBatch& tokens;
-  int32_t b, first_row, total;
-  bool is_tree;
-
-  __device__ Sequence(const DeltaRuleParams& p, int32_t of_batch) : tokens(p.tokens), b(of_batch) {
-    const bool writes = p.out == nullptr;
-    const NodeRange rows = node_range(tokens.cu_nodes, tokens.batch, b, tokens.num_rows);
-    first_row = static_cast<int32_t>(rows.begin);
-    is_tree = !writes && tokens.parents != nullptr;
-    total = writes ? replayed_tokens(tokens, b) : static_cast<int32_t>(rows.size());
-    if (is_tree) total = min_of(total, tokens.max_nodes);
-  }
-  // Of token i of the chunk from token `begin` on.
-  __device__ int32_t row(int32_t begin, int32_t i) const {
-    return is_tree ? first_row + i : static_cast<int32_t>(replayed_row(tokens, b, begin + i));
-  }
-  __device__ int16_t parent(int32_t i) const {
-    return static_cast<int16_t>(is_tree ? linked_parent(tokens, first_row, i) : i - 1);
-  }
-};
 
 struct PathDecaysShared {
   int32_t rows[kMaxRecurrentNodes];
@@ -52,7 +28,7 @@ __host__ __device__ constexpr int32_t decay_bytes(int32_t capacity, int32_t of_l
 
 // A warp for each sequence, value head and `blocks` of kOfLane times 32 channels, `jobs` in all.
 template <int kOfLane>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(128, 1)
     path_decays_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t blocks, int32_t jobs) {
   constexpr int kAhead = 8, kChannels = kOfLane * kSignChannels;  // tokens whose decays are loaded together; of a warp
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -72,8 +48,9 @@ __global__ void __launch_bounds__(128)
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {
     const int32_t count = min_of(capacity, sequence.total - begin);
     __syncwarp();
+#pragma unroll 1
     for (int32_t i = lane; i < count; i += 32) {
-      shared.rows[i] = sequence.row(begin, i);
+      shared.rows[i] = sequence.row(begin + i);
       shared.parents[i] = sequence.parent(i);
     }
     __syncwarp();
@@ -148,9 +125,10 @@ __device__ __forceinline__ float reciprocal(float x) {
   return y;
 }
 
-__device__ __forceinline__ StepRows decayed_rows(StepRows rows, const Four& decays) {
+// Rows of two tokens, or of one.
+__device__ __forceinline__ StepRows decayed_rows(StepRows rows, const Four& of_first, const Four& of_second) {
 #pragma unroll
-  for (int j = 0; j < 8; ++j) rows.a[j / 4][j % 4] *= fabsf(decays.x[j / 2]);
+  for (int j = 0; j < 8; ++j) rows.a[j / 4][j % 4] *= fabsf((j % 2 == 0 ? of_first : of_second).x[j / 2]);
   return rows;
 }
 
@@ -163,12 +141,12 @@ __device__ __forceinline__ Four undecayed(Four key, const Four& decays) {
 
 // As add_split_product(), where rows are sums of two numbers of tf32, too.
 __device__ __forceinline__ void add_exact_product(float (&high)[4], float (&low)[4], const float (&a)[4], float b0,
-                                                  float b1) {
+                                                  float b1, uint32_t high_bits = kHighBits) {
   float rest[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) rest[j] = a[j] - high_part(a[j]);
-  add_split_product(high, low, a, b0, b1);
-  ptx::mma_m16n8k8(low, rest, high_part(b0), high_part(b1));
+  add_split_product(high, low, a, b0, b1, high_bits);
+  ptx::mma_m16n8k8(low, rest, high_part(b0, high_bits), high_part(b1, high_bits));
 }
 
 }  // namespace pagedtree::cuda

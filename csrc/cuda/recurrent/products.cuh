@@ -9,39 +9,49 @@ namespace pagedtree::cuda {
 
 constexpr int kSteps = kPassChannels / kStep;
 constexpr int kReadTiles = kColumns / 8;
+template <bool kChannelDecay>
+constexpr int kStepsAtOnce = kChannelDecay ? kSteps / 2 : kSteps;
 
 __device__ __forceinline__ int32_t lane_channel(int32_t first, int step) {
   return first + step * kStep + static_cast<int32_t>(threadIdx.x % 4) * 4;
 }
 
-// A lane's channels of a row, 0 where there is none. All loads start before the first one ends.
-__device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64_t at, int32_t first,
-                                         uint2 (&pairs)[kSteps]) {
-  const uint16_t* const row = static_cast<const uint16_t*>(data) + at;
-  const bool aligned = is_aligned(row);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int32_t channel = lane_channel(first, step);
-    pairs[step] = channel < t.p.key_dim ? load_pairs(row + channel, aligned) : make_uint2(0, 0);
-  }
+// Four channels of a row, 0 where there are none.
+__device__ __forceinline__ uint2 load_four(const Chunk& t, const void* data, int64_t row, int32_t channel) {
+  const uint16_t* const from = static_cast<const uint16_t*>(data) + row;
+  return channel < t.p.key_dim ? load_pairs(from + channel, is_aligned(from)) : make_uint2(0, 0);
 }
 
-// Channels of key and query `quad`.
+// A lane's channels of a row. All loads start before the first one ends.
+__device__ __forceinline__ void load_row(const Chunk& t, const void* data, int64_t row, int32_t first,
+                                         uint2 (&pairs)[kSteps]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) pairs[step] = load_four(t, data, row, lane_channel(first, step));
+}
+
+// Channels of key and query `quad`; with decays of channels they are loaded where they are needed, since unpacked rows
+// would stay in registers from one product to the next.
 struct RowTile {
   int32_t token;
   uint2 keys[kSteps], queries[kSteps];
+
+  template <bool kChannelDecay>
+  __device__ __forceinline__ TokenPairs pairs(const Chunk& t, int32_t first, int step) const {
+    if (!kChannelDecay) return {keys[step], queries[step]};
+    const int32_t channel = lane_channel(first, step);
+    return {load_four(t, t.p.k, key_row(t, token), channel),
+            t.p.out == nullptr ? make_uint2(0, 0) : load_four(t, t.p.q, query_row(t, token), channel)};
+  }
 };
 
+template <bool kChannelDecay>
 __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t count, int32_t first) {
   RowTile rows{};
   rows.token = min_of(i, count - 1);
+  if (kChannelDecay) return rows;
   load_row(t, t.p.k, key_row(t, rows.token), first, rows.keys);
   if (t.p.out != nullptr) load_row(t, t.p.q, query_row(t, rows.token), first, rows.queries);
   return rows;
-}
-
-__device__ __forceinline__ PathDecays path_decays(const Chunk& t, int32_t i) {
-  return path_decays_of(t.p, t.shared.rows[i], t.head);
 }
 
 // Their products with 8 columns of the state.
@@ -50,15 +60,17 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
                                                float (&sum)[4]) {
   const int32_t lane = threadIdx.x % 32, column = tile * 8 + lane / 4;
   float low[4] = {};
-#pragma unroll
+#pragma unroll kStepsAtOnce < kChannelDecay>
   for (int step = 0; step < kSteps; ++step) {
+    const int32_t channel = lane_channel(first, step);
     if (first + step * kStep >= t.p.key_dim) break;
-    const StepRows a = rows_of({rows.keys[step], rows.queries[step]}, t.p.dtype);
-    const float* b = t.state + lane_channel(first, step) * kStateStride + column;
+    StepRows a = rows_of(rows.pairs<kChannelDecay>(t, first, step), t.p.dtype);
+    const float* b = t.state + channel * kStateStride + column;
     if constexpr (kChannelDecay) {
-      const StepRows d = decayed_rows(a, path_decays(t, rows.token).four(lane_channel(first, step)));
-      add_exact_product(sum, low, d.a[0], b[0], b[kStateStride]);
-      add_exact_product(sum, low, d.a[1], b[2 * kStateStride], b[3 * kStateStride]);
+      const Four decays = t.path_decays(rows.token).four(channel);
+      a = decayed_rows(a, decays, decays);
+      add_exact_product(sum, low, a.a[0], b[0], b[kStateStride]);
+      add_exact_product(sum, low, a.a[1], b[2 * kStateStride], b[3 * kStateStride]);
     } else {
       add_split_product(sum, low, a.a[0], b[0], b[kStateStride]);
       add_split_product(sum, low, a.a[1], b[2 * kStateStride], b[3 * kStateStride]);
@@ -73,25 +85,25 @@ template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& rows, int32_t first, int32_t block,
                                               int32_t count, float (&sum)[4]) {
   const int32_t m = min_of<int32_t>(block * kBlock + threadIdx.x % 32 / 4, count - 1);
-  uint2 pairs[kSteps];
-  if constexpr (!kChannelDecay) load_row(t, t.p.k, key_row(t, m), first, pairs);
-  const uint16_t* const keys = static_cast<const uint16_t*>(t.p.k) + key_row(t, m);
+  uint2 keys[kSteps];
+  if constexpr (!kChannelDecay) load_row(t, t.p.k, key_row(t, m), first, keys);
   float low[4] = {};
-#pragma unroll
+#pragma unroll kStepsAtOnce < kChannelDecay>
   for (int step = 0; step < kSteps; ++step) {
     const int32_t channel = lane_channel(first, step);
     if (first + step * kStep >= t.p.key_dim) break;
+    const TokenPairs own = rows.pairs<kChannelDecay>(t, first, step);
     if constexpr (kChannelDecay) {
-      const StepRows a = rows_of({rows.keys[step], rows.queries[step]}, t.p.dtype);
-      const StepRows d = decayed_rows(a, path_decays(t, rows.token).four(channel));
-      pairs[step] = channel < t.p.key_dim ? load_pairs(keys + channel, is_aligned(keys)) : make_uint2(0, 0);
-      const Four key = undecayed(unpack(pairs[step], t.p.dtype), path_decays(t, m).four(channel));
-      add_exact_product(sum, low, d.a[0], key.x[0], key.x[1]);
-      add_exact_product(sum, low, d.a[1], key.x[2], key.x[3]);
+      const Four decays = t.path_decays(rows.token).four(channel);
+      const StepRows a = decayed_rows(rows_of(own, t.p.dtype), decays, decays);
+      const Four key =
+          undecayed(unpack(load_four(t, t.p.k, key_row(t, m), channel), t.p.dtype), t.path_decays(m).four(channel));
+      add_exact_product(sum, low, a.a[0], key.x[0], key.x[1]);
+      add_exact_product(sum, low, a.a[1], key.x[2], key.x[3]);
     } else if (t.p.dtype == DType::kFloat16) {
-      add_key_product<__half>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
+      add_key_product<__half>(sum, own, keys[step]);
     } else {
-      add_key_product<__nv_bfloat16>(sum, {rows.keys[step], rows.queries[step]}, pairs[step]);
+      add_key_product<__nv_bfloat16>(sum, own, keys[step]);
     }
   }
   if constexpr (kChannelDecay) {
@@ -110,7 +122,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
   const int32_t own = begin / kBlock + block;  // among all blocks
   find_query_norms(t, begin, count);
   for (int32_t first = 0; first < t.p.key_dim && own * kBlock < count; first += kPassChannels) {
-    const RowTile rows = load_rows(t, i, count, first);
+    const RowTile rows = load_rows<kChannelDecay>(t, i, count, first);
     const bool is_last = first + kPassChannels >= t.p.key_dim;
     for (int32_t job = warp >> shift; job <= kReadTiles + own; job += parts) {
       const int32_t other = job - kReadTiles, m = other * kBlock + pair * 2;
@@ -131,7 +143,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
           if (first > 0) x += to[j];
           if (is_last && i < count) {
             const bool is_other = !reads && m + j < count;
-            const float norm = which == 0 ? t.shared.norms[i] : t.shared.query_norms[row];
+            const float norm = which == 0 ? t.shared.norms[i] : t.query_norms[row];
             const float decay =
                 kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
             x = decayed(x, norm * (is_other ? t.shared.norms[m + j] : 1.0f), decay);
