@@ -38,7 +38,7 @@ def of_drafting(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_fitting(name: str, file: str, line: str, broken: str) -> Mutant:
-    only = "simt and (best_first or select_nodes) or small_clusters"
+    only = "simt and (best_first or select_nodes)"
     return Mutant(name, f"cuda/drafting/{file}.cu", line, broken, (CASES,), "simt", only)
 
 
@@ -324,6 +324,8 @@ DRAFTED = [
         "tokens of half a pair are left out", "ngram",
         "if (newer - 1 == newest) pairs[i].older = text.tokens[newest];", "",
     ),
+    of_fitting("the last bin is always kept as a whole", "select_nodes", "while (shared.size != count && shift > 0);",
+               "while (shared.size != count && shift > 32);"),
     of_fitting("trees of the first round alone are counted", "select_nodes", "    before += total;\n", ""),
     of_fitting(
         "trees end where their first thread's nodes do", "select_nodes",

@@ -77,15 +77,6 @@ def test_clusters(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status == OK, row.detail
 
 
-@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
-@pytest.mark.parametrize("ctas", [1, 2])
-def test_small_clusters(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU without clusters gives one CTA all trees."""
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"132:227:{ctas}")
-    row = run_row(CASES["select_nodes/300 sequences"], SIMT)
-    assert row.status == OK, row.detail
-
-
 @pytest.mark.parametrize("group", sorted({case.group for case in CASES.values()}))
 def test_threads(group: str) -> None:
     """The bits of a result do not depend on the number of threads."""

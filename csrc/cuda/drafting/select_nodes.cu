@@ -7,65 +7,18 @@
 namespace pagedtree::cuda {
 namespace {
 
-constexpr int kWarps = 16;
-constexpr int kThreads = kWarps * 32;
-// Without clusters: warps of a CTA that treats trees, and threads of the one that chooses, so many for each tree.
+constexpr int32_t kFewRows = 4096, kFewTrees = 256;  // of a batch that takes one launch
+// Else, warps of a CTA that treats trees, and threads of the one that chooses, so many for each tree.
 constexpr int kTreeWarps = 4, kChoosingThreads = 1024, kThreadsOfTree = 4;
 
-// The kept nodes of a warp's tree, by their new indices.
+// The kept nodes of a tree, by their new indices.
 struct KeptTree {
-  int16_t parents[kMaxTreeNodes];
-  int16_t last_child[kMaxTreeNodes];
+  int16_t *parents, *last_child;
 };
 
-struct SelectShared {
-  RadixShared radix;
-  KeptTree trees[kWarps];
-};
-static_assert(sizeof(SelectShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-
-// The rows of all trees, as items of a radix search that all CTAs of the cluster share.
-struct NodeItems {
-  const uint32_t* keys;
-  int64_t begin, end;
-
-  __device__ int64_t size() const { return end; }
-  template <typename F>
-  __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
-    constexpr int kLoads = 4;  // on their way together
-    const int64_t threads = int64_t{ptx::cluster_size()} * blockDim.x;
-    for (int64_t row = begin + ptx::cluster_rank() * blockDim.x + threadIdx.x; row < end; row += kLoads * threads) {
-      uint32_t batch[kLoads];
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) batch[i] = row + i * threads < end ? keys[row + i * threads] : 0;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (batch[i] != 0) f(batch[i], row + i * threads);
-      }
-    }
-  }
-};
-
-// The best of at most kThreads rows, by one CTA: to sort them takes fewer steps than the digits of their keys.
-__device__ __forceinline__ Selection select_few(RadixShared& shared, const NodeItems& items, uint64_t count) {
-  auto* const ranked = reinterpret_cast<uint64_t*>(shared.counts);
-  const int32_t size = static_cast<int32_t>(items.end - items.begin), i = static_cast<int32_t>(threadIdx.x);
-  if (i < size) {
-    const uint32_t key = items.keys[items.begin + i];
-    ranked[i] = key != 0 ? ranked_key(key, items.begin + i) : 0;
-  }
-  int32_t capacity = 1;
-  while (capacity < size) capacity *= 2;
-  block_sort(ranked, size, capacity);
-  if (count == 0) return {~0u, 0};
-  const uint64_t last = count <= static_cast<uint64_t>(size) ? ranked[count - 1] : 0;
-  return {static_cast<uint32_t>(last >> 32), last == 0 ? 0 : int64_t{~static_cast<uint32_t>(last)} + 1};
-}
-
-// Writes the keys of tree b's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
+// Writes the keys of a tree's rows, by one warp: 32 nodes at a time, so that a path's part among them needs five steps
 // at most, however long it is. Earlier nodes are done.
-__device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b) {
-  const NodeRange all = node_range(p.cu_nodes, p.batch, b, p.num_rows), rows = selectable_rows(p, b);
+__device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t* keys, const NodeRange& rows) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const float of_root = size > 0 ? own_survival(p.survival[rows.begin]) : 0.0f;
   for (int32_t first = 0; first < size; first += 32) {
@@ -79,7 +32,7 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b
       survival = parent < 0 ? kUnreachable : own_survival(own);
       above = parent - first;
       if (parent >= 0 && above < 0) {
-        survival = min_of(survival, parent > 0 ? survival_of_key(p.keys[rows.begin + parent]) : of_root);
+        survival = min_of(survival, parent > 0 ? survival_of_key(keys[rows.begin + parent]) : of_root);
       }
     }
     while (__any_sync(~0u, above >= 0)) {
@@ -90,31 +43,14 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, int64_t b
       survival = min_of(survival, of_ancestors);
       above = further;
     }
-    if (node < size) p.keys[row] = node == 0 ? kRootKey : survival_key(survival);
+    if (node < size) keys[row] = node == 0 ? kRootKey : survival_key(survival);
     __syncwarp();
   }
-  for (int64_t row = rows.end + lane; row < all.end; row += 32) p.keys[row] = 0;
 }
 
-__device__ __forceinline__ bool is_kept(const SelectNodesParams& p, const Selection& chosen, const NodeRange& rows,
-                                        int64_t row) {
-  return row < rows.end && (row == rows.begin || (p.keys[row] != 0 && chosen.has(p.keys[row], row)));
-}
-
-// How many nodes of tree b are kept, for each lane of the warp.
-__device__ __forceinline__ int32_t count_kept(const SelectNodesParams& p, const Selection& chosen, int64_t b) {
-  const NodeRange rows = selectable_rows(p, b);
-  int32_t count = 0;
-  for (int64_t row = rows.begin + threadIdx.x % 32; row - threadIdx.x % 32 < rows.end; row += 32) {
-    count += popcount32(__ballot_sync(~0u, is_kept(p, chosen, rows, row)));
-  }
-  return count;
-}
-
-// Writes the kept nodes of tree b to the rows from `begin` on, by one warp, 32 nodes at a time; returns where they end.
-__device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, const Selection& chosen, int64_t b,
-                                                   int64_t begin, KeptTree& tree) {
-  const NodeRange rows = selectable_rows(p, b);
+// Writes the kept nodes of a tree, whose keys are not 0, to the rows from `begin` on, by one warp, 32 nodes at a time.
+__device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, const uint32_t* keys, const NodeRange& rows,
+                                                int64_t begin, const KeptTree& tree) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const uint32_t lanes_before = (1u << lane) - 1;
   uint32_t word = 0;  // lane i: which of the nodes 32 * i + 0..31 are kept, and how many nodes before them are
@@ -122,7 +58,7 @@ __device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, c
   for (int32_t first = 0; first < size; first += 32) {
     const int32_t node = first + lane;
     const int64_t row = rows.begin + node;
-    bool kept = is_kept(p, chosen, rows, row);
+    bool kept = row < rows.end && keys[row] != 0;
     uint32_t lanes = __ballot_sync(~0u, kept);
     if (lane == first / 32) {
       word = lanes;
@@ -141,7 +77,6 @@ __device__ __forceinline__ int64_t write_kept_tree(const SelectNodesParams& p, c
     append_children(p.trees, begin, kept, place, parent, tree.last_child);
     before += popcount32(lanes);
   }
-  return begin + before;
 }
 
 // Writes where tree b's rows end, and whether it is valid, by one thread.
@@ -150,90 +85,174 @@ __device__ __forceinline__ void write_tree(const SelectNodesParams& p, int64_t b
   p.trees.valid[b] = p.valid[b] != 0;
 }
 
-// One cluster for the batch: its warps share the trees, and its threads the rows. The CTAs meet between the steps, so
-// that one launch suffices.
-__global__ void __launch_bounds__(kThreads, 1) select_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
-  auto& shared = ptx::shared<SelectShared>();
-  BlockShared& block = shared.radix.block;
-  ptx::cluster_sync();
-  // Each warp takes trees that are neighbours, so that the nodes that other warps keep before them are one sum.
-  const int64_t warps = int64_t{ptx::cluster_size()} * kWarps, warp = ptx::cluster_rank() * kWarps + threadIdx.x / 32;
-  const int64_t first = p.batch * warp / warps, last = p.batch * (warp + 1) / warps;
-  uint64_t num_roots = 0, num_kept = 0, total;
-  for (int64_t b = first; b < last; ++b) {
-    write_keys(p, b);
-    num_roots += selectable_rows(p, b).size() > 0;
-  }
-  sum_before_warp_of_cluster(block, num_roots, total);
-  ptx::cluster_sync();  // the keys are written
-
-  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
-  const NodeItems items{p.keys, used.begin, used.end};
-  const uint64_t count = static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(total)));
-  const bool are_few = ptx::cluster_size() == 1 && used.size() <= kThreads;
-  const Selection chosen =
-      are_few ? select_few(shared.radix, items, count) : select_best(shared.radix, items, kKeyDigits, count);
-
-  for (int64_t b = first; b < last; ++b) num_kept += static_cast<uint64_t>(count_kept(p, chosen, b));
-  int64_t row = static_cast<int64_t>(sum_before_warp_of_cluster(block, num_kept, total));
-  for (int64_t b = first; b < last; ++b) {
-    row = write_kept_tree(p, chosen, b, row, shared.trees[threadIdx.x / 32]);
-    if (threadIdx.x % 32 == 0) write_tree(p, b, row);
-  }
-  if (leads_cluster()) p.trees.cu_nodes[0] = 0;
-  const int64_t threads = int64_t{ptx::cluster_size()} * kThreads;
-  for (int64_t padding = static_cast<int64_t>(total) + ptx::cluster_rank() * kThreads + threadIdx.x;
-       padding < p.capacity; padding += threads) {
-    clear_kept(p, padding);
-  }
-}
-
-// ---- without clusters: three launches
-
-__device__ __forceinline__ int64_t tree_of_warp() { return int64_t{blockIdx.x} * kTreeWarps + threadIdx.x / 32; }
-
-__global__ void __launch_bounds__(kTreeWarps * 32, 1)
-    survival_keys_kernel(const __grid_constant__ SelectNodesParams p) {
-  if (tree_of_warp() < p.batch) write_keys(p, tree_of_warp());
-}
-
-// Sets the keys of tree b's rows that are not kept to 0 (a root is: its key is the largest), every `step`th by this
+// Sets the keys of a tree's rows that are not kept to 0 (a root is: its key is the largest), every `step`th by this
 // thread; returns how many are kept.
-__device__ __forceinline__ uint64_t drop_rows(const SelectNodesParams& p, const Selection& chosen, int64_t b,
+__device__ __forceinline__ uint64_t drop_rows(uint32_t* keys, const Selection& chosen, const NodeRange& rows,
                                               int64_t from, int64_t step) {
-  constexpr int kLoads = 8;  // on their way together
-  const NodeRange rows = selectable_rows(p, b);
+  constexpr int kLoads = 4;  // on their way together
   uint64_t count = 0;
   for (int64_t row = rows.begin + from; row < rows.end; row += kLoads * step) {
-    uint32_t keys[kLoads];
+    uint32_t of_rows[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) keys[i] = row + i * step < rows.end ? p.keys[row + i * step] : 0;
+    for (int i = 0; i < kLoads; ++i) of_rows[i] = row + i * step < rows.end ? keys[row + i * step] : 0;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const bool is_kept = keys[i] != 0 && chosen.has(keys[i], row + i * step);
-      if (keys[i] != 0 && !is_kept) p.keys[row + i * step] = 0;
+      const bool is_kept = of_rows[i] != 0 && chosen.has(of_rows[i], row + i * step);
+      if (of_rows[i] != 0 && !is_kept) keys[row + i * step] = 0;
       count += is_kept;
     }
   }
   return count;
 }
 
+// ---- the choice
+
+struct ChoiceShared {
+  BlockShared block;
+  uint32_t bins[kBins];
+  uint32_t bin, kept, size;  // the bin that the last kept row is in, how many rows of it are kept, and how many it has
+};
+
+// Finds the bin in which the count from the top reaches `target`, by one warp.
+__device__ __forceinline__ void find_bin(ChoiceShared& shared, uint32_t target) {
+  constexpr uint32_t kOfLane = kBins / 32;
+  const uint32_t lane = threadIdx.x, top = kBins - 1 - kOfLane * lane;
+  uint32_t own = 0;
+#pragma unroll
+  for (uint32_t i = 0; i < kOfLane; ++i) own += shared.bins[top - i];
+  uint32_t before = own;
+#pragma unroll 1
+  for (uint32_t delta = 1; delta < 32; delta *= 2) {
+    const uint32_t more = __shfl_up_sync(~0u, before, delta);
+    if (lane >= delta) before += more;
+  }
+  before -= own;
+  if (before >= target || before + own < target) return;
+  uint32_t bin = top;
+#pragma unroll 1
+  for (; before + shared.bins[bin] < target; --bin) before += shared.bins[bin];
+  shared.bin = bin;
+  shared.kept = target - before;
+  shared.size = shared.bins[bin];
+}
+
+// The best rows, `most` of them, by their keys, then by their indices: 8 bits at a time, until a bin is kept as a
+// whole.
+__device__ __forceinline__ Selection choose(ChoiceShared& shared, const uint32_t* keys, const NodeRange& used,
+                                            int64_t most) {
+  constexpr int kLoads = 4;  // on their way together
+  const int32_t threads = static_cast<int32_t>(blockDim.x);
+  uint32_t count = static_cast<uint32_t>(min_of(most, used.size()));
+  if (count == 0) return {0, 0};
+  uint64_t prefix = 0;
+  int shift = 64;
+  do {
+    shift -= kDigitBits;
+#pragma unroll 1
+    for (int32_t i = threadIdx.x; i < kBins; i += threads) shared.bins[i] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int64_t first = used.begin + threadIdx.x; first < used.end; first += kLoads * threads) {
+      uint32_t of_rows[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) of_rows[i] = first + i * threads < used.end ? keys[first + i * threads] : 0;
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const uint64_t rank = ranked_key(of_rows[i], first + i * threads);
+        if (first + i * threads >= used.end || rank >> shift >> kDigitBits != prefix) continue;
+        atomicAdd(&shared.bins[rank >> shift & (kBins - 1)], 1u);
+      }
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) find_bin(shared, count);
+    __syncthreads();
+    prefix = prefix << kDigitBits | shared.bin;
+    count = shared.kept;
+  } while (shared.size != count && shift > 0);
+  const uint64_t least = prefix << shift;
+  return {static_cast<uint32_t>(least >> 32), int64_t{~static_cast<uint32_t>(least)} + 1};
+}
+
+// ---- few rows: one launch
+
+struct FewShared {
+  ChoiceShared choice;
+  uint32_t keys[kFewRows];
+  int16_t parents[kFewRows], last_child[kFewRows];
+  NodeRange rows[kFewTrees];
+  int32_t counts[kFewTrees];  // how many nodes of a tree are kept
+};
+
+// A warp for each tree, or for several.
+__global__ void __launch_bounds__(kMaxWarps * 32, 1) few_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
+  auto& shared = ptx::shared<FewShared>();
+  const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % 32, batch = static_cast<int32_t>(p.batch);
+  const int32_t warp = thread / 32, warps = static_cast<int32_t>(blockDim.x) / 32;
+  const int64_t at_least = kept_nodes(p, 0);
+  const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
+  uint32_t* const keys = shared.keys - used.begin;
+#pragma unroll 1
+  for (int64_t row = used.begin + thread; row < used.end; row += blockDim.x) keys[row] = 0;  // behind max_nodes, too
+  if (thread < batch) shared.rows[thread] = selectable_rows(p, thread);
+  const int32_t num_roots = __syncthreads_count(thread < batch && shared.rows[thread].size() > 0);
+  for (int32_t b = warp; b < batch; b += warps) write_keys(p, keys, shared.rows[b]);
+  __syncthreads();
+  const Selection chosen = choose(shared.choice, keys, used, max_of<int64_t>(at_least, num_roots));
+  for (int32_t b = warp; b < batch; b += warps) {
+    const uint64_t count = warp_sum(drop_rows(keys, chosen, shared.rows[b], lane, 32));
+    if (lane == 0) shared.counts[b] = static_cast<int32_t>(count);
+  }
+  __syncthreads();
+  const auto count_before = [&](int32_t end) {
+    int32_t count = 0;
+#pragma unroll 1
+    for (int32_t b = lane; b < end; b += 32) count += shared.counts[b];
+    return __reduce_add_sync(~0u, count);
+  };
+  for (int32_t b = warp; b < batch; b += warps) {
+    const int64_t begin = count_before(b), at = shared.rows[b].begin - used.begin;
+    if (lane == 0) write_tree(p, b, begin + shared.counts[b]);
+    write_kept_tree(p, keys, shared.rows[b], begin, {shared.parents + at, shared.last_child + at});
+  }
+  if (thread == 0) p.trees.cu_nodes[0] = 0;
+#pragma unroll 1
+  for (int64_t row = count_before(batch) + thread; row < p.capacity; row += blockDim.x) clear_kept(p, row);
+}
+
+// ---- many rows: three launches
+
+// ---- many rows: three launches
+
+struct NodesShared {
+  int16_t parents[kMaxTreeNodes], last_child[kMaxTreeNodes];
+};
+
+__device__ __forceinline__ int64_t tree_of_warp() { return int64_t{blockIdx.x} * kTreeWarps + threadIdx.x / 32; }
+
+__global__ void __launch_bounds__(kTreeWarps * 32, 1)
+    survival_keys_kernel(const __grid_constant__ SelectNodesParams p) {
+  const int64_t b = tree_of_warp();
+  if (b >= p.batch) return;
+  const NodeRange all = node_range(p.cu_nodes, p.batch, b, p.num_rows), rows = selectable_rows(p, b);
+  write_keys(p, p.keys, rows);
+  for (int64_t row = rows.end + threadIdx.x % 32; row < all.end; row += 32) p.keys[row] = 0;
+}
+
 // Chooses, by one CTA: the keys of rows that are not kept become 0, and cu_nodes tells where each tree ends.
 __global__ void __launch_bounds__(kChoosingThreads, 1)
     choose_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
-  auto& shared = ptx::shared<RadixShared>();
+  auto& shared = ptx::shared<ChoiceShared>();
   uint64_t num_roots = 0;
   for (int64_t b = threadIdx.x; b < p.batch; b += kChoosingThreads) num_roots += selectable_rows(p, b).size() > 0;
   num_roots = block_sum(shared.block, num_roots);
   const NodeRange used = used_rows(p.cu_nodes, p.batch, p.num_rows);
-  const NodeItems items{p.keys, used.begin, used.end};
-  const Selection chosen =
-      select_best(shared, items, kKeyDigits, static_cast<uint64_t>(kept_nodes(p, static_cast<int64_t>(num_roots))));
+  const Selection chosen = choose(shared, p.keys, used, kept_nodes(p, static_cast<int64_t>(num_roots)));
   const int64_t thread_of_tree = threadIdx.x % kThreadsOfTree;
   uint64_t before = 0, total;
   for (int64_t first = 0; first < p.batch; first += kChoosingThreads / kThreadsOfTree) {
     const int64_t b = first + threadIdx.x / kThreadsOfTree;
-    const uint64_t count = b < p.batch ? drop_rows(p, chosen, b, thread_of_tree, kThreadsOfTree) : 0;
+    const uint64_t count =
+        b < p.batch ? drop_rows(p.keys, chosen, selectable_rows(p, b), thread_of_tree, kThreadsOfTree) : 0;
     const uint64_t end = before + block_scan(shared.block, count, total);
     if (b < p.batch && thread_of_tree == kThreadsOfTree - 1) write_tree(p, b, static_cast<int64_t>(end));
     before += total;
@@ -242,9 +261,10 @@ __global__ void __launch_bounds__(kChoosingThreads, 1)
 }
 
 __global__ void __launch_bounds__(kTreeWarps * 32, 1) write_kept_kernel(const __grid_constant__ SelectNodesParams p) {
-  auto& trees = ptx::shared<KeptTree[kTreeWarps]>();
+  auto& shared = ptx::shared<NodesShared[kTreeWarps]>()[threadIdx.x / 32];
   const int64_t b = tree_of_warp();
-  if (b < p.batch) write_kept_tree(p, {0, 0}, b, p.trees.cu_nodes[b], trees[threadIdx.x / 32]);
+  if (b < p.batch)
+    write_kept_tree(p, p.keys, selectable_rows(p, b), p.trees.cu_nodes[b], {shared.parents, shared.last_child});
   const int64_t threads = int64_t{gridDim.x} * kTreeWarps * 32;
   for (int64_t row = p.trees.cu_nodes[p.batch] + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; row < p.capacity;
        row += threads) {
@@ -252,28 +272,19 @@ __global__ void __launch_bounds__(kTreeWarps * 32, 1) write_kept_kernel(const __
   }
 }
 
-void select_without_clusters(const SelectNodesParams& p, void* stream) {
+void select_of_many(const SelectNodesParams& p, void* stream) {
   const dim3 trees(static_cast<unsigned>(ceil_div<int64_t>(p.batch, kTreeWarps))), threads(kTreeWarps * 32);
   launch(survival_keys_kernel, trees, threads, 0, stream, p);
-  launch(choose_nodes_kernel, dim3(1), dim3(kChoosingThreads), sizeof(RadixShared), stream, p);
-  launch(write_kept_kernel, trees, threads, sizeof(KeptTree) * kTreeWarps, stream, p);
-}
-
-// So many CTAs that each warp has two trees, if the GPU has such clusters: to meet costs a cluster as much as a tree. A
-// power of two fits into any GPU's clusters.
-unsigned ctas_for(int64_t batch, unsigned most) {
-  unsigned ctas = 1;
-  while (2 * ctas * kWarps < batch && 2 * ctas <= most) ctas *= 2;
-  return ctas;
+  launch(choose_nodes_kernel, dim3(1), dim3(kChoosingThreads), sizeof(ChoiceShared), stream, p);
+  launch(write_kept_kernel, trees, threads, sizeof(NodesShared) * kTreeWarps, stream, p);
 }
 
 }  // namespace
 
 void CudaBackend::select_nodes(const SelectNodesParams& p, const ExecContext& ctx) const {
-  const unsigned most = static_cast<unsigned>(max_cluster(select_nodes_kernel));
-  if (most == 1 && p.batch > kWarps) return select_without_clusters(p, ctx.stream);
-  const unsigned ctas = ctas_for(p.batch, most);
-  launch_clusters(select_nodes_kernel, dim3(ctas), dim3(kThreads), ctas, sizeof(SelectShared), ctx.stream, p);
+  if (p.num_rows > kFewRows || p.batch > kFewTrees) return select_of_many(p, ctx.stream);
+  const int64_t warps = clamp_to<int64_t>(max_of(p.batch, ceil_div<int64_t>(p.num_rows, 128)), 1, kMaxWarps);
+  launch(few_nodes_kernel, dim3(1), dim3(static_cast<unsigned>(warps * 32)), sizeof(FewShared), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda
