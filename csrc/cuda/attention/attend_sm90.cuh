@@ -145,6 +145,7 @@ class ConsumerBase {
         for (uint32_t half = 0; half < 2; ++half) {
           factors[0][half] = shared_.of_rows[sharer][row + half * 8 + ptx::thread_index() % 32 / 4];
         }
+        __syncwarp();  // all have read them
       }
     } else {
       ptx::fence_proxy_async();  // what cp.async has written
