@@ -327,21 +327,28 @@ class LogitReader {
   __device__ __forceinline__ int64_t token_of(const Best& best) const {
 #pragma unroll 1
     for (int word = best.word; word >= 0 && word < num_words(); word += own_stride()) {
-      const uint32_t equal = equal_to(clean_word_at(word), best.logit);
+      const uint32_t equal = reaching(clean_word_at(word), best.logit);
       if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
     }
     return 0;
   }
 
-  // Bit i is set if number i of a clean word is that logit.
-  __device__ __forceinline__ uint32_t equal_to(const uint4& word, float logit) const {
+  // Bit i is set if number i of a clean word is no less than that logit.
+  __device__ __forceinline__ uint32_t reaching(const uint4& word, float logit) const {
     const uint32_t words[4] = {word.x, word.y, word.z, word.w};
-    uint32_t equal = 0;
+    uint32_t bits = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (i < of_word() && stored_.value(number_of(stored_, words, i)) == logit) equal |= 1u << i;
+      if (i < of_word() && stored_.value(number_of(stored_, words, i)) >= logit) bits |= 1u << i;
     }
-    return equal;
+    return bits;
+  }
+  // Number i of a word. It is selected in steps, as an index would put the word into memory.
+  __device__ __forceinline__ float number(const uint4& word, int i) const {
+    const int at = stored_.wide() ? i : i / 2;
+    const uint32_t first = at & 1 ? word.y : word.x, second = at & 1 ? word.w : word.z;
+    const uint32_t bits = at & 2 ? second : first;
+    return stored_.value(stored_.wide() ? bits : bits >> i % 2 * 16 & 0xffffu);
   }
   __device__ float largest_of_word(const uint4& word) const {
     const uint32_t words[4] = {word.x, word.y, word.z, word.w};

@@ -65,151 +65,74 @@ struct KeptList {
   }
 };
 
-// Whether kernels with lists read these rows: whole words of 16 bytes without a grammar or options.
-inline bool reads_by_words(const LogitsParams& logits, const OptionsParams& options) {
-  const int64_t of_word = kWordBytes / (logits.dtype == DType::kFloat32 ? 4 : 2);
-  return !options.used && logits.allowed == nullptr && logits.allowed_words == nullptr && logits.vocab % of_word == 0 &&
-         logits.row_stride % of_word == 0 && reinterpret_cast<uintptr_t>(logits.data) % kWordBytes == 0;
+// The largest logit, all ones if there is a NaN, and a bound that some tokens reach, but seldom more than fit: the
+// least of the largest logits of so many parts of the row. Both as keys.
+template <typename Reader>
+__device__ __forceinline__ void find_range(Reader& row, BlockShared& shared, uint32_t parts, uint32_t& peak,
+                                           uint32_t& bound) {
+  const auto best = row.best_of_words();
+  uint32_t of_part = best.nan ? ~0u : order_key<ScalarMath>(best.logit + 0.0f);
+  const uint32_t threads = ptx::cluster_size() * blockDim.x;
+  for (uint32_t lanes = 1; lanes < 32 && lanes * parts < threads; lanes *= 2) {
+    of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
+  }
+  // The largest and the complement of the least, of warps, then of the CTA, then of the cluster.
+  const uint32_t lane = threadIdx.x % 32;
+  const auto fold = [](uint64_t range) {
+    return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(range >> 32))} << 32 |
+           __reduce_max_sync(~0u, static_cast<uint32_t>(range));
+  };
+  const uint64_t of_warp = fold(uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part));
+  if (lane == 0) shared.warps[threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const uint64_t of_cta = fold(lane < blockDim.x / 32 ? shared.warps[lane] : 0);
+    if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], lane) = of_cta;
+  }
+  ptx::cluster_sync();
+  const uint64_t all = fold(lane < ptx::cluster_size() ? shared.ctas[lane] : 0);
+  peak = static_cast<uint32_t>(all >> 32);
+  bound = ~static_cast<uint32_t>(all);
 }
 
-// Such a row.
-template <DType kDType>
-struct WordsOfRow {
-  static constexpr int kBatch = 4, kOfWord = kDType == DType::kFloat32 ? 4 : 8;
-  using Stored = StoredLogits<kDType>;
-
-  const uint4* words;
-  int num_words;
-
-  __device__ WordsOfRow(const LogitsParams& logits, int64_t n)
-      : words(static_cast<const uint4*>(logit_row(logits, n).logits)),
-        num_words(static_cast<int>(logits.vocab) / kOfWord) {}
-
-  // Calls f(index, word) for this thread's words.
-  template <typename F>
-  __device__ __forceinline__ void each(F f) const {
-    const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
-#pragma unroll 1
-    for (int at = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x); at < num_words;) {
-      uint4 batch[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) batch[i] = __ldcg(words + min_of(at + i * stride, num_words - 1));
-#pragma unroll 1
-      for (int i = 0; i < kBatch && at < num_words; ++i, at += stride) {
-        f(at, batch[0]);
-#pragma unroll
-        for (int j = 0; j + 1 < kBatch; ++j) batch[j] = batch[j + 1];
-      }
+// Notes the tokens from `bound` on whose x is at least min_x. Returns this thread's part of the mass from there on;
+// unless it is exact, the sum over a row errs by less than error_of().
+enum class Weighs { kNothing, kRoughly, kExactly };
+template <typename Reader>
+__device__ __forceinline__ uint64_t note_tokens(const Reader& row, KeptList& list, const Scale& scale, float bound,
+                                                float min_x, Weighs weighs) {
+  uint64_t exact = 0;
+  double rough = 0.0;
+  const float least_x = max_of(min_x, kWeightless), factor = min_of(scale.inverse_temperature * kLog2E, kMaxFloat);
+  const auto counts = [&](float most) { return weighs != Weighs::kNothing && scale(most) >= least_x; };
+  const auto has_any = [&](float most) { return __any_sync(~0u, most >= bound || counts(most)) != 0; };
+  row.each_own_word(has_any, [&](int index, const uint4& word) {
+    const float most = row.largest_of_word(word);
+    if (weighs == Weighs::kRoughly && counts(most)) {
+      rough += static_cast<double>(
+          row.sum_of_word(word, [&](float logit) { return ptx::ex2((logit - scale.peak) * factor); }));
+    } else if (counts(most)) {
+      row.sum_of_word(word, [&](float logit) {
+        const float x = scale(logit);
+        exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
+        return 0.0f;
+      });
     }
-  }
-
-  // The largest logit, NaN and infinities included, and a bound that some tokens reach, but seldom more than fit: the
-  // least of the largest logits of so many parts of the row. Both as keys.
-  __device__ __forceinline__ void find_range(BlockShared& shared, uint32_t parts, uint32_t& peak,
-                                             uint32_t& bound) const {
-    constexpr int kPeakBatch = 8;
-    const int stride = static_cast<int>(ptx::cluster_size() * blockDim.x);
-    const uint32_t forbidden = clean_bits(Stored(kDType), 0, false);  // -inf
-    const uint32_t nothing = Stored::wide() ? forbidden : forbidden << 16 | forbidden;
-    uint32_t most[4] = {nothing, nothing, nothing, nothing};
-#pragma unroll 1
-    for (int at = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x); at < num_words;
-         at += kPeakBatch * stride) {
-      uint4 batch[kPeakBatch];
-#pragma unroll
-      for (int i = 0; i < kPeakBatch; ++i) {
-        batch[i] = {nothing, nothing, nothing, nothing};
-        if (at + i * stride < num_words) batch[i] = __ldcg(words + at + i * stride);
-      }
-#pragma unroll
-      for (const uint4& word : batch) {
-        const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) most[i] = Stored::larger(most[i], registers[i]);
-      }
+    if (most < bound) return;
+    for (uint32_t near = row.reaching(word, bound); near != 0; near &= near - 1) {
+      const int i = __ffs(static_cast<int>(near)) - 1;
+      const float logit = row.number(word, i);
+      if (scale(logit) < min_x) continue;
+      const uint32_t place = atomicAdd(&list.num_own, 1u);
+      if (place < kMostNotes) list.own[place] = ranked(logit, index * row.of_word() + i);
     }
-    const float of_thread = Stored::largest_of(most);
-    uint32_t of_part = of_thread != of_thread ? ~0u : order_key<ScalarMath>(of_thread + 0.0f);
-    const uint32_t threads = ptx::cluster_size() * blockDim.x;
-    for (uint32_t lanes = 1; lanes < 32 && lanes * parts < threads; lanes *= 2) {
-      of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
-    }
-    // The largest and the complement of the least, of warps, then of the CTA, then of the cluster.
-    const uint32_t lane = threadIdx.x % 32;
-    const auto fold = [](uint64_t range) {
-      return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(range >> 32))} << 32 |
-             __reduce_max_sync(~0u, static_cast<uint32_t>(range));
-    };
-    const uint64_t of_warp = fold(uint64_t{of_part} << 32 | static_cast<uint32_t>(~of_part));
-    if (lane == 0) shared.warps[threadIdx.x / 32] = of_warp;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      const uint64_t of_cta = fold(lane < blockDim.x / 32 ? shared.warps[lane] : 0);
-      if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], lane) = of_cta;
-    }
-    ptx::cluster_sync();
-    const uint64_t all = fold(lane < ptx::cluster_size() ? shared.ctas[lane] : 0);
-    peak = static_cast<uint32_t>(all >> 32);
-    bound = ~static_cast<uint32_t>(all);
-  }
-
-  // Notes the tokens from `bound` on whose x is at least min_x. Returns this thread's part of the mass from there on;
-  // unless it is exact, the sum over a row errs by less than error_of().
-  enum class Weighs { kNothing, kRoughly, kExactly };
-  __device__ __forceinline__ uint64_t note(KeptList& list, const Scale& scale, float bound, float min_x,
-                                           Weighs weighs) const {
-    uint64_t exact = 0;
-    double rough = 0.0;
-    const float least_x = max_of(min_x, kWeightless), factor = min_of(scale.inverse_temperature * kLog2E, kMaxFloat);
-    const Stored stored(kDType);
-    each([&](int index, uint4 word) {
-      const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
-      const float most = Stored::largest_of(registers);
-      if (weighs == Weighs::kRoughly && scale(most) >= least_x) {
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < kOfWord; ++i) {
-          sum += ptx::ex2((Stored::value(number_of(stored, registers, i)) - scale.peak) * factor);
-        }
-        rough += static_cast<double>(sum);
-      } else if (weighs == Weighs::kExactly && scale(most) >= least_x) {
-        Four group = word;
-#pragma unroll 1
-        for (int begin = 0; begin < kOfWord; begin += 4) {
-          float four[4];
-          convert_four(stored, group, four);
-#pragma unroll
-          for (const float logit : four) {
-            const float x = scale(logit);
-            exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
-          }
-          group.x = group.z;
-          group.y = group.w;
-        }
-      }
-      if (most < bound) return;
-      uint32_t near = 0;
-#pragma unroll
-      for (int i = 0; i < kOfWord; ++i) {
-        if (Stored::value(number_of(stored, registers, i)) >= bound) near |= 1u << i;
-      }
-      for (; near != 0; near &= near - 1) {
-        const int i = __ffs(static_cast<int>(near)) - 1, at = Stored::wide() ? i : i / 2;
-        const uint32_t first = at & 1 ? word.y : word.x, second = at & 1 ? word.w : word.z;
-        const uint32_t bits = at & 2 ? second : first;
-        const float logit = Stored::value(Stored::wide() ? bits : bits >> i % 2 * 16 & 0xffffu);
-        if (scale(logit) < min_x) continue;
-        const uint32_t place = atomicAdd(&list.num_own, 1u);
-        if (place < kMostNotes) list.own[place] = ranked(logit, index * kOfWord + i);
-      }
-    });
-    return exact + static_cast<uint64_t>(rough * 2147483648.0);
-  }
-  // ex2, its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to integers.
-  static __device__ uint64_t error_of(uint64_t mass, int64_t vocab) {
-    return (mass >> 18) + static_cast<uint64_t>(vocab);
-  }
-};
+  });
+  return exact + static_cast<uint64_t>(rough * 2147483648.0);
+}
+// ex2, its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to integers.
+inline __device__ uint64_t error_of(uint64_t mass, int64_t vocab) {
+  return (mass >> 18) + static_cast<uint64_t>(vocab);
+}
 
 // Searches the largest key from `low` to `high` at which the notes reach a count or a mass, or one that keeps the same
 // notes; `low` if none does. Keys are those of logits without their last bits; among the logits of one key, complements
@@ -374,13 +297,12 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
   KeptList& list = ptx::shared<KeptList>();
   if (threadIdx.x == 0) list.num_own = 0;
   __syncthreads();
-  const WordsOfRow<kDType> row(p.logits, n);
+  LogitReader<kDType> row(logit_row(p.logits, n));
   const Sampling sampling = sampling_of(p.sampling, b);
   const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < p.logits.vocab;
   Scale scale = list.distributions.target.scale;
   Filter filter = list.distributions.target.filter;
   float bound = filter.min_logit, min_x = filter.min_x;
-  using Weighs = WordsOfRow<kDType>::Weighs;
   const bool by_mass = !greedy && sampling.top_p < 1.0f && (sampling.joint || !by_count);
   if (!again) min_x = greedy ? -kInfinity : min_p_bound(sampling.min_p);
   Weighs weighs = Weighs::kNothing;
@@ -392,7 +314,7 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
   for (uint32_t parts = kFewParts;;) {
     if (!again) {
       uint32_t peak, least;
-      row.find_range(list.block, parts, peak, least);
+      find_range(row, list.block, parts, peak, least);
       if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) {
         ptx::cluster_sync();  // all have read the range
         return false;
@@ -400,8 +322,9 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
       scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};
       bound = greedy ? scale.peak : max_of(logit_of_key<ScalarMath>(least), -kMaxFloat);
     }
+    row.learn({.logit = scale.peak});
     const float least_x = !again && sampling.joint ? -kInfinity : min_x;
-    const uint64_t mass = merge_notes(list, scale, row.note(list, scale, bound, least_x, weighs));
+    const uint64_t mass = merge_notes(list, scale, note_tokens(row, list, scale, bound, least_x, weighs));
     if (mass == ~uint64_t{0}) return false;
     if (again) break;
     Found found = Found::kYes;
@@ -411,9 +334,8 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
       cut_notes(last, ~0u, 0, order_key<ScalarMath>(scale.peak), false, 1);
       filter = {.min_logit = scale.peak, .tie_end = int64_t{~list.cut.least} + 1};
     } else {
-      const uint64_t error = weighs == Weighs::kRoughly ? row.error_of(mass, p.logits.vocab) : 0;
-      found = cut_by_filters(list, sampling, scale, mass, error, bound, WordsOfRow<kDType>::Stored::digits(),
-                             p.logits.vocab, filter);
+      const uint64_t error = weighs == Weighs::kRoughly ? error_of(mass, p.logits.vocab) : 0;
+      found = cut_by_filters(list, sampling, scale, mass, error, bound, row.digits(), p.logits.vocab, filter);
     }
     if (found == Found::kYes) {
       filter.min_logit = max_of(filter.min_logit, bound);

@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kRulesThreads, 1)
 
 // Whether rules may work on lists. Drafts' logits would need a list of their own.
 bool lists_suffice(const RatioParams& p) {
-  return sizeof(KeptShared) <= static_cast<size_t>(device_limits().max_shared_bytes) &&
-         reads_by_words(p.verify.logits, p.verify.options) && p.draft_sampling.temperature == nullptr;
+  return sizeof(KeptShared) <= static_cast<size_t>(device_limits().max_shared_bytes) && !p.verify.options.used &&
+         p.draft_sampling.temperature == nullptr;
 }
 
 template <Rule kRule>

@@ -135,7 +135,7 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
       launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, false,
              int64_t{0});
     } else {
-      const bool by_lists = p.sampling.temperature != nullptr && reads_by_words(p.logits, p.options);
+      const bool by_lists = p.sampling.temperature != nullptr && !p.options.used;
       in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
         launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, by_lists, first);
       });
