@@ -199,7 +199,7 @@ class LogitReader {
     load(own, stride, words);
     if (!stands() || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
 #pragma unroll 1
-      for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(own + i * stride, words[0]));
+      for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(*this, own + i * stride, words[0]));
     }
     f(own, words);
   }
@@ -229,7 +229,7 @@ class LogitReader {
           const int word = first_of(i + j / kBatch * warps) + lane + j % kBatch * stride;
           const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
                               : stands() && is_whole(word) ? words[0][0]
-                                                           : made_clean(word, words[0][0]);
+                                                           : made_clean(*this, word, words[0][0]);
           shift_in(words[0], words[1][0]);
           shift_in(words[1], clean);
         }
@@ -290,7 +290,7 @@ class LogitReader {
   __device__ __forceinline__ uint4 clean_word_at(int word) const {
     uint4 loaded[1];
     load(word, 0, loaded);
-    return made_clean(word, loaded[0]);
+    return made_clean(*this, word, loaded[0]);
   }
 
   // ---- the pass that finds the peak
@@ -432,14 +432,15 @@ class LogitReader {
     return bits;
   }
 
-  // If the row is presumed clean, a word with a NaN still has one.
-  __device__ __forceinline__ uint4 made_clean(int word, const uint4& loaded) const {
-    const uint4 as_stored = is_whole(word) ? loaded : word_of_ends(word);
-    const uint32_t allowed = allowed_of_word(word);
-    if (clean_ && allowed == (1u << of_word()) - 1) return as_stored;
-    uint4 clean = clean_word(stored_, uniform_ ? uint4{} : as_stored, allowed);
-    const float most = largest_of_word(as_stored);
-    if (clean_ && most != most) clean.x = ~0u;
+  // Not inlined, as few rows need it more than at their ends. If the row is presumed clean, a word with a NaN still has
+  // one.
+  static __device__ __attribute__((noinline)) uint4 made_clean(LogitReader row, int word, uint4 loaded) {
+    const uint4 as_stored = row.is_whole(word) ? loaded : row.word_of_ends(word);
+    const uint32_t allowed = row.allowed_of_word(word);
+    if (row.clean_ && allowed == (1u << row.of_word()) - 1) return as_stored;
+    uint4 clean = clean_word(row.stored_, row.uniform_ ? uint4{} : as_stored, allowed);
+    const float most = row.largest_of_word(as_stored);
+    if (row.clean_ && most != most) clean.x = ~0u;
     return clean;
   }
 

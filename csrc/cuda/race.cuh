@@ -116,11 +116,11 @@ __device__ __forceinline__ void add_masses(const Reader& row, const uint4 (&word
 // Notes the tokens of a row that may win by x + noise. The peak is not known: `scale` has the peak 0. The two ways to
 // round a score differ by at most 2^-22 of it and 2e-5. A warp draws the largest noise of groups of tokens for its
 // words of logits together, and the others' only for the words that may still win, the one with the largest bound
-// first. With `maxima`, masses are added and the maxima of batches kept.
+// first. With `maxima`, masses are added and the maxima of batches kept; if only these are wanted, nothing can win.
 template <typename Reader>
 __device__ __forceinline__ void race_ahead(const Reader& row, const Scale& scale, uint64_t seed, int64_t position,
-                                           RaceNotes& notes, Ahead& ahead, uint16_t* maxima) {
-  float bound = -kMaxFloat;
+                                           RaceNotes& notes, Ahead& ahead, BatchMaxima& maxima, bool only_maxima) {
+  float bound = only_maxima ? kInfinity : -kMaxFloat;
   __syncthreads();
   if (threadIdx.x == 0) {
     notes.bound = order_key<ScalarMath>(bound);
@@ -134,14 +134,14 @@ __device__ __forceinline__ void race_ahead(const Reader& row, const Scale& scale
     Seen seen;
 #pragma unroll
     for (int i = 0; i < Reader::kBatch; ++i) seen.most[i] = row.largest_of_word(words[i]);
-    if (maxima != nullptr) add_masses(row, words, seen.most, scale.inverse_temperature * kLog2E, ahead);
+    if (maxima.keys != nullptr && !only_maxima)
+      add_masses(row, words, seen.most, scale.inverse_temperature * kLog2E, ahead);
     return seen;
   };
-  BatchMaxima of_batches{maxima};
   row.each_noise_batch(see, [&](int word, int stride, const Seen& seen) {
     const float of_lane = largest_or_nan(seen.most);
     ahead.peak = larger_or_nan(ahead.peak, of_lane);
-    if (maxima != nullptr) of_batches.add(of_lane);
+    if (maxima.keys != nullptr) maxima.add(of_lane);
     bound = max_of(bound, logit_of_key<ScalarMath>(value_now(notes.bound)));
     if (!__any_sync(~0u, scale(of_lane) + kMaxNoise >= bound)) return;
     uint32_t least[Reader::kBatch];
@@ -234,17 +234,12 @@ __device__ __attribute__((noinline)) uint64_t race_of_kept(SamplingShared& share
   return cluster_max(shared.radix.block, best);
 }
 
-// The winner of a race ahead; 0 if it is not among the tokens noted, or if the row is not clean. `scale` gets the peak.
-template <typename Reader>
-__device__ __forceinline__ uint64_t winner_of_notes(const Reader& row, const Ahead& ahead, const RaceNotes& notes,
-                                                    Scale& scale, BlockShared& shared) {
+// The winner of a race ahead, whose peak is known now; 0 if it is not among the tokens noted.
+__device__ __forceinline__ uint64_t winner_of_notes(const RaceNotes& notes, const Scale& scale, BlockShared& shared) {
   constexpr uint64_t kUnknown = ~uint64_t{0};
-  const uint64_t key = cluster_max(shared, ahead.peak != ahead.peak ? ~0u : order_key<ScalarMath>(ahead.peak + 0.0f));
-  scale.peak = logit_of_key<ScalarMath>(static_cast<uint32_t>(key));
   const float size = scale.peak * scale.inverse_temperature;
-  __syncthreads();  // all have noted
   const uint32_t count = notes.count;
-  const bool known = scale.peak < row.largest() && size > -0x1p24f && size < 0x1p24f && count <= RaceNotes::kMost;
+  const bool known = size > -0x1p24f && size < 0x1p24f && count <= RaceNotes::kMost;
   uint64_t best = known ? 0 : kUnknown;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; known && i < count; i += blockDim.x) {
@@ -307,49 +302,7 @@ __device__ __forceinline__ MassesOfRow cluster_sums(BlockShared& shared, MassesO
     const MassesOfRow first = unpack(a), second = unpack(b);
     return pack({first.all + second.all, first.before + second.before});
   };
-  return unpack(fold_ctas(shared, block_fold(shared, pack(of_thread), add), add));
-}
-
-// Draws by a race ahead of the peak: the row is read once, and the winner is asked then whether the filters keep it; if
-// not, the best of the tokens that they may keep. Returns -1 if the token is not known so: of a row that is not clean,
-// of too many that may win, or where rounding might decide.
-template <DType kDType>
-__device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared) {
-  const Sampling& sampling = shared.sampling;
-  LogitReader<kDType> row(shared.distribution.row);
-  row.presume_clean();
-  Ahead ahead;
-  Scale scale{0.0f, inverse_temperature(sampling.temperature)};
-  const bool has_filters = has_filter(sampling, row.vocab());
-  uint16_t* const maxima = has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr;
-  race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima);
-  uint64_t best = winner_of_notes(row, ahead, shared.notes, scale, shared.radix.block);
-#pragma unroll 1
-  while (best != 0) {
-    const int64_t token = ranked_id(best);
-    if (!has_filters) return token;
-    const float logit = row.logit(token), min_x = min_p_bound(sampling.min_p);
-    Filter filter{.min_x = min_x};
-    if (scale(logit) >= min_x) {
-      if (sampling.top_p >= 1.0f) return token;
-      const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
-      const MassesOfRow sums = cluster_sums(
-          shared.radix.block, {ahead.mass * ptx::ex2(rebase), mass_before(row, scale, logit, token, maxima)});
-      const float needed = sampling.top_p * sums.all;
-      // Of floats, of which a thread adds 2^10, and of the integers that decide.
-      const float error = 0x1p-13f * (needed + sums.before) + static_cast<float>(row.vocab()) * 0x1p-31f;
-      if (sums.before == 0.0f || sums.before + error < needed) return token;
-      if (sums.before - error <= needed) return -1;
-      filter = {logit, token, min_x};
-    }
-    if (threadIdx.x == 0) {
-      shared.distribution.scale = scale;
-      shared.distribution.filter = filter;
-      shared.distribution.uniform = shared.distribution.bad = false;
-    }
-    best = race_of_kept<kDType>(shared, 0);
-  }
-  return -1;
+  return unpack(cluster_fold(shared, pack(of_thread), add));
 }
 
 }  // namespace pagedtree::cuda

@@ -39,13 +39,11 @@ __device__ __forceinline__ uint32_t count_kept(const TopTokens& top, const Sampl
     }
     return kept;
   };
-  uint32_t kept = top.size;
-  if (!sampling.joint) kept = count_while([&](uint32_t i) { return scale(ranked_value(top.ranks[i])) >= min_x; });
-  if (wanted < kept) {
-    const float least = ranked_value(top.ranks[wanted - 1]);
-    const uint32_t with_ties = count_while([&](uint32_t i) { return ranked_value(top.ranks[i]) >= least; });
-    kept = min_of(kept, with_ties);
-  }
+  const float least = wanted <= top.size ? ranked_value(top.ranks[wanted - 1]) : -kInfinity;
+  const uint32_t kept = count_while([&](uint32_t i) {
+    const float logit = ranked_value(top.ranks[i]);
+    return logit >= least && (sampling.joint || scale(logit) >= min_x);
+  });
   if (sampling.top_p >= 1.0f) return kept;
   const auto weight = [&](uint32_t i) {
     return uint64_t{i < kept ? weight_of<ScalarMath>(scale(ranked_value(top.ranks[i]))) : 0};
@@ -67,45 +65,31 @@ __device__ __forceinline__ uint32_t count_kept(const TopTokens& top, const Sampl
 
 // Whether the tokens that draw_of_top() lists suffice for the filters. The more CTAs share a row, the lower is the
 // bound of the list, and too many tokens are above it.
-__device__ __forceinline__ bool draws_of_top(const Sampling& sampling) {
+__device__ __forceinline__ bool draws_of_top(const Sampling& sampling, int64_t vocab) {
   constexpr uint32_t kMostCtas = 4;
   return ptx::cluster_size() <= kMostCtas && sampling.top_k > 0 && sampling.top_k <= TopTokens::kMostWanted &&
-         (sampling.top_p >= 1.0f || !sampling.joint);
+         has_filter(sampling, vocab) && (sampling.top_p >= 1.0f || !sampling.joint);
 }
 
-// Draws from the largest tokens of a row with top-k, which is read once: the k-th of the maxima of lanes is a lower
-// bound of its k-th logit. Returns -1 if the row is not clean, or if the tokens above the bound are too many.
-template <DType kDType>
-__device__ __attribute__((noinline)) int64_t draw_of_top(SamplingShared& shared) {
+// Draws from the largest tokens of a row with top-k, given the maxima of its batches: the k-th of them is a lower bound
+// of its k-th logit. Returns -1 if the tokens above the bound are too many.
+template <typename Reader>
+__device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& scale, BatchMaxima maxima,
+                                               SamplingShared& shared) {
   const Sampling& sampling = shared.sampling;
-  LogitReader<kDType> row(shared.distribution.row);
-  row.presume_clean();
-  uint16_t* const maxima = reinterpret_cast<uint16_t*>(shared.radix.counts);
   TopTokens& top = shared.top;
-  __syncthreads();
   if (threadIdx.x < 16) top.at_least[threadIdx.x] = 0;
   if (threadIdx.x == 0) top.size = 0;
-  float peak = -kInfinity;
-  BatchMaxima of_batches{maxima};
-  row.each_noise_batch([&](const auto& words) { return row.largest_of_words(words); },
-                       [&](int, int, float most) {
-                         peak = larger_or_nan(peak, most);
-                         of_batches.add(most);
-                       });
   // The last warp has the fewest batches, at most one less than others.
-  of_batches.add(-kInfinity);
+  maxima.add(-kInfinity);
+  if (threadIdx.x == blockDim.x - 1) top.keys = min_of(maxima.batch - threadIdx.x / 32, BatchMaxima::kMost) * 32;
   __syncthreads();
-  if (threadIdx.x == blockDim.x - 1) top.keys = min_of(of_batches.batch - threadIdx.x / 32, BatchMaxima::kMost) * 32;
-  const uint64_t key = cluster_max(shared.radix.block, peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f));
-  const Scale scale{logit_of_key<ScalarMath>(static_cast<uint32_t>(key)), inverse_temperature(sampling.temperature)};
-  __syncthreads();
-  if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
   const uint32_t wanted = ceil_div<uint32_t>(static_cast<uint32_t>(sampling.top_k), ptx::cluster_size());
-  const uint32_t of_cta = find_key(top, maxima, wanted);
+  const uint32_t of_cta = find_key(top, maxima.keys, wanted);
   const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, static_cast<uint32_t>(~of_cta)));
   const float least = max_of(-row.largest(), logit_of_key<ScalarMath>(least_key << 16));
   TopTokens& of_first = *ptx::of_cta(&top, 0);
-  each_word_with(row, least, maxima, [&](uint4 word, int id) {
+  each_word_with(row, least, maxima.keys, [&](uint4 word, int id) {
 #pragma unroll 1
     for (int i = 0; i < row.of_word(); ++i, ++id) {
       const float logit = row.first_of(word);
@@ -141,6 +125,53 @@ __device__ __attribute__((noinline)) int64_t draw_of_top(SamplingShared& shared)
   return best == kUnknown || best == 0 ? -1 : ranked_id(best);
 }
 
+// Draws from a row that is read once. A race ahead of the peak has a winner, which is asked whether the filters keep
+// it; if not, the best of the tokens that they may keep. If `of_top`, the largest tokens are listed instead. Returns -1
+// if the token is not known so: of a row that is not clean, of too many that may win, or where rounding might decide.
+template <DType kDType>
+__device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, bool of_top) {
+  const Sampling& sampling = shared.sampling;
+  LogitReader<kDType> row(shared.distribution.row);
+  row.presume_clean();
+  Ahead ahead;
+  Scale scale{0.0f, inverse_temperature(sampling.temperature)};
+  const bool has_filters = has_filter(sampling, row.vocab());
+  BatchMaxima maxima{has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr};
+  race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima, of_top);
+  const uint32_t own = ahead.peak != ahead.peak ? ~0u : order_key<ScalarMath>(ahead.peak + 0.0f);
+  scale.peak = logit_of_key<ScalarMath>(static_cast<uint32_t>(cluster_max(shared.radix.block, own)));
+  if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
+  __syncthreads();  // all have noted
+  if (of_top) return draw_of_top(row, scale, maxima, shared);
+  uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
+#pragma unroll 1
+  while (best != 0) {
+    const int64_t token = ranked_id(best);
+    if (!has_filters) return token;
+    const float logit = row.logit(token), min_x = min_p_bound(sampling.min_p);
+    Filter filter{.min_x = min_x};
+    if (scale(logit) >= min_x) {
+      if (sampling.top_p >= 1.0f) return token;
+      const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
+      const MassesOfRow sums = cluster_sums(
+          shared.radix.block, {ahead.mass * ptx::ex2(rebase), mass_before(row, scale, logit, token, maxima.keys)});
+      const float needed = sampling.top_p * sums.all;
+      // Of floats, of which a thread adds 2^10, and of the integers that decide.
+      const float error = 0x1p-13f * (needed + sums.before) + static_cast<float>(row.vocab()) * 0x1p-31f;
+      if (sums.before == 0.0f || sums.before + error < needed) return token;
+      if (sums.before - error <= needed) return -1;
+      filter = {logit, token, min_x};
+    }
+    if (threadIdx.x == 0) {
+      shared.distribution.scale = scale;
+      shared.distribution.filter = filter;
+      shared.distribution.uniform = shared.distribution.bad = false;
+    }
+    best = race_of_kept<kDType>(shared, 0);
+  }
+  return -1;
+}
+
 // Whether draw_ahead() can ask for the mass that top-p needs: that of all tokens. Without a filter, a few words a
 // thread are read again sooner than the code of a race ahead is.
 __device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int64_t vocab) {
@@ -164,10 +195,8 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& 
   int64_t token = -1;
   if (greedy) {
     // Only the peak is of interest.
-  } else if (draws_ahead(sampling, row.vocab)) {
-    token = draw_ahead<kDType>(shared);
-  } else if (draws_of_top(sampling) && has_filter(sampling, row.vocab)) {
-    token = draw_of_top<kDType>(shared);
+  } else if (const bool races = draws_ahead(sampling, row.vocab); races || draws_of_top(sampling, row.vocab)) {
+    token = draw_ahead<kDType>(shared, !races);
   }
   if (token >= 0) return {token, false};
   find_distribution<kDType>(shared.radix, shared.masses, shared.sampling, shared.distribution);

@@ -20,7 +20,7 @@ struct BlockShared {
   uint64_t ctas[kMaxCluster];
 };
 
-// `fold` is associative and commutative.
+// `fold` is associative and commutative, and 0 changes nothing.
 template <typename Fold>
 __device__ __forceinline__ uint64_t warp_fold(uint64_t value, Fold fold) {
   for (int bits = 16; bits > 0; bits /= 2) value = fold(value, __shfl_xor_sync(~0u, value, bits));
@@ -38,9 +38,7 @@ __device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t val
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = value;
   __syncthreads();
-  value = shared.warps[0];
-  for (unsigned w = 1; w < blockDim.x / 32; ++w) value = fold(value, shared.warps[w]);
-  return value;
+  return warp_fold(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0, fold);
 }
 
 // Each CTA gives one value; `use` reads the values of all CTAs in shared.ctas.
@@ -56,13 +54,12 @@ __device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t valu
   return block_fold(shared, value, [](uint64_t a, uint64_t b) { return a + b; });
 }
 
-// Folds values that are the same in all threads of a CTA.
 template <typename Fold>
-__device__ __forceinline__ uint64_t fold_ctas(BlockShared& shared, uint64_t value, Fold fold) {
+__device__ __forceinline__ uint64_t cluster_fold(BlockShared& shared, uint64_t value, Fold fold) {
+  value = block_fold(shared, value, fold);
   if (ptx::cluster_size() == 1) return value;
   exchange(shared, value, [&] {
-    value = shared.ctas[0];
-    for (uint32_t rank = 1; rank < ptx::cluster_size(); ++rank) value = fold(value, shared.ctas[rank]);
+    value = warp_fold(threadIdx.x % 32 < ptx::cluster_size() ? shared.ctas[threadIdx.x % 32] : 0, fold);
   });
   return value;
 }
@@ -95,10 +92,7 @@ __device__ __forceinline__ uint64_t cluster_max(BlockShared& shared, uint64_t va
   return value;
 }
 
-__device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) {
-  const uint64_t of_cta = __syncthreads_or(flag) != 0;
-  return fold_ctas(shared, of_cta, [](uint64_t a, uint64_t b) { return a | b; }) != 0;
-}
+__device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) { return cluster_max(shared, flag) != 0; }
 
 // The sum of the values of the warps before this one; `total` is the sum over all warps.
 __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
