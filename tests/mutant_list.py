@@ -95,7 +95,7 @@ RULES = [
         "rows.open(p, b, walk.row(),", "rows.open(p, b, walk.rows.begin,",
     ),
     Mutant(
-        "the bonus from the root's row", "cpu/verify.cpp",
+        "the bonus from the root's row", "cpu/isa/logits/verify_rules.cpp",
         "logit_row(p.logits, walk.row())", "logit_row(p.logits, walk.rows.begin)",
     ),
     Mutant(
@@ -278,17 +278,10 @@ REQUESTS = [
         "tokens behind EOS are counted", "core/step.h",
         "count_tokens(p, b, kept)", "count_tokens(p, b, kept == 0 ? 0 : p.num_accepted[b] + 1)",
     ),
-    Mutant(
-        "the threshold's own mass above it", "cpu/isa/logits/filter.h",
-        "if (!reached) cut.above += upper;", "cut.above += upper;", (LOGPROBS,),
-    ),
+    Mutant("a threshold's own mass above it", "cpu/isa/logits/filter.h", "if (!reached) cut.above", "cut.above"),
     Mutant(
         "top-p of the blocks' peaks alone", "cpu/isa/logits/sampling.cpp",
         "mass_ = mass_of_all<T>(view_);", "mass_ = mass_of_peaks();", (SAMPLED,),
-    ),
-    Mutant(
-        "all ties of the winner before it", "cpu/isa/logits/sampling.cpp",
-        "(other == splat(logit)) & has_lower_id", "other == splat(logit)", (SAMPLED,),
     ),
     Mutant("ranks without ties", "cpu/isa/logits/logprobs.cpp", ">= splat(logit)", "> splat(logit)"),
     Mutant(

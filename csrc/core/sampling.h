@@ -29,10 +29,7 @@ struct Sampling {
   float top_p;        // 1: off
   float min_p;        // 0: off
   bool joint;
-
   PT_HOST_DEVICE bool cuts_by_count(int64_t vocab) const { return top_k > 0 && top_k < vocab; }
-  // Whether top-p is a part of the mass that all tokens have, or those that min-p keeps.
-  PT_HOST_DEVICE bool cuts_mass_of_all(int64_t vocab) const { return top_p < 1.0f && (joint || !cuts_by_count(vocab)); }
 };
 
 PT_HOST_DEVICE Sampling sampling_of(const SamplingParams& p, int64_t b) {

@@ -180,12 +180,17 @@ static inline LogitList list_logits(const View& view, float least, float* listed
   return {listed, size};
 }
 
+// Whether top-p is a part of the mass of all tokens, or of those that min-p keeps.
+static inline bool cuts_mass_of_all(const Sampling& sampling, int64_t vocab) {
+  return sampling.top_p < 1.0f && (sampling.joint || !sampling.cuts_by_count(vocab));
+}
+
 template <typename T>
 static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, const Scale& scale,
                                  FilterScratch& scratch) {
   Filter filter;
   filter.min_x = min_p_bound(sampling.min_p);
-  const bool by_mass = sampling.top_p < 1.0f, of_all = sampling.cuts_mass_of_all(row.vocab);
+  const bool by_mass = sampling.top_p < 1.0f, of_all = cuts_mass_of_all(sampling, row.vocab);
   const int64_t top_k = sampling.cuts_by_count(row.vocab) ? sampling.top_k : 0;
   if (!by_mass && top_k == 0) return filter;
   const View view{row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks};

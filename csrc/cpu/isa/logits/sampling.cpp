@@ -48,7 +48,7 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
   const Scale scale{peak.logit, inverse_temperature(sampling.temperature)};
   // Top-p is asked afterwards whether it keeps the winner; if not, it keeps none of the tokens behind it either.
   Sampling before_race = sampling;
-  const bool asks = sampling.cuts_mass_of_all(row.vocab);
+  const bool asks = cuts_mass_of_all(sampling, row.vocab);
   if (asks) before_race.top_p = 1.0f;
   Filter filter = find_filter<T>(row, before_race, scale, scratch);
   TopP<T> top_p({row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks}, sampling.top_p);
@@ -61,8 +61,8 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
   }
 }
 
-static Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
-                       FilterScratch& scratch) {
+Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position,
+                FilterScratch& scratch) {
   return with_logits(row.dtype, [&]<typename T>() { return draw<T>(row, sampling, seed, position, scratch); });
 }
 
@@ -71,23 +71,6 @@ void sample(const SampleParams& p, int64_t r, RowScratch& scratch) {
   p.tokens[r] = draw_token(row, sampling_of(p.sampling, r), static_cast<uint64_t>(p.seeds[r]),
                            integer_at(p.positions, r), scratch.filter)
                     .token;
-}
-
-// The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
-void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
-  TreeWalk walk(p, b);
-  walk.begin();
-  const Sampling sampling = sampling_of(p.sampling, b);
-  const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
-  const uint64_t position = static_cast<uint64_t>(root_position_of(p, b));
-  for (bool more = walk.num_nodes > 0; more;) {
-    const LogitRow row = row_under(p.options, b, walk.row(), logit_row(p.logits, walk.row()), *scratch.adjusted);
-    const Draw draw = draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), scratch.filter);
-    if (draw.bad) walk.status |= kBadRow;
-    walk.emit(draw.token);
-    more = walk.descend(walk.child_with(draw.token));
-  }
-  walk.finish();
 }
 
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

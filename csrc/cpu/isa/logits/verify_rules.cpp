@@ -1,4 +1,5 @@
-// The `Rows` of core/verify/rules.h, scanned one vector after the other, and the rules that are templates over them.
+// The `Rows` of core/verify/rules.h, scanned one vector after the other, the rules that are templates over them, and
+// the walk that draws its tokens.
 #include "core/verify/block.h"
 #include "core/verify/rejection.h"
 #include "core/verify/traversal.h"
@@ -8,6 +9,9 @@
 #include "cpu/isa/logits/options.h"
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
+
+Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed, int64_t position, FilterScratch& scratch);
+
 namespace {
 
 class Rows {
@@ -158,6 +162,23 @@ class Rows {
 };
 
 }  // namespace
+
+// The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
+void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
+  TreeWalk walk(p, b);
+  walk.begin();
+  const Sampling sampling = sampling_of(p.sampling, b);
+  const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
+  const uint64_t position = static_cast<uint64_t>(root_position_of(p, b));
+  for (bool more = walk.num_nodes > 0; more;) {
+    const LogitRow row = row_under(p.options, b, walk.row(), logit_row(p.logits, walk.row()), *scratch.adjusted);
+    const Draw draw = draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), scratch.filter);
+    if (draw.bad) walk.status |= kBadRow;
+    walk.emit(draw.token);
+    more = walk.descend(walk.child_with(draw.token));
+  }
+  walk.finish();
+}
 
 void verify_rejection(const RatioParams& p, int64_t b, RowScratch& scratch) {
   Rows rows(p, scratch);
