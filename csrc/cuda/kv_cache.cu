@@ -37,6 +37,13 @@ struct Stored<DType::kFloat32> {
   static __device__ Stored nearest(float value) { return {value}; }
 };
 
+template <>
+struct Stored<DType::kFloat8E4M3> {  // copied, never converted
+  uint8_t bits;
+  __device__ float value() const { return 0.0f; }
+  static __device__ Stored nearest(float) { return {}; }
+};
+
 template <typename T, int kCount>
 struct Neighbours {
   T at[kCount];
@@ -123,76 +130,7 @@ dim3 block_of(int64_t pieces, int64_t heads, int64_t threads) {
               static_cast<unsigned>(clamp_to<int64_t>(threads / x, 1, max_of<int64_t>(heads, 1))));
 }
 
-// ---- append_kv: what happens to one piece of a row
-
-template <typename Element, int kCount>
-struct Copy {
-  using Source = Element;
-  using Target = Element;
-  static constexpr int kElements = kCount;
-  static __device__ void move(const Source* from, Target* to, const Quantizer&) {
-    store_neighbours(to, load_neighbours<Element, kCount>(from));
-  }
-};
-
-template <DType kDType, int kCount>
-struct Quantize {
-  using Source = Stored<kDType>;
-  using Target = uint8_t;
-  static constexpr int kElements = kCount;
-  static __device__ void move(const Source* from, Target* to, const Quantizer& quantizer) {
-    store_codes(to, load_neighbours<Source, kCount>(from), quantizer);
-  }
-};
-
-// One CTA per token and side (K or V).
-template <typename Piece>
-__global__ void __launch_bounds__(kMaxThreads, 1)
-    append_kernel(const __grid_constant__ AppendKvParams p, const __grid_constant__ Divisor page_size) {
-  ptx::let_next_kernel_start();  // attention, which waits for what this one writes
-  const AppendSide& side = p.sides[blockIdx.y];
-  const int64_t token = blockIdx.x, slot = p.slots[token];
-  if (slot < 0 || slot >= p.num_pages * p.page_size) return;
-  const auto* from = static_cast<const typename Piece::Source*>(side.rows) + token * side.token_stride;
-  auto* to = static_cast<typename Piece::Target*>(side.cache) + cache_offset(side, page_size, slot);
-  const int64_t step = int64_t{blockDim.x} * Piece::kElements;
-  for (int64_t head = threadIdx.y; head < p.num_kv_heads; head += blockDim.y) {
-    const Quantizer quantizer = quantizer_of(side, head);
-    for (int64_t at = int64_t{threadIdx.x} * Piece::kElements; at < side.head_dim; at += step) {
-      Piece::move(from + head * side.head_stride + at, to + head * side.cache_head_stride + at, quantizer);
-    }
-  }
-}
-
-template <typename Piece>
-void launch_append(const AppendKvParams& p, const ExecContext& ctx) {
-  int64_t head_dim = 0;  // of the widest side
-  for (int32_t i = 0; i < p.num_sides; ++i) head_dim = max_of(head_dim, p.sides[i].head_dim);
-  if (p.num_kv_heads * head_dim == 0) return;
-  const dim3 grid(static_cast<unsigned>(p.num_tokens), static_cast<unsigned>(p.num_sides));
-  const dim3 block = block_of(head_dim / Piece::kElements, p.num_kv_heads, kMaxThreads);
-  launch(append_kernel<Piece>, grid, block, 0, ctx.stream, p, Divisor(p.page_size));
-}
-
-// With wide pieces if all sides have them.
-template <typename Wide, typename Narrow>
-void launch_widest(const AppendKvParams& p, const ExecContext& ctx) {
-  bool aligned = true;
-  for (int32_t i = 0; i < p.num_sides; ++i) aligned = aligned && is_aligned(p, p.sides[i], Wide::kElements);
-  aligned ? launch_append<Wide>(p, ctx) : launch_append<Narrow>(p, ctx);
-}
-
-template <typename Element>
-void launch_copy(const AppendKvParams& p, const ExecContext& ctx) {
-  launch_widest<Copy<Element, kVectorBytes / sizeof(Element)>, Copy<Element, 1>>(p, ctx);
-}
-
-template <DType kDType>
-void launch_quantize(const AppendKvParams& p, const ExecContext& ctx) {
-  launch_widest<Quantize<kDType, kVectorBytes>, Quantize<kDType, 1>>(p, ctx);
-}
-
-// ---- rope_append
+// ---- append_kv, rope_append
 
 // The cosines or sines of neighbouring pairs: fp32, or of the rows' type.
 template <DType kDType, int kCount>
@@ -267,7 +205,7 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
 }
 
 // CTA (token, part): its threads along x share a head, those along y take different ones of the token's Hq heads of Q,
-// Hkv of K and Hkv of V; the parts of a token take turns.
+// Hkv of K and Hkv of V; the parts of a token take turns. append_kv has no Q, and rotates nothing.
 template <DType kDType, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p, const __grid_constant__ Divisor page_size) {
@@ -275,9 +213,9 @@ __global__ void __launch_bounds__(kRopeThreads)
   using Number = Stored<kDType>;
   const AppendKvParams& append = p.append;
   const int64_t token = blockIdx.x, slot = append.slots[token];
-  const int64_t angles = angle_row(p, token) * p.cos_sin_stride;
+  const int64_t angles = p.rotary_dim == 0 ? 0 : angle_row(p, token) * p.cos_sin_stride;
   const bool is_stored = slot >= 0 && slot < append.num_pages * append.page_size;
-  const bool is_float8 = append.cache_dtype == DType::kFloat8E4M3;
+  const bool is_float8 = append.cache_dtype == DType::kFloat8E4M3 && kDType != DType::kFloat8E4M3;
   const int64_t num_heads = p.num_q_heads + (is_stored ? append.num_sides * append.num_kv_heads : 0);
   for (int64_t i = int64_t{blockIdx.y} * blockDim.y + threadIdx.y; i < num_heads; i += gridDim.y * blockDim.y) {
     if (i < p.num_q_heads) {
@@ -294,7 +232,7 @@ __global__ void __launch_bounds__(kRopeThreads)
     void* row = is_float8 ? static_cast<void*>(static_cast<uint8_t*>(side.cache) + at)
                           : static_cast<void*>(static_cast<Number*>(side.cache) + at);
     const HeadTarget<kDType> to{row, is_float8, quantizer_of(side, head)};
-    if (!is_v) {
+    if (!is_v && p.rotary_dim > 0) {
       rotate_head<kDType, kCount>(p, angles, from, to);
       continue;
     }
@@ -370,7 +308,7 @@ __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const Row
 // A unit, in the first bytes of a vector.
 __device__ __forceinline__ uint4 load_unit(const uint8_t* from, int32_t bytes) {
   if (bytes == 16) return *reinterpret_cast<const uint4*>(from);
-  return {bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : uint32_t{*from}};
+  return make_uint4(bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : *from, 0, 0, 0);
 }
 
 __device__ __forceinline__ void store_unit(uint8_t* to, const uint4& unit, int32_t bytes) {
@@ -463,22 +401,10 @@ RowLayout layout_of(const CacheView& cache) {
 }  // namespace
 
 void CudaBackend::append_kv(const AppendKvParams& p, const ExecContext& ctx) const {
-  if (p.dtype == p.cache_dtype) {
-    const int64_t size = element_size(p.dtype);
-    return size == 4   ? launch_copy<uint32_t>(p, ctx)
-           : size == 2 ? launch_copy<uint16_t>(p, ctx)
-                       : launch_copy<uint8_t>(p, ctx);
-  }
-  switch (p.dtype) {
-    case DType::kFloat32:
-      return launch_quantize<DType::kFloat32>(p, ctx);
-    case DType::kFloat16:
-      return launch_quantize<DType::kFloat16>(p, ctx);
-    case DType::kBFloat16:
-      return launch_quantize<DType::kBFloat16>(p, ctx);
-    case DType::kFloat8E4M3:
-      return;  // copied, never converted
-  }
+  RopeAppendParams rope{};
+  rope.append = p;
+  for (int32_t i = 0; i < p.num_sides; ++i) rope.head_dim = max_of(rope.head_dim, p.sides[i].head_dim);
+  rope_append(rope, ctx);
 }
 
 void CudaBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx) const {
@@ -490,7 +416,7 @@ void CudaBackend::rope_append(const RopeAppendParams& p, const ExecContext& ctx)
     case DType::kBFloat16:
       return launch_rope<DType::kBFloat16>(p, ctx);
     case DType::kFloat8E4M3:
-      return;  // queries have other types
+      return launch_rope<DType::kFloat8E4M3>(p, ctx);
   }
 }
 
