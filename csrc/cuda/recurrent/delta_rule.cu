@@ -1,6 +1,6 @@
-// The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Small
-// trees have a kernel of their own, tree.cuh. Else, chunk.cuh, there is one CTA for each
-// sequence, value head and 32 columns of the state, which it keeps in shared memory.
+// The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Few
+// tokens have a kernel of their own, few_tokens.cuh. Else, chunk.cuh, there is one CTA for each sequence, value head
+// and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
 #include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
@@ -86,8 +86,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   if (sequence.total == 0) return;
   load_state(t, StateTile(t, state_index_of(p.tokens, b)));
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // one turn for a tree
-    const int32_t count = min_of(capacity, sequence.total - begin);
-    const int32_t i = threadIdx.x;
+    const int32_t i = threadIdx.x, count = min_of(capacity, sequence.total - begin);
     if (i < count) t.shared.rows[i] = sequence.row(begin + i);
     run_chunk<kChannelDecay>(t, sequence, count, p.out == nullptr || begin + count < sequence.total);
   }
