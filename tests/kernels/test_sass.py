@@ -209,7 +209,7 @@ BUDGETS = {
     "ngram_kernel": (3464,),
     "walk_shards_kernel": (3248,),
     "rerank_kernel": (2744,),
-    "best_first_kernel": (2360,),
+    "best_first_kernel": (2160,),
     "rope_append_kernel": (1912,),
     "path_decays_kernel": (1576,),
     "build_trees_kernel": (1552,),

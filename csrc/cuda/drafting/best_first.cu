@@ -8,11 +8,19 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kLanes = 32;
+constexpr int32_t kCopies = 2048;  // candidates that are copied to shared memory, if there are no more
+
+struct BestFirstShared {
+  BestFirstTree tree;
+  float candidates[kCopies];  // [levels, num_candidates]
+};
 
 // A candidate for the children of a node at this depth, -inf if there is none.
+template <bool kCopied>
 __device__ __forceinline__ float candidate(const BestFirstTreeParams& p, int64_t b, int32_t depth, int32_t rank) {
-  const bool is_there = depth < reachable_levels(p) && rank < p.num_candidates;
-  return is_there ? level_after(p, b, depth)[rank] : -kInfinity;
+  if (depth >= reachable_levels(p) || rank >= p.num_candidates) return -kInfinity;
+  if (!kCopied) return level_after(p, b, depth)[rank];
+  return ptx::shared<BestFirstShared>().candidates[depth * p.num_candidates + rank];
 }
 
 // The child that comes after `last` of a node at this depth, by all lanes for the same node.
@@ -30,6 +38,25 @@ __device__ __forceinline__ bool is_unordered(const BestFirstTreeParams& p, const
   return depth < reachable_levels(p) && tree.out_of_order[depth] != 0;
 }
 
+// A node, its depth and log-probability, its next child.
+struct OpenNode {
+  int32_t node = -1, depth = 0;
+  float joint = 0.0f;
+  RankedChild next = kNoChild;
+
+  OpenNode() = default;
+  __device__ __forceinline__ OpenNode(const BestFirstTree& tree, int32_t of)
+      : node(of), depth(tree.depths[of]), joint(tree.joints[of]), next(tree.next[of]) {}
+  __device__ __forceinline__ OpenNode of_lane(int lane) const {
+    OpenNode other;
+    other.node = __shfl_sync(~0u, node, lane);
+    other.depth = __shfl_sync(~0u, depth, lane);
+    other.joint = __shfl_sync(~0u, joint, lane);
+    other.next = {__shfl_sync(~0u, next.joint, lane), __shfl_sync(~0u, next.rank, lane)};
+    return other;
+  }
+};
+
 // The joint log-probabilities of the nodes' next children, -inf if there is none; a lane has those of every 32nd node.
 template <int kSlots>
 struct NextChildren {
@@ -42,9 +69,9 @@ struct NextChildren {
     for (int slot = 0; slot < kSlots; ++slot) joints[slot] = node_of(slot) == node ? joint : joints[slot];
   }
 
-  // The node whose next child comes first of all, -1 if none has a next child. Sums are never above 0, and never -0, so
-  // that the best one has the least bits.
-  __device__ __forceinline__ int32_t first(const BestFirstTree& tree) const {
+  // The node whose next child comes first of all, none if none has a next child. Sums are never above 0, and never -0,
+  // so that the best one has the least bits. Each lane reads its own best node before it is known which one wins.
+  __device__ __forceinline__ OpenNode first(const BestFirstTree& tree) const {
     float joint = joints[0];
     int32_t node = node_of(0);
     bool ties = false;
@@ -54,13 +81,14 @@ struct NextChildren {
       node = joints[slot] > joint ? node_of(slot) : node;
       joint = max_of(joint, joints[slot]);
     }
+    const OpenNode own(tree, node);
     const uint32_t bits = ScalarMath::bits<uint32_t>(joint), best = __reduce_min_sync(~0u, bits);
     const uint32_t lanes = __ballot_sync(~0u, bits == best), tied = __ballot_sync(~0u, bits == best && ties);
     if ((lanes & (lanes - 1)) != 0 || tied != 0) {  // seldom: paths have to be compared
-      if (best == ScalarMath::bits<uint32_t>(-kInfinity)) return -1;
-      return first_in_order(tree, ScalarMath::bits<float>(best));
+      if (best == ScalarMath::bits<uint32_t>(-kInfinity)) return {};
+      return {tree, first_in_order(tree, ScalarMath::bits<float>(best))};
     }
-    return __shfl_sync(~0u, node, __ffs(static_cast<int>(lanes)) - 1);
+    return own.of_lane(__ffs(static_cast<int>(lanes)) - 1);
   }
 
   // The first of the nodes whose next children have this log-probability.
@@ -80,40 +108,40 @@ struct NextChildren {
   }
 };
 
-// Notes which levels are not in descending order; returns whether any is not.
+// Notes which levels are not in descending order, and copies candidates; returns whether any level is not.
+template <bool kCopied>
 __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64_t b, BestFirstTree& tree) {
+  constexpr int kLoads = 4;  // of pairs, on their way together
   const uint32_t lane = threadIdx.x, levels = static_cast<uint32_t>(reachable_levels(p));
+  const uint32_t width = static_cast<uint32_t>(p.num_candidates);
   for (uint32_t level = lane; level < levels; level += kLanes) tree.out_of_order[level] = 0;
   __syncwarp();
+  if (width == 0) return false;
+  const uint32_t step_levels = kLanes / width, step_ranks = kLanes - step_levels * width;
+  uint32_t level = lane / width, rank = lane - level * width;
   bool any = false;
-  if (p.num_candidates > 1) {
-    constexpr int kLoads = 4;  // of pairs, on their way together
-    const uint32_t pairs = static_cast<uint32_t>(p.num_candidates - 1);
-    const uint32_t step_levels = kLanes / pairs, step_ranks = kLanes - step_levels * pairs;
-    uint32_t level = lane / pairs, rank = lane - level * pairs;
 #pragma unroll 1
-    while (__any_sync(~0u, level < levels)) {
-      uint32_t of[kLoads];
-      float log_probs[kLoads], next[kLoads];
+  while (__any_sync(~0u, level < levels)) {
+    uint32_t of[kLoads], ranks[kLoads];
+    float log_probs[kLoads], next[kLoads];
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        of[j] = min_of(level, levels - 1);
-        const float* const from = level_after(p, b, static_cast<int32_t>(of[j])) + rank;
-        log_probs[j] = from[0];
-        next[j] = from[1];
-        const bool wraps = rank + step_ranks >= pairs;
-        level += step_levels + wraps;
-        rank += step_ranks - (wraps ? pairs : 0);
-      }
-      uint32_t wrong = 0;
+    for (int j = 0; j < kLoads; ++j) {
+      of[j] = level;
+      ranks[j] = rank;
+      const float* const from = level_after(p, b, static_cast<int32_t>(min_of(level, levels - 1))) + rank;
+      log_probs[j] = from[0];
+      next[j] = rank + 1 < width ? from[1] : -kInfinity;
+      const bool wraps = rank + step_ranks >= width;
+      level += step_levels + wraps;
+      rank += step_ranks - (wraps ? width : 0);
+    }
 #pragma unroll
-      for (int j = 0; j < kLoads; ++j) wrong |= in_order(log_probs[j], next[j]) ? 0 : 1u << j;
-      if (wrong == 0) continue;
+    for (int j = 0; j < kLoads; ++j) {
+      if (of[j] >= levels) continue;
+      if (kCopied) ptx::shared<BestFirstShared>().candidates[of[j] * width + ranks[j]] = log_probs[j];
+      if (in_order(log_probs[j], next[j])) continue;
       any = true;
-#pragma unroll
-      for (int j = 0; j < kLoads; ++j) {
-        if ((wrong >> j & 1) != 0) atomicExch(&tree.out_of_order[of[j]], 1);
-      }
+      atomicExch(&tree.out_of_order[of[j]], 1);
     }
   }
   __syncwarp();
@@ -122,17 +150,18 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
 
 // One warp per sequence: a node follows from the one before, so the nodes are found one after the other, each by all
 // lanes. Sequences share nothing. A node needs two passes over K candidates, its parent's and its own, where these are
-// not in descending order. The tree has at most 32 * kSlots nodes.
+// not in descending order. The tree has at most 32 * kSlots nodes; with fewer than 32 slots, candidates are copied.
 template <int kSlots>
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
-  auto& tree = ptx::shared<BestFirstTree>();
+  constexpr bool kCopied = kSlots < kLanes;
+  auto& tree = ptx::shared<BestFirstShared>().tree;
   const int64_t b = blockIdx.x;
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
   if (b == 0 && lane == 0) p.trees.cu_nodes[0] = 0;
   if (b >= p.batch) return;
-  const bool searches = check_levels(p, b, tree);
+  const bool searches = check_levels<kCopied>(p, b, tree);
   const RankedChild root{0.0f, -1};
-  RankedChild first = child_of(root.joint, candidate(p, b, 0, 0), 0);  // of a new node
+  RankedChild first = child_of(root.joint, candidate<kCopied>(p, b, 0, 0), 0);  // of a new node
   if (searches && is_unordered(p, tree, 0)) first = search_level(p, b, 0, root.joint, kBeforeAll);
   NextChildren<kSlots> open;
 #pragma unroll
@@ -149,18 +178,23 @@ __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_cons
   __syncwarp();
   int32_t size = 1;
   while (size < p.num_nodes) {
-    const int32_t parent = open.first(tree);
+    const OpenNode chosen = open.first(tree);
+    const int32_t parent = chosen.node, depth = chosen.depth;
     if (parent < 0) break;
-    const int32_t node = size++, depth = tree.depths[parent];
-    const RankedChild child = tree.next[parent];
-    const float of_parent = tree.joints[parent];
-    const float next_candidate = candidate(p, b, depth, child.rank + 1),
-                first_candidate = candidate(p, b, depth + 1, 0);
-    RankedChild next = child_of(of_parent, next_candidate, child.rank + 1);
+    const int32_t node = size++;
+    const RankedChild child = chosen.next;
+    const float next_candidate = candidate<kCopied>(p, b, depth, child.rank + 1),
+                first_candidate = candidate<kCopied>(p, b, depth + 1, 0);
+    RankedChild next = child_of(chosen.joint, next_candidate, child.rank + 1);
     first = child_of(child.joint, first_candidate, 0);
-    if (searches) {
-      if (is_unordered(p, tree, depth)) next = search_level(p, b, depth, of_parent, child);
-      if (is_unordered(p, tree, depth + 1)) first = search_level(p, b, depth + 1, child.joint, kBeforeAll);
+#pragma unroll 1
+    for (int of_child = 0; searches && of_child < 2; ++of_child) {
+      if (!is_unordered(p, tree, depth + of_child)) continue;
+      RankedChild last = kBeforeAll;
+      if (of_child == 0) last = child;
+      const RankedChild found = search_level(p, b, depth + of_child, of_child == 0 ? chosen.joint : child.joint, last);
+      if (of_child == 0) next = found;
+      if (of_child == 1) first = found;
     }
     open.set(parent, next.joint);
     open.set(node, first.joint);
@@ -187,10 +221,11 @@ __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_cons
 }  // namespace
 
 void CudaBackend::best_first_tree(const BestFirstTreeParams& p, const ExecContext& ctx) const {
-  const auto kernel = p.num_nodes <= 64    ? best_first_kernel<2>
-                      : p.num_nodes <= 256 ? best_first_kernel<8>
-                                           : best_first_kernel<kMaxTreeNodes / kLanes>;
-  launch(kernel, dim3(static_cast<unsigned>(max_of<int64_t>(p.batch, 1))), dim3(kLanes), sizeof(BestFirstTree),
+  const bool is_copied = int64_t{reachable_levels(p)} * p.num_candidates <= kCopies;
+  const auto kernel = is_copied && p.num_nodes <= 64    ? best_first_kernel<2>
+                      : is_copied && p.num_nodes <= 256 ? best_first_kernel<8>
+                                                        : best_first_kernel<kMaxTreeNodes / kLanes>;
+  launch(kernel, dim3(static_cast<unsigned>(max_of<int64_t>(p.batch, 1))), dim3(kLanes), sizeof(BestFirstShared),
          ctx.stream, p);
 }
 
