@@ -153,7 +153,7 @@ static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, in
       if (wanted == Exactness::kMost) least = most;
     }
   });
-  if (peaks != nullptr) store(peaks + block * kLanes, best);
+  store(peaks + block * kLanes, best);
   a.most[block] = most;
   a.exactness[block] = a.lowers ? wanted : Exactness::kPeaks;
 }

@@ -225,8 +225,7 @@ static inline Filter find_filter(const LogitRow& row, const Sampling& sampling, 
 
 // Which of the tokens begin .. begin + kLanes - 1 the filter keeps; x is their scaled logit.
 static inline vint kept_lanes(const Filter& filter, vfloat logit, vfloat x, int64_t begin) {
-  const int64_t ties = clamp_to<int64_t>(filter.tie_end, begin, begin + kLanes) - begin;
-  const vint tied = (logit == filter.min_logit) & (lane_index() < static_cast<int32_t>(ties));
+  const vint tied = (logit == filter.min_logit) & lanes_before(filter.tie_end, begin);
   return (x >= filter.min_x) & ((logit > filter.min_logit) | tied);
 }
 

@@ -15,8 +15,8 @@ int64_t count_reaching(const RowDistribution& distribution, float logit) {
   return with_logits(distribution, [&]<typename T>() {
     int64_t count = 0;
     for (int64_t t = 0; t < distribution.row.vocab; t += kLanes) {
-      const vint inside = lane_index() < static_cast<int32_t>(min_of<int64_t>(kLanes, distribution.row.vocab - t));
-      count += popcount32(lane_bits((load_logits<T>(distribution.row, t) >= splat(logit)) & inside));
+      const vint reaching = load_logits<T>(distribution.row, t) >= splat(logit);
+      count += popcount32(lane_bits(reaching & lanes_before(distribution.row.vocab, t)));
     }
     return count;
   });

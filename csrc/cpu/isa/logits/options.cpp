@@ -57,8 +57,8 @@ struct Writer {
   bool any_finite() const {
     const LogitRow adjusted{&scratch, nullptr, nullptr, row.vocab, kAdjusted};
     for (int64_t t = 0; t < row.vocab; t += kLanes) {
-      const vint inside = lane_index() < static_cast<int32_t>(min_of<int64_t>(kLanes, row.vocab - t));
-      if (lane_bits((load_logits<AdjustedLogit>(adjusted, t) > splat(-kInfinity)) & inside) != 0) return true;
+      const vint finite = load_logits<AdjustedLogit>(adjusted, t) > splat(-kInfinity);
+      if (lane_bits(finite & lanes_before(row.vocab, t)) != 0) return true;
     }
     return false;
   }

@@ -32,7 +32,7 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
         nan |= raw != raw;
         best = max(has_masks ? masked(a, raw, t) : finite_or_less(a, raw), best);
       }
-      if (peaks != nullptr) store(peaks + block * kLanes, best);
+      store(peaks + block * kLanes, best);
       a.most[block] = reduce_max(best);
       a.exactness[block] = a.pays ? Exactness::kBounds : Exactness::kPeaks;
     }
@@ -42,7 +42,6 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
     const float value = a.values[a.columns[i]];
     a.most[block] = max_of(a.most[block], value);
     a.exactness[block] = Exactness::kBounds;
-    if (peaks == nullptr) continue;
     float& peak = peaks[block * kLanes + a.columns[i] % kLanes];
     peak = max_of(peak, value);
   }
@@ -69,7 +68,7 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   return peak;
 }
 
-// Also writes the peaks of each block, one per lane, unless `peaks` is null. Under request options they are bounds.
+// Also writes the peaks of each block, one per lane. Under request options they are bounds.
 template <typename T>
 static inline Peak find_peak(const LogitRow& row, float* peaks) {
   if constexpr (std::is_same_v<T, AdjustedLogit>) return find_adjusted_peak(row, peaks);
@@ -83,7 +82,7 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
       nan |= raw != raw;
       best = max(clean<T>(raw, row, t), best);
     }
-    if (peaks != nullptr) store(peaks + block / kPeakBlock * kLanes, best);
+    store(peaks + block / kPeakBlock * kLanes, best);
     if (reduce_max(best) > peak.logit) {
       peak.logit = reduce_max(best);
       peak.token = block;

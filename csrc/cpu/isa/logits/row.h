@@ -30,6 +30,11 @@ static inline vfloat load_values(const BFloat16* p) { return load_float<DType::k
 
 constexpr uint32_t kAllLanes = static_cast<uint32_t>((uint64_t{1} << kLanes) - 1);
 
+// Which of the tokens begin .. begin + kLanes - 1 precede `end`.
+static inline vint lanes_before(int64_t end, int64_t begin) {
+  return lane_index() < static_cast<int32_t>(clamp_to<int64_t>(end, begin, begin + kLanes) - begin);
+}
+
 // Whether a grammar may forbid one of the tokens begin .. begin + kLanes - 1: most masks are all ones in most places.
 static inline bool may_forbid(const LogitRow& row, int64_t begin) {
   if (row.allowed_words == nullptr) return row.allowed != nullptr;
@@ -60,8 +65,7 @@ static inline vfloat load_raw(const LogitRow& row, int64_t begin) {
 
 template <>
 inline vfloat load_raw<UniformLogit>(const LogitRow& row, int64_t begin) {
-  const int32_t left = static_cast<int32_t>(min_of<int64_t>(kLanes, row.vocab - begin));
-  return select(lane_index() < left, splat(0.0f), splat(-kInfinity));
+  return select(lanes_before(row.vocab, begin), splat(0.0f), splat(-kInfinity));
 }
 
 template <typename T>

@@ -14,8 +14,7 @@ class TopP {
 
   bool keeps(int64_t token, float logit) {
     const uint64_t before = mass_of_tokens<T>(view_, logit, [&](vfloat other, int64_t t) {
-      const vint has_lower_id = lane_index() < static_cast<int32_t>(clamp_to<int64_t>(token - t, 0, kLanes));
-      return (other > splat(logit)) | ((other == splat(logit)) & has_lower_id);
+      return (other > splat(logit)) | ((other == splat(logit)) & lanes_before(token, t));
     });
     if (before == 0 || before < top_p_mass(top_p_, mass_of_peaks())) return true;
     if (mass_ == 0) mass_ = mass_of_all<T>(view_);

@@ -167,10 +167,10 @@ void step_shard(const ShardStepParams& p, int64_t n, RowScratch& scratch) {
       case ShardRound::kNone:
         break;
       case ShardRound::kLeft:
-        words[0] = find_peak<T>(logits, nullptr).logit > -kInfinity;
+        words[0] = find_peak<T>(logits, scratch.filter.peaks).logit > -kInfinity;
         break;
       case ShardRound::kPeak: {
-        const Peak peak = find_peak<T>(logits, nullptr);
+        const Peak peak = find_peak<T>(logits, scratch.filter.peaks);
         words[0] = ranked_word(peak.logit, p.shard.first_token + peak.token);
         words[1] = peak.has_nan;
         break;
