@@ -33,6 +33,7 @@ __device__ __forceinline__ void load_pattern(NgramShared& shared, const NgramTex
   if (threadIdx.x >= 32) return;
   const int32_t count = texts.most_tokens(max_ngram), lane = static_cast<int32_t>(threadIdx.x);
   int32_t size = 0;
+#pragma unroll 1
   for (int32_t first = 0; first < kMaxNgram; first += 32) {
     const int32_t i = first + lane;
     const int64_t token = i < count ? texts.history[texts.history_len - 1 - i] : -1;
@@ -134,6 +135,7 @@ __device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t
     }
   }
   __syncwarp();
+#pragma unroll 1
   for (int32_t i = lane; i < count; i += 32) {
     lengths[i] = static_cast<uint8_t>(match_length(shared, texts.at(places[i])));
   }
@@ -178,6 +180,7 @@ __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& 
                     .begin = static_cast<int32_t>(min_of<int64_t>(int64_t{thread} * part, count)),
                     .end = static_cast<int32_t>(min_of<int64_t>((thread + int64_t{1}) * part, count)),
                     .first_warp = 0};
+#pragma unroll 1
   for (int32_t half = kMaxCluster * kWarps / 2; half > 0; half /= 2) {
     const int32_t warp = found.first_warp + half;
     if (warp < warps && shared.found[warp] <= found.begin) found.first_warp = warp;
@@ -314,13 +317,14 @@ __device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b
   lengths = block_fold(shared.block, lengths, [](uint64_t x, uint64_t y) { return x | y; });
   RepeatCheck check{.max_depth = p.max_depth};
   uint32_t step = 0;
-  for (int32_t n = kMaxNgram; n > 0; --n) {
+  for (int32_t n = p.max_ngram; n >= p.min_ngram; --n) {
     if ((lengths >> (n - 1) & 1) != 0) insert_places(shared, trie, check, texts, found, n, step);
   }
 }
 
 // Rows of padding, from row `begin` on, of which this thread writes every `step`th.
 __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64_t begin, int64_t step) {
+#pragma unroll 1
   for (int64_t row = begin; row < p.batch * p.max_nodes; row += step) {
     p.draft_tokens[row] = -1;
     p.parents[row] = -1;
@@ -351,6 +355,7 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constan
   int64_t* const tokens = alone ? p.draft_tokens : p.trie_tokens + b * p.max_nodes;
   int32_t* const parents = alone ? p.parents : p.trie_links + b * 4 * p.max_nodes;
   const int32_t size = trie.size.num_nodes, thread = static_cast<int32_t>(threadIdx.x);
+#pragma unroll 1
   for (int32_t node = thread; node < size; node += kThreads) {
     tokens[node] = trie.tokens[node];
     parents[node] = trie.parents[node];
@@ -375,6 +380,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1) place_tries_kernel(const __g
   if (b == 0 && threadIdx.x == 0) p.cu_nodes[0] = 0;
   if (b < p.batch) {
     const int32_t size = p.trie_sizes[b];
+#pragma unroll 1
     for (int32_t node = static_cast<int32_t>(threadIdx.x); node < size; node += kPlaceThreads) {
       p.draft_tokens[begin + node] = p.trie_tokens[b * p.max_nodes + node];
       p.parents[begin + node] = p.trie_links[b * 4 * p.max_nodes + node];
