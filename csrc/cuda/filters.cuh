@@ -141,7 +141,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
 // seldom need more than the peak.
 template <DType kDType>
 __device__ __attribute__((noinline)) void find_distribution(RadixShared& radix, MassColumns& masses,
-                                                            const Sampling& sampling, RowDistribution& in) {
+                                                            Sampling sampling, RowDistribution& in) {
   LogitReader<kDType> row(in.row);
   const Peak peak = find_peak(row, radix.block);
   const RowDistribution found = row_distribution(

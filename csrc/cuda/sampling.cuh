@@ -128,21 +128,21 @@ __device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& s
 // Draws from a row that is read once. A race ahead of the peak has a winner, which is asked whether the filters keep
 // it; if not, the best of the tokens that they may keep. If `of_top`, the largest tokens are listed instead. Returns -1
 // if the token is not known so: of a row that is not clean, of too many that may win, or where rounding might decide.
-template <DType kDType>
+template <DType kDType, bool kFilters>
 __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, bool of_top) {
   const Sampling& sampling = shared.sampling;
   LogitReader<kDType> row(shared.distribution.row);
   row.presume_clean();
   Ahead ahead;
   Scale scale{0.0f, inverse_temperature(sampling.temperature)};
-  const bool has_filters = has_filter(sampling, row.vocab());
+  const bool has_filters = kFilters && has_filter(sampling, row.vocab());
   BatchMaxima maxima{has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr};
   race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima, of_top);
   const uint32_t own = ahead.peak != ahead.peak ? ~0u : order_key<ScalarMath>(ahead.peak + 0.0f);
   scale.peak = logit_of_key<ScalarMath>(static_cast<uint32_t>(cluster_max(shared.radix.block, own)));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
   __syncthreads();  // all have noted
-  if (of_top) return draw_of_top(row, scale, maxima, shared);
+  if (kFilters && of_top) return draw_of_top(row, scale, maxima, shared);
   uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
 #pragma unroll 1
   while (best != 0) {
@@ -180,7 +180,8 @@ __device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int64_t vo
   return !by_count && (sampling.top_p >= 1.0f || sampling.joint || sampling.min_p < kMinNormal);
 }
 
-template <DType kDType>
+// Without kFilters, rows under filters are not drawn ahead: of kernels with lists of their own, few such rows are left.
+template <DType kDType, bool kFilters = true>
 __device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& sampling, uint64_t seed,
                                            int64_t position, SamplingShared& shared) {
   __syncthreads();
@@ -195,8 +196,9 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& 
   int64_t token = -1;
   if (greedy) {
     // Only the peak is of interest.
-  } else if (const bool races = draws_ahead(sampling, row.vocab); races || draws_of_top(sampling, row.vocab)) {
-    token = draw_ahead<kDType>(shared, !races);
+  } else if (kFilters || !has_filter(sampling, row.vocab)) {
+    const bool races = draws_ahead(sampling, row.vocab);
+    if (races || (kFilters && draws_of_top(sampling, row.vocab))) token = draw_ahead<kDType, kFilters>(shared, !races);
   }
   if (token >= 0) return {token, false};
   find_distribution<kDType>(shared.radix, shared.masses, shared.sampling, shared.distribution);

@@ -145,6 +145,7 @@ class KeptRows {
   __device__ void begin(TreeWalk& walk) {
     if (leads()) walk.begin();
     copy_tree(walk, shared_.tree);
+    walk.near = &shared_.tree;
     num_nodes_ = walk.num_nodes;
     sync();
   }
@@ -158,7 +159,9 @@ class KeptRows {
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                        NodeDistributions& distributions) {
     clear_tried();
-    failed_ = failed_ || !find_kept<kDType>(p.verify, b, row, false);
+    __syncthreads();
+    if (leads_cta()) distributions.target.row = logit_row(p.verify.logits, row);
+    failed_ = failed_ || !find_kept<kDType>(p.verify, b, false);
     __syncthreads();
     if (leads_cta()) {
       distributions.draft = {};
@@ -176,8 +179,8 @@ class KeptRows {
     __syncthreads();
   }
 
-  __device__ void open_again(const RatioParams& p, int64_t b, int64_t row) {
-    failed_ = failed_ || !find_kept<kDType>(p.verify, b, row, true);
+  __device__ void open_again(const RatioParams& p, int64_t b, int64_t /*row*/) {
+    failed_ = failed_ || !find_kept<kDType>(p.verify, b, true);
     weigh();
   }
 

@@ -290,14 +290,14 @@ __device__ __forceinline__ void sort_kept(KeptList& list) {
   if (threadIdx.x == 0) target.best = list.token(begin + static_cast<uint32_t>(__ffs(static_cast<int>(lanes))) - 1);
 }
 
-// Lists the tokens that are kept of row n of sequence b, and writes its distribution; `again`: by a distribution that
-// is known. Returns whether it could.
+// Lists the tokens that sequence b keeps of the row that the target's distribution has, and writes the distribution;
+// `again`: it is known. Returns whether it could.
 template <DType kDType>
-__device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64_t b, int64_t n, bool again) {
+__device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64_t b, bool again) {
   KeptList& list = ptx::shared<KeptList>();
   if (threadIdx.x == 0) list.num_own = 0;
   __syncthreads();
-  LogitReader<kDType> row(logit_row(p.logits, n));
+  LogitReader<kDType> row(list.distributions.target.row);
   const Sampling sampling = sampling_of(p.sampling, b);
   const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < p.logits.vocab;
   Scale scale = list.distributions.target.scale;
@@ -339,7 +339,8 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     }
     if (found == Found::kYes) {
       filter.min_logit = max_of(filter.min_logit, bound);
-      if (threadIdx.x == 0) list.distributions.target = {logit_row(p.logits, n), scale, filter, -1, false, false};
+      if (threadIdx.x == 0)
+        list.distributions.target = {list.distributions.target.row, scale, filter, -1, false, false};
       break;
     }
     if (found == Found::kTooRough) {

@@ -6,8 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// All threads of a CTA copy the tree; they may walk after the next barrier.
-__device__ __forceinline__ void copy_tree(TreeWalk& walk, NearTree& near) {
+// All threads of a CTA copy the tree; they may walk there after the next barrier.
+__device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) {
 #pragma unroll 1
   for (int32_t node = static_cast<int32_t>(threadIdx.x); node < walk.num_nodes; node += blockDim.x) {
     const int64_t row = walk.rows.begin + node;
@@ -15,7 +15,6 @@ __device__ __forceinline__ void copy_tree(TreeWalk& walk, NearTree& near) {
     near.next_sibling[node] = walk.p.next_sibling[row];
     near.tokens[node] = static_cast<int32_t>(draft_token_at(walk.p, row));
   }
-  walk.near = &near;
 }
 
 }  // namespace pagedtree::cuda

@@ -1,3 +1,5 @@
+#include <new>
+
 #include "core/verify/tree_walk.h"
 #include "cuda/backend.h"
 #include "cuda/options.cuh"
@@ -15,7 +17,7 @@ struct WalkShared {
     SamplingShared sampling;
   };
   NearTree tree;
-  int32_t node;
+  TreeWalk walk;  // no registers are left to keep it in
   bool more;
 };
 static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on gives
@@ -28,10 +30,10 @@ __device__ __forceinline__ int64_t position_at(const VerifyParams& p, int64_t b,
   return static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth}));
 }
 
-template <DType kDType>
+template <DType kDType, bool kFilters>
 __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
                                         SamplingShared& shared) {
-  return draw_token<kDType>(row, sampling_of(p.sampling, b), seed_of(p, b), position_at(p, b, depth), shared);
+  return draw_token<kDType, kFilters>(row, sampling_of(p.sampling, b), seed_of(p, b), position_at(p, b, depth), shared);
 }
 
 // The race among the tokens of a list.
@@ -57,54 +59,61 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
     if (leads_cluster()) p.drawn_rows[row].sequence = -1;
     return;
   }
-  const Draw draw = draw_at<kDType>(p, b, logit_row(p.logits, row), depth, ptx::shared<SamplingShared>());
+  const Draw draw = draw_at<kDType, true>(p, b, logit_row(p.logits, row), depth, ptx::shared<SamplingShared>());
   if (!leads_cluster()) return;
   const int64_t at = ptx::cluster_index();  // row and depth again, so that no registers hold them meanwhile
   p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
 }
 
+// The token of the row at which a walk stands. Under filters it is drawn from a list, if that is possible.
 template <DType kDType>
-__device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, bool by_lists,
-                                          WalkShared& shared) {
-  const bool writes = leads_cluster();
-  TreeWalk walk(p, b);  // the first thread of each CTA leads; the others follow
-  if (writes) walk.begin();
+__device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk& walk, bool drawn, WalkShared& shared) {
+  if (drawn) {
+    const DrawnRow& known = p.drawn_rows[walk.row()];
+    if (known.sequence == walk.b && known.depth == walk.depth) return {known.token, known.bad};
+  }
+  prepare_row<kDType>(p.options, p.logits, walk.b, walk.row(), shared.list.block);
+  const LogitRow row = row_of<kDType>(p.options, p.logits, walk.row());
+  __syncthreads();
+  if (threadIdx.x == 0) shared.list.distributions.target.row = row;
+  if (p.sampling.temperature != nullptr && find_kept<kDType>(p, walk.b, false)) {
+    return draw_kept(p, walk.b, walk.depth, shared.list);
+  }
+  return draw_at<kDType, false>(p, walk.b, row, walk.depth, shared.sampling);
+}
+
+template <DType kDType>
+__device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, WalkShared& shared) {
+  TreeWalk& walk = shared.walk;  // the first thread of each CTA leads
+  if (threadIdx.x == 0) {
+    new (&walk) TreeWalk(p, b);
+    if (leads_cluster()) walk.begin();
+  }
+  __syncthreads();
   copy_tree(walk, shared.tree);
+  if (threadIdx.x == 0) {
+    walk.near = &shared.tree;
+    shared.more = walk.num_nodes > 0;
+  }
   ptx::cluster_sync();
-  for (bool more = walk.num_nodes > 0; more;) {
-    const DrawnRow* known = drawn ? p.drawn_rows + walk.row() : nullptr;
-    const bool is_known = drawn && known->sequence == b && known->depth == walk.depth;
-    Draw draw{-1, false};
-    if (is_known) {
-      draw = {known->token, known->bad};
-    } else if (by_lists && find_kept<kDType>(p, b, walk.row(), false)) {
-      draw = draw_kept(p, b, walk.depth, shared.list);
-    } else {
-      prepare_row<kDType>(p.options, p.logits, b, walk.row(), shared.sampling.radix.block);
-      draw = draw_at<kDType>(p, b, row_of<kDType>(p.options, p.logits, walk.row()), walk.depth, shared.sampling);
-    }
+  while (shared.more) {
+    const Draw draw = draw_next<kDType>(p, walk, drawn, shared);
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;
-      if (writes) walk.emit(draw.token);
+      if (leads_cluster()) walk.emit(draw.token);
       shared.more = walk.descend(walk.child_with(draw.token));
-      shared.node = walk.node;
     }
     __syncthreads();
-    more = shared.more;
-    if (threadIdx.x > 0 && more) {
-      walk.node = shared.node;
-      ++walk.depth;
-    }
   }
-  if (writes) walk.finish();
+  if (leads_cluster()) walk.finish();
 }
 
 // One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1)
-    walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, bool by_lists, int64_t first) {
-  walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, by_lists, ptx::shared<WalkShared>());
+    walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, int64_t first) {
+  walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
 }
 
 // A row of a walk, besides its reading, in the time in which one SM reads a row: measured, greedy and without filters.
@@ -132,12 +141,10 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
     if (draws_all_rows(p, walk)) {
       launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
                   sizeof(SamplingShared), ctx.stream, p);
-      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, false,
-             int64_t{0});
+      launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, int64_t{0});
     } else {
-      const bool by_lists = p.sampling.temperature != nullptr && !p.options.used;
       in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
-        launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, by_lists, first);
+        launch_rows(walk, count, vocab, kRowThreads, sizeof(WalkShared), ctx.stream, p, false, first);
       });
     }
   });
