@@ -177,7 +177,6 @@ RULES = [
 
 ON_PATH = "at.go_up()) count += at.token() == token;"
 PENALISED = "penalised<ScalarMath>(penalties, {}, count_of(token, may_be_on_path), in_prompt(token))"
-STOPS_AGAIN = "write(column, bias_of_token(o_.first_token + column)); });"
 REQUESTS = [
     of_options("drafts of the path are not counted", ON_PATH, "at.go_up()) count += 0;"),
     of_options(
@@ -222,12 +221,7 @@ REQUESTS = [
     ),
     of_options(
         "stop ids forbidden though nothing else is left",
-        "if (r_.stops == Stops::kForbid || writer_.any_finite()) return;", "return;",
-    ),
-    of_options("stop ids come back unbiased", STOPS_AGAIN, "write(column, 0.0f); });"),
-    of_options(
-        "stop ids come back though they are bad words",
-        STOPS_AGAIN + "\n    writer_.sync();\n    forbid_bad_words();", STOPS_AGAIN + "\n    writer_.sync();",
+        "if (r_.stops == Stops::kDecide && !writer_.any_finite(is_stop)) return;", "",
     ),
     Mutant(
         "a token listed twice is biased once", "cpu/isa/logits/options.cpp",
@@ -416,10 +410,10 @@ LIMITS = [
 TOP = [
     of_top("NaN that nobody looks at again", "!(best.logit < stored_.largest())", "false", "cuda/logits.cuh"),
     of_top("a threshold that too few tokens reach", "rank == count - 1", "rank == count / 2"),
-    of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
-    of_top("groups that share threads", "part < (group + 1) * parts / groups", "part < parts"),
+    of_top("ties that no search looks at", "shared.too_many ? list", "shared.too_many == 2 ? list"),
+    of_top("groups that share threads", "int apart = 1 << bits >> 1;", "int apart = 16;"),
     of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),
-    of_top("partial sums that are loaded twice", "next[i] = row.raw(following", "next[i] = row.raw(first"),
+    of_top("partial sums that are loaded twice", "load(token + kAhead * kSumPartials);", "load(token);"),
 ]
 
 WAYS = [

@@ -173,7 +173,7 @@ PT_HOST_DEVICE float bias_from(const OptionsParams& o, int64_t first, int64_t en
 //   may write the same at once
 // - begin_bias(entries), end_bias(entries): around calls of bias_of
 // - bias_of(entries, i, bias): what is added to the token of entry i; false if another entry's thread writes it
-// - any_finite(): whether a logit of the row is above -inf
+// - any_finite(leaves_out): whether a logit of the row is above -inf, but for columns that are left out
 template <typename Writer>
 class RowPatch {
  public:
@@ -192,12 +192,16 @@ class RowPatch {
     forbid_bad_words();
     writer_.sync();
     if (r_.stops == Stops::kAllow || !r_.stops_too_early()) return;
-    each_stop([&](int64_t column) { writer_.forbid(column); });
-    writer_.sync();
-    if (r_.stops == Stops::kForbid || writer_.any_finite()) return;
-    each_stop([&](int64_t column) { write(column, bias_of_token(o_.first_token + column)); });
-    writer_.sync();
-    forbid_bad_words();
+    const int32_t* stops = o_.stop_ids + r_.sequence * o_.stops_stride;
+    const auto is_stop = [&](int64_t column) {
+      int64_t i = 0;
+      while (i < o_.num_stops && stops[i] - o_.first_token != column) ++i;
+      return i < o_.num_stops;
+    };
+    if (r_.stops == Stops::kDecide && !writer_.any_finite(is_stop)) return;
+    for (int64_t i = writer_.first(); i < o_.num_stops; i += writer_.step()) {
+      at_token(stops[i], [&](int64_t column) { writer_.forbid(column); });
+    }
     writer_.sync();
   }
 
@@ -237,11 +241,6 @@ class RowPatch {
     }
     writer_.end_bias(entries);
   }
-  PT_HOST_DEVICE float bias_of_token(int64_t token) const {
-    if (o_.cu_bias == nullptr) return 0.0f;
-    const NodeRange entries = entries_of(o_.cu_bias, r_.sequence, o_.num_bias);
-    return bias_from(o_, entries.begin, entries.end, token);
-  }
 
   PT_HOST_DEVICE void forbid_bad_words() {
     if (o_.cu_bad_seqs == nullptr) return;
@@ -253,12 +252,6 @@ class RowPatch {
         if (r_.text_ends_in(o_.bad_tokens + tokens.begin, tokens.size() - 1)) writer_.forbid(column);
       });
     }
-  }
-
-  template <typename F>
-  PT_HOST_DEVICE void each_stop(F f) const {
-    const int32_t* stops = o_.stop_ids + r_.sequence * o_.stops_stride;
-    for (int64_t i = writer_.first(); i < o_.num_stops; i += writer_.step()) at_token(stops[i], f);
   }
 
   const RowOptions& r_;

@@ -56,9 +56,11 @@ struct Writer {
     bias = bias_from(r.o, i, entries.end, token);
     return true;
   }
-  __device__ bool any_finite() const {
+  template <typename LeavesOut>
+  __device__ bool any_finite(LeavesOut leaves_out) const {
     bool any = false;
-    for (int64_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity;
+#pragma unroll 1
+    for (int64_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity && !leaves_out(t);
     return cluster_any(shared, any);
   }
 };
@@ -69,9 +71,13 @@ __device__ __forceinline__ void adjust_columns(const RowOptions& r, const LogitR
   for (int64_t t = 4 * Writer::first(); t < row.vocab; t += 4 * Writer::step()) {
     float four[4];
     reader.convert(reader.load_four(t), four);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < 4; ++i) {
-      four[i] = t + i < row.vocab ? r.adjusted(row, t + i, four[i], 0.0f, false) : -kInfinity;
+      const float adjusted = t + i < row.vocab ? r.adjusted(row, t + i, four[0], 0.0f, false) : -kInfinity;
+      four[0] = four[1];
+      four[1] = four[2];
+      four[2] = four[3];
+      four[3] = adjusted;
     }
     *reinterpret_cast<float4*>(out + t) = {four[0], four[1], four[2], four[3]};
   }

@@ -54,11 +54,15 @@ struct Writer {
   void end_bias(const NodeRange& entries) {
     each_bias(entries, [&](int64_t column, float) { scratch.bias[column] = 0.0f; });
   }
-  bool any_finite() const {
+  template <typename LeavesOut>
+  bool any_finite(LeavesOut leaves_out) const {
     const LogitRow adjusted{&scratch, nullptr, nullptr, row.vocab, kAdjusted};
     for (int64_t t = 0; t < row.vocab; t += kLanes) {
       const vint finite = load_logits<AdjustedLogit>(adjusted, t) > splat(-kInfinity);
-      if (lane_bits(finite & lanes_before(row.vocab, t)) != 0) return true;
+      uint32_t lanes = lane_bits(finite & lanes_before(row.vocab, t));
+      for (; lanes != 0; lanes &= lanes - 1) {
+        if (!leaves_out(t + __builtin_ctz(lanes))) return true;
+      }
     }
     return false;
   }
