@@ -14,7 +14,7 @@ namespace {
 template <DType kDType>
 __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_t b, const Sampling& sampling,
                                      const LogitRow& of_logits, LogitReader<kDType>& logits, const ShardRow& row,
-                                     int64_t* words, SamplingShared& shared) {
+                                     uint64_t num_ties, int64_t* words, SamplingShared& shared) {
   const bool leads = leads_cluster();
   switch (p.round) {
     case ShardRound::kNone:
@@ -57,17 +57,9 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       words[bin] = static_cast<int64_t>(sum);
       break;
     }
-    case ShardRound::kTies: {
-      if (row.ties == 0) break;
-      uint64_t ties = 0;
-      logits.each_four([&](int64_t, const float (&four)[4]) {
-        for (int i = 0; i < 4; ++i) ties += four[i] == row.filter.min_logit;
-      });
-      uint64_t total;
-      sum_before_warp_of_cluster(shared.radix.block, warp_sum(ties), total);
-      if (leads) words[0] = static_cast<int64_t>(total);
+    case ShardRound::kTies:
+      if (leads && row.ties > 0) words[0] = static_cast<int64_t>(num_ties);
       break;
-    }
     case ShardRound::kRace: {
       if (sampling.temperature == 0.0f) {
         if (leads) words[0] = ranked_word(0.0f, row.peak.token);
@@ -106,16 +98,19 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   }
   LogitReader<kDType> logits(of_logits);
   if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
-  if (kept_ties >= 0) {
-    const float logit = row.filter.min_logit;
+  uint64_t num_ties = 0;  // of the cluster's first thread
+  if (kept_ties >= 0) row.filter.tie_end = 0;
+  if (kept_ties > 0 || (p.round == ShardRound::kTies && row.ties > 0)) {
     const LogitItems<LogitReader<kDType>> items{logits, {0.0f, 1.0f}, -kInfinity};
-    row.filter.tie_end = 0;
-    if (kept_ties > 0) {
-      row.filter.tie_end =
-          end_of_ties(shared.radix, items, order_key<ScalarMath>(logit + 0.0f), static_cast<uint64_t>(kept_ties));
-    }
+    const uint32_t key = order_key<ScalarMath>(row.filter.min_logit + 0.0f);
+    const auto no_weight = [](uint32_t) { return 0u; };
+    const Cut cut = find_cut(shared.radix, nullptr, items, no_weight, kKeyDigits, key, false, [&](const Totals& ties) {
+      num_ties = ties.count;
+      return kept_ties > 0 ? static_cast<uint64_t>(kept_ties) : 0;
+    });
+    if (kept_ties > 0) row.filter.tie_end = int64_t{~cut.key} + 1;
   }
-  tell(p, n, b, sampling, of_logits, logits, row, p.words + n * words_of(p.round), shared);
+  tell(p, n, b, sampling, of_logits, logits, row, num_ties, p.words + n * words_of(p.round), shared);
   ptx::cluster_sync();  // all have read the row
   if (leads_cluster()) p.shard.rows[n] = row;
 }
