@@ -183,7 +183,7 @@ PT_HOST_DEVICE void choose_frontier(const ExpandTreeParams& p, int64_t b) {
 // A frontier node sees what its parent saw, and itself; an absent one sees nothing.
 PT_HOST_DEVICE void mask_frontier(const ExpandTreeParams& p, int64_t b, int32_t g) {
   const int64_t row = b * p.num_frontier + g;
-  const int64_t child = p.out_frontier[row] - p.num_candidates;
+  const int32_t child = p.out_frontier[row] - static_cast<int32_t>(p.num_candidates);
   const bool present = is_present(p.out_scores[first_child_of(p, b, 0) + child]);
   const int64_t parent_row = b * p.num_expanded + child / p.num_children;
   for (int32_t w = 0; w < p.mask_words; ++w) {

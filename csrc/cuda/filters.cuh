@@ -65,28 +65,6 @@ struct LogitItems {
   }
 };
 
-// The scores of an array, also as keys of a radix search.
-struct ScoreItems {
-  static constexpr int kDigits = kKeyDigits;
-  const float* scores;
-  int64_t count;
-  bool with_absent;  // include scores of -inf, after all others
-
-  __device__ int64_t size() const { return count; }
-  __device__ uint32_t key(int64_t i) const {
-    const float score = scores[i];
-    if (!(score > -kInfinity) && !(with_absent && score == -kInfinity)) return 0;
-    return order_key<ScalarMath>(score + 0.0f);  // -0 ties with +0
-  }
-  template <typename F>
-  __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
-    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
-      const uint32_t of_item = key(i);
-      if (of_item != 0) f(of_item, i);
-    }
-  }
-};
-
 // Whether a token's rank or its share of the mass may keep it from being drawn.
 __device__ __forceinline__ bool has_filter(const Sampling& sampling, int64_t vocab) {
   return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || (sampling.top_k > 0 && sampling.top_k < vocab);

@@ -87,7 +87,6 @@ class LogitReader {
 
   __device__ int64_t vocab() const { return vocab_; }
   __device__ int digits() const { return stored_.digits(); }
-  __device__ bool is_wide() const { return stored_.wide(); }
   __device__ float largest() const { return stored_.largest(); }
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
   __device__ int num_words() const { return ceil_div(vocab_, of_word()); }
@@ -116,19 +115,6 @@ class LogitReader {
         four.x = four.z;
         four.y = four.w;
       }
-    });
-  }
-  template <typename F>
-  __device__ __forceinline__ void each_group(F f) const {
-    each_group_where([](float) { return true; }, f);
-  }
-  // The same with the logits as floats.
-  template <typename F>
-  __device__ __forceinline__ void each_four(F f) const {
-    each_group([&](int64_t token, const Four& group) {
-      float four[4];
-      convert(group, four);
-      f(token, four);
     });
   }
   __device__ float largest_of(const Four& four) const { return stored_.largest_of_four(four); }

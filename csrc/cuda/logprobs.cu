@@ -12,6 +12,7 @@ namespace {
 constexpr int kLogprobThreads = 384;  // as for the rules, whose scans these are
 
 struct LogprobShared {
+  RadixShared radix;
   TopShared top;
   MassColumns masses;
   RowDistribution distribution;
@@ -36,7 +37,7 @@ __device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float l
 
 __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int64_t r, LogprobShared& shared) {
   const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
-  RadixShared& radix = shared.top.list.radix;
+  RadixShared& radix = shared.radix;
   const bool is_first = ptx::cluster_rank() == 0;
   if (is_first) write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
@@ -57,11 +58,14 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
     }
   }
   if (p.top_n == 0) return;
-  if (!distribution.uniform) find_candidates(masses.row, p.top_n, shared.top);
-  const int32_t size = distribution.uniform ? p.top_n : list_top(masses.row, p.top_n, shared.top);
+  int32_t size = p.top_n;
+  if (!distribution.uniform) {
+    const uint32_t bound = find_peak(masses.row, p.top_n, shared.top);
+    size = list_best(RowItems<kAnyDType>{masses.row}, bound, p.top_n, shared.top);
+  }
   if (!is_first) return;
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
-    const uint64_t rank = shared.top.list.best[i];
+    const uint64_t rank = shared.top.best[i];
     const int64_t at = distribution.uniform ? i : ranked_id(rank);
     p.top_tokens[r * p.top_n + i] = at;
     p.top_logprobs[r * p.top_n + i] =

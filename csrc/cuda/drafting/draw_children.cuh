@@ -1,15 +1,17 @@
 // Draws a draft node's children from the filtered distribution of its row of logits, and writes that distribution. A
-// whole CTA works on one node.
+// whole CTA or a cluster works on one node; its first CTA has the children.
 #pragma once
 
 #include "core/drafting.h"
-#include "cuda/sampling.cuh"
+#include "cuda/drafting/top_tokens.cuh"
 
 namespace pagedtree::cuda {
 
 struct ChildrenShared {
-  BestShared best;
+  RadixShared radix;
   MassColumns columns;
+  RowDistribution distribution;
+  TopShared top;
   uint64_t targets[kMaxTreeNodes];
 };
 static_assert(sizeof(ChildrenShared) <= 99 << 10);  // what every GPU from sm_80 on gives
@@ -27,120 +29,182 @@ struct Masses {
   }
   __device__ uint32_t at(int64_t token) const { return of(token, row.logit(token)); }
 
-  // Calls f(token, masses) for each group of four tokens of this thread.
+  __device__ bool may_keep(float largest) const {
+    return largest >= filter.min_logit && scale(largest) >= max_of(filter.min_x, kWeightless);
+  }
+
+  // Calls f(token, masses) for each four tokens of a word.
   template <typename F>
-  __device__ __forceinline__ void each_four(F f) const {
-    row.each_four([&](int64_t token, const float (&logits)[4]) {
-      uint32_t four[4];
+  __device__ __forceinline__ void each_of_word(int index, const uint4& word, F f) const {
+    const bool any = may_keep(row.largest_of_word(word));
+    int64_t token = int64_t{index} * row.of_word();
+    Four group = word;
+#pragma unroll 1
+    for (const int64_t end = token + row.of_word(); token < end; token += 4) {
+      uint32_t four[4]{};
+      if (any) {
+        float logits[4];
+        row.convert(group, logits);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) four[i] = of(token + i, logits[i]);
+        for (int i = 0; i < 4; ++i) four[i] = of(token + i, logits[i]);
+      }
       f(token, four);
-    });
+      group.x = group.z;
+      group.y = group.w;
+    }
   }
 };
 
-// Draws without replacement: the best tokens by log-mass + Gumbel noise, best first (Kool et al., ICML 2019). The
-// scores pass through draw.probs, so that noise is computed once.
+// Draws without replacement: the best tokens by log-mass + Gumbel noise (Kool et al., ICML 2019).
 template <DType kDType>
-__device__ __forceinline__ void draw_distinct(const Masses<kDType>& masses, const ChildrenDraw& draw,
-                                              BestShared& shared) {
-  NoiseGroup group;
-  masses.each_four([&](int64_t token, const uint32_t (&four)[4]) {
-    const uint32_t member = static_cast<uint32_t>(token) % kNoiseGroup;
-    if (member == 0 || masses.row.is_wide()) {  // else the four before began the group
-      group = NoiseGroup(draw.seed, draw.position, draw.use, static_cast<uint32_t>(token) / kNoiseGroup);
-    }
-    uint32_t left[4] = {four[0], four[1], four[2], four[3]};
-#pragma unroll 1
-    for (uint32_t i = 0; i < 4 && token + i < masses.row.vocab(); ++i) {
-      const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(left[0]));
-      draw.probs[token + i] = left[0] != 0 ? log_mass + group.noise(member + i) : -kInfinity;
-#pragma unroll
-      for (int j = 0; j < 3; ++j) left[j] = left[j + 1];
-    }
-  });
-  __syncthreads();
-  const ScoreItems items{draw.probs, masses.row.vocab(), false};
-  const int32_t size = list_best(shared, items, items.kDigits, draw.count);
-  for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
-    draw.tokens[r] = r < size ? ranked_id(shared.best[r]) : -1;
-  }
-}
+struct NoisyMasses {
+  const Masses<kDType>& masses;
+  const LogitReader<kDType>& row;
+  const ChildrenDraw& draw;
 
-// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total. Each warp
-// takes a run of tokens and the draws that fall into it.
-template <DType kDType>
-__device__ __forceinline__ void draw_independent(const Masses<kDType>& masses, uint64_t total, const ChildrenDraw& draw,
-                                                 ChildrenShared& shared) {
-  for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
+  // An upper bound of the scores in a word, given the largest of its masses.
+  __device__ __forceinline__ float bound(int index, uint32_t most) const {
     uint32_t words[4];
-    philox<ScalarMath>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
-    shared.targets[r] = fraction_of(total, words[0], words[1]);
+    const uint32_t group = static_cast<uint32_t>(index * row.of_word()) / kNoiseGroup;
+    philox<ScalarMath, 1>(draw.seed, draw.position, run_block(group), draw.use, words);
+    const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(most));
+    return most == 0 ? -kInfinity : log_mass + noise_bound<ScalarMath>(word_of_run(group, words));
   }
-  const WarpRun run = run_of_warp(masses.row.vocab());
+
+  // See list_best(). Not inlined, as it is long.
+  __device__ __attribute__((noinline)) uint64_t best_of(int index, uint64_t least, uint64_t end,
+                                                        TopShared* candidates) const {
+    const int64_t begin = int64_t{index} * row.of_word(), past = begin + row.of_word();
+    uint64_t best = 0;
+    uint32_t most = 0;
+#pragma unroll 1
+    for (int64_t token = begin; token < past; ++token) most = max_of(most, masses.at(token));
+    if (ranked(bound(index, most), 0) < least) return 0;
+    const NoiseGroup group(draw.seed, draw.position, draw.use, static_cast<uint32_t>(begin) / kNoiseGroup);
+#pragma unroll 1
+    for (int64_t token = begin; token < past; ++token) {
+      const uint32_t mass = masses.at(token);
+      const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(mass));
+      const uint64_t rank = ranked(log_mass + group.noise(static_cast<uint32_t>(token) % kNoiseGroup), token);
+      if (mass != 0 && rank >= least && rank < end) best = take_item(rank, best, candidates);
+    }
+    return best;
+  }
+};
+
+// Independent draws: child r is the first token whose cumulative mass exceeds a 64-bit fraction of the total. Draws
+// those that fall into the words of a warp, one of each lane with the mass `own`; before them the masses are `before`,
+// which moves on.
+template <DType kDType>
+__device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int index, uint64_t own, uint64_t& before,
+                                              const uint64_t* targets, const ChildrenDraw& draw) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const auto mass_up_to = [&](int64_t begin) {  // the mass of the lanes up to this one
-    uint64_t mass = begin + lane < run.end ? masses.at(begin + lane) : 0;
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const uint64_t before = __shfl_up_sync(~0u, mass, delta);
-      if (lane >= delta) mass += before;
-    }
-    return mass;
-  };
-  uint64_t of_run = 0, all;
-  for (int64_t begin = run.begin; begin < run.end; begin += 32) of_run += __shfl_sync(~0u, mass_up_to(begin), 31);
-  uint64_t before = sum_before_warp(shared.best.radix.block, of_run, all);
-  for (int64_t begin = run.begin; begin < run.end; begin += 32) {
-    const uint64_t mass = mass_up_to(begin), of_group = __shfl_sync(~0u, mass, 31);
-    for (int32_t first = 0; first < draw.count && of_group > 0; first += 32) {
-      const uint64_t target = first + lane < draw.count ? shared.targets[first + lane] : ~uint64_t{0};
-      for (uint32_t hits = __ballot_sync(~0u, target >= before && target < before + of_group); hits != 0;
-           hits &= hits - 1) {
-        const int hit = __ffs(static_cast<int>(hits)) - 1;
-        const uint64_t wanted = __shfl_sync(~0u, target, hit) - before;
-        const uint32_t past = __ballot_sync(~0u, mass > wanted);
-        if (lane == 0) draw.tokens[first + hit] = begin + __ffs(static_cast<int>(past)) - 1;
-      }
-    }
-    before += of_group;
+  uint64_t reached = own;  // up to this lane
+#pragma unroll 1
+  for (int delta = 1; delta < 32; delta *= 2) {
+    const uint64_t lower = __shfl_up_sync(~0u, reached, delta);
+    if (lane >= delta) reached += lower;
   }
+  const uint64_t all = __shfl_sync(~0u, reached, 31);
+#pragma unroll 1
+  for (int32_t first = 0; first < draw.count && all > 0; first += 32) {
+    const uint64_t target = first + lane < draw.count ? targets[first + lane] - before : ~uint64_t{0};
+#pragma unroll 1
+    for (uint32_t hits = __ballot_sync(~0u, target < all); hits != 0; hits &= hits - 1) {
+      const int hit = __ffs(static_cast<int>(hits)) - 1;
+      const uint64_t wanted = __shfl_sync(~0u, target, hit);
+      if (wanted >= reached || wanted < reached - own) continue;
+      int64_t token = int64_t{index} * masses.row.of_word() - 1;
+#pragma unroll 1
+      for (uint64_t sum = reached - own; sum <= wanted;) sum += masses.at(++token);
+      draw.tokens[first + hit] = token;
+    }
+  }
+  before += all;
 }
 
 template <DType kDType>
 __device__ __forceinline__ void draw_children(const LogitRow& logits, const Sampling& sampling,
                                               const ChildrenDraw& draw, ChildrenShared& shared) {
-  RadixShared& radix = shared.best.radix;
-  Masses<kDType> masses{LogitReader<kDType>(logits), {0.0f, 1.0f}, {}};
-  const Peak peak = find_peak(masses.row, radix.block);
-  const bool greedy = sampling.temperature == 0.0f;
-  if (peak.logit == -kInfinity) {
-    masses.row.make_uniform();
-    if (greedy) masses.filter = {.min_logit = 0.0f, .tie_end = 1};
-  } else {
-    masses.scale = {peak.logit, greedy ? 1.0f : inverse_temperature(sampling.temperature)};
-    masses.filter = greedy ? Filter{.min_logit = peak.logit, .tie_end = peak.token + 1}
-                           : find_filter(masses.row, sampling, masses.scale, radix, shared.columns);
-  }
-  uint64_t sum = 0;
-  masses.each_four([&](int64_t, const uint32_t (&four)[4]) { sum += uint64_t{four[0]} + four[1] + four[2] + four[3]; });
-  const uint64_t total = block_sum(radix.block, sum);
-  if (draw.law == GrowthLaw::kIid) {
-    draw_independent(masses, total, draw, shared);
-  } else {
-    draw_distinct(masses, draw, shared.best);
-  }
-  __syncthreads();
-  const float scale = static_cast<float>(1.0 / static_cast<double>(total));
-  masses.each_four([&](int64_t token, const uint32_t (&four)[4]) {
+  BlockShared& block = shared.radix.block;
+  if (threadIdx.x == 0) shared.distribution.row = logits;
+  ptx::cluster_sync();
+  find_distribution<kDType>(shared.radix, shared.columns, sampling, shared.distribution);
+  LogitReader<kDType> row(logits);
+  row.learn(shared.distribution);
+  const Masses<kDType> masses{row, shared.distribution.scale, shared.distribution.filter};
+  const NoisyMasses<kDType> noisy{masses, masses.row, draw};
+  const bool independent = draw.law == GrowthLaw::kIid;
+  const WarpRun run = run_of_warp(row.num_words());
+  const int begin = independent ? static_cast<int>(run.begin) : row.own_begin();
+  const int end = independent ? static_cast<int>(run.end) : row.num_words();
+  const bool by_fours = reinterpret_cast<uintptr_t>(draw.probs) % sizeof(float4) == 0;
+  uint64_t sum = 0, before = 0;
+  float largest = -kInfinity, scale = 0.0f;  // the largest bound
+  int index_of_largest = 0;
+  int32_t size = draw.count;
+  enum Look { kWeigh, kDraw, kWrite };
+  const auto has_any = [&](Look look, float most) { return look == kWrite || __any_sync(~0u, masses.may_keep(most)); };
+  // One loop, so that there is one copy of its code.
+#pragma unroll 1
+  for (Look look = kWeigh;; look = look == kWeigh && independent ? kDraw : kWrite) {
+    row.each_word(
+        begin, independent ? 32 : row.own_stride(), end, [&](float most) { return has_any(look, most); },
+        [&](int index, const uint4& word) {
+          uint64_t own = 0;
+          uint32_t most = 0;
+          masses.each_of_word(index, word, [&](int64_t token, const uint32_t (&four)[4]) {
+            own += uint64_t{four[0]} + four[1] + four[2] + four[3];
+            most = max_of(max_of(most, max_of(four[0], four[1])), max_of(four[2], four[3]));
+            if (look != kWrite) return;
+            float probs[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (token + i < masses.row.vocab()) draw.probs[token + i] = ScalarMath::to_float(four[i]) * scale;
+            for (int i = 0; i < 4; ++i) probs[i] = ScalarMath::to_float(four[i]) * scale;
+            if (by_fours && token + 4 <= row.vocab()) {
+              *reinterpret_cast<float4*>(draw.probs + token) = {probs[0], probs[1], probs[2], probs[3]};
+              return;
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if (token + i < row.vocab()) draw.probs[token + i] = probs[i];
+            }
+          });
+          if (look == kDraw) draw_in_words(masses, index, own, before, shared.targets, draw);
+          if (look != kWeigh) return;
+          sum += own;
+          const float could = log_exact<ScalarMath>(ScalarMath::to_float(most)) + kMaxNoise;
+          if (independent || !__any_sync(~0u, most != 0 && could > largest)) return;
+          const float bound = noisy.bound(index, most);
+          if (bound <= largest) return;
+          largest = bound;
+          index_of_largest = index;
+        });
+    if (look == kWrite) break;
+    if (look == kDraw) continue;
+    uint64_t total;
+    before = sum_before_warp_of_cluster(block, warp_sum(sum), total);
+    scale = static_cast<float>(1.0 / static_cast<double>(total));
+    if (independent) {
+      for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
+        uint32_t words[4];
+        philox<ScalarMath, 1>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
+        shared.targets[r] = fraction_of(total, words[0], words[1]);
+      }
+      __syncthreads();
+    } else {
+      begin_candidates(shared.top);
+      const uint64_t best = largest > -kInfinity ? noisy.best_of(index_of_largest, 0, ~uint64_t{0}, nullptr) : 0;
+      find_candidate_threshold(static_cast<uint32_t>(best >> 32), draw.count, shared.top);
+      size = list_best(noisy, order_key<ScalarMath>(largest), draw.count, shared.top);
     }
-  });
-  __syncthreads();
+  }
+  ptx::cluster_sync();  // all tokens are drawn
+  if (ptx::cluster_rank() != 0) return;
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
+    if (!independent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;
     const int64_t token = draw.tokens[r];
-    draw.scores[r] = token >= 0 ? log_exact<ScalarMath>(draw.probs[token]) : -kInfinity;
+    const float mass = token >= 0 ? ScalarMath::to_float(masses.at(token)) : 0.0f;
+    draw.scores[r] = mass > 0.0f ? log_exact<ScalarMath>(mass * scale) : -kInfinity;
   }
 }
 

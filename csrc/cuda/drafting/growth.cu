@@ -9,7 +9,6 @@ namespace pagedtree::cuda {
 namespace {
 
 constexpr int kTreeThreads = 256;
-constexpr int kDrawThreads = 384;  // to draw from a row, which needs more registers
 
 // ---- expand_tree
 
@@ -19,38 +18,39 @@ struct ExpandShared {
 };
 static_assert(sizeof(ExpandShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
+// By all threads of a cluster.
 __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
-  for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {
+  const int64_t thread = ptx::cluster_rank() * blockDim.x + threadIdx.x, threads = ptx::cluster_size() * blockDim.x;
+  for (int64_t k = thread; k < p.num_children; k += threads) {
     p.out_tokens[children + k] = -1;
     p.out_scores[children + k] = -kInfinity;
   }
   if (p.law == GrowthLaw::kTopK) return;
-  for (int64_t x = threadIdx.x; x < p.logits.vocab; x += blockDim.x) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
+  for (int64_t x = thread; x < p.logits.vocab; x += threads) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
 }
 
 // For law "topk": one cluster per frontier node.
 template <DType kDType>
-__global__ void __launch_bounds__(kTopThreads, 2) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
+__global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
   auto& [top, sum] = ptx::shared<ExpandShared>();
-  const int64_t row = ptx::cluster_index(), b = row / p.num_expanded, f = row % p.num_expanded;
-  const int64_t children = first_child_of(p, b, f);
+  const uint32_t row = ptx::cluster_index(), width = static_cast<uint32_t>(p.num_expanded);
+  const int64_t b = row / width, f = row % width, children = first_child_of(p, b, f);
   const float parent = frontier_score(p, b, f);
   const bool is_first = ptx::cluster_rank() == 0;
   LogitReader<kDType> reader(logit_row(p.logits, row));
-  find_candidates(reader, p.num_children, top);
+  const uint32_t bound = find_peak(reader, p.num_children, top);
   if (!is_present(parent)) {  // looked at now, so that the row need not wait for it
     ptx::cluster_sync();      // all have written what the first CTA has of them
-    if (is_first) clear_children(p, row, children);
-    return;
+    return clear_children(p, row, children);
   }
   const float peak = logit_of_key<ScalarMath>(top.peak);
   if (peak > -kInfinity) sum_exp_of_blocks(reader, peak, sum);
-  const int32_t size = list_top(reader, p.num_children, top);
+  const int32_t size = list_best(RowItems<kDType>{reader}, bound, p.num_children, top);
   if (!is_first) return;
   if (threadIdx.x == 0) sum.log_sum = size > 0 ? log(sum_of_blocks(sum, p.logits.vocab)) : 0.0;
   __syncthreads();
   for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {
-    const uint64_t rank = top.list.best[k];
+    const uint64_t rank = top.best[k];
     const float score = k < size ? child_score(parent, ranked_value(rank), peak, sum.log_sum) : -kInfinity;
     p.out_scores[children + k] = score;
     p.out_tokens[children + k] = is_present(score) ? ranked_id(rank) : -1;
@@ -59,9 +59,9 @@ __global__ void __launch_bounds__(kTopThreads, 2) expand_top_kernel(const __grid
 
 // For laws "iid", "swor" and "coupled".
 template <DType kDType>
-__global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
-  const int64_t row = blockIdx.x, b = row / p.num_expanded, f = row % p.num_expanded;
-  const int64_t children = first_child_of(p, b, f);
+__global__ void __launch_bounds__(kTopThreads, 2) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
+  const uint32_t row = ptx::cluster_index(), width = static_cast<uint32_t>(p.num_expanded);
+  const int64_t b = row / width, f = row % width, children = first_child_of(p, b, f);
   const float parent = frontier_score(p, b, f);
   if (!is_present(parent)) return clear_children(p, row, children);
   const ChildrenDraw draw{.law = p.law,
@@ -71,8 +71,9 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
                           .use = use_of_children(p.law, f),
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,
-                          .probs = p.draft_probs + row * p.logits.vocab};
+                          .probs = p.draft_probs + int64_t{row} * p.logits.vocab};
   draw_children<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, ptx::shared<ChildrenShared>());
+  if (ptx::cluster_rank() != 0) return;
   for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {  // each thread's own scores
     if (!is_present(draw.scores[k])) continue;
     draw.scores[k] = child_score(parent, draw.scores[k], 0.0, 0.0);
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(kDrawThreads, 1) expand_drawn_kernel(const __g
 }
 
 struct GrowShared {
-  BestShared list;
+  BlockShared block;
+  uint64_t best[kMaxTreeNodes];
   uint64_t children[kTreeThreads];
 };
 
@@ -102,20 +104,26 @@ __global__ void __launch_bounds__(kTreeThreads, 1) grow_kernel(const __grid_cons
   const int64_t b = blockIdx.x;
   const int32_t first = static_cast<int32_t>(p.num_candidates), count = p.num_expanded * p.num_children;
   const int32_t thread = static_cast<int32_t>(threadIdx.x);
-  const ScoreItems children{p.out_scores + first_child_of(p, b, 0), count, true};
-  const bool ranks = p.law == GrowthLaw::kTopK && p.num_frontier > 0, few = count <= kTreeThreads;
-  const uint32_t key = ranks && few && thread < count ? children.key(thread) : 0;
+  const float* const scores = p.out_scores + first_child_of(p, b, 0);
+  const bool ranks = p.law == GrowthLaw::kTopK && p.num_frontier > 0;
+  const auto rank_of = [&](int32_t i) { return ranked(is_present(scores[i]) ? scores[i] : -kInfinity, i); };
+  shared.children[thread] = ranks && thread < count ? rank_of(thread) : 0;
   for (int64_t c = thread; c < p.num_candidates; c += kTreeThreads) copy_candidate(p, b, c);
   for (int32_t i = thread; i < count; i += kTreeThreads) link_child(p, b, i);
-  shared.children[thread] = ranked_key(key, thread);
   __syncthreads();
-  if (ranks && few) sort_few(shared.children, count, p.num_frontier, shared.list.best);
-  if (ranks && !few) list_best(shared.list, children, children.kDigits, p.num_frontier);
+  if (ranks && count <= kTreeThreads) {
+    sort_few(shared.children, count, p.num_frontier, shared.best);
+  } else if (ranks) {
+    list_by_rounds(p.num_frontier, shared.block, shared.best, [&](uint64_t end, uint64_t best) {
+      for (int32_t i = thread; i < count; i += kTreeThreads) best = max_of(best, rank_of(i) < end ? rank_of(i) : 0);
+      return best;
+    });
+  }
   enter_frontiers(p, b);
   __syncthreads();
   for (int32_t g = thread; g < p.num_frontier; g += kTreeThreads) {
     p.out_frontier[b * p.num_frontier + g] =
-        p.law == GrowthLaw::kTopK ? first + static_cast<int32_t>(ranked_id(shared.list.best[g])) : drawn_frontier(p, g);
+        p.law == GrowthLaw::kTopK ? first + static_cast<int32_t>(ranked_id(shared.best[g])) : drawn_frontier(p, g);
     mask_frontier(p, b, g);
   }
 }
@@ -131,6 +139,24 @@ __global__ void __launch_bounds__(kTreeThreads, 1) count_kernel(const __grid_con
     p.cu_nodes[b + 1] = static_cast<int32_t>(min_of<int64_t>(static_cast<int64_t>(count), p.num_nodes));
 }
 
+// The scores of candidates.
+struct ScoreItems {
+  const float* scores;
+  int64_t count;
+
+  __device__ int64_t size() const { return count; }
+  __device__ uint32_t key(int64_t i) const {  // -0 ties with +0
+    return is_present(scores[i]) ? order_key<ScalarMath>(scores[i] + 0.0f) : 0;
+  }
+  template <typename F>
+  __device__ __forceinline__ void each(uint32_t /*least*/, F f) const {
+    for (int64_t i = threadIdx.x; i < count; i += blockDim.x) {
+      const uint32_t of_item = key(i);
+      if (of_item != 0) f(of_item, i);
+    }
+  }
+};
+
 // The chosen candidates are numbered in their order, so that parents come first.
 __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_constant__ RerankTreeParams p) {
   auto& shared = ptx::shared<RadixShared>();
@@ -138,9 +164,9 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
   const int64_t b = blockIdx.x;
   const int32_t count = p.cu_nodes[b + 1] - p.cu_nodes[b];
   if (count == 0) return;
-  const ScoreItems items{p.scores + b * p.num_candidates, eligible_end(p, b), false};
+  const ScoreItems items{p.scores + b * p.num_candidates, eligible_end(p, b)};
   const Selection chosen =
-      p.by_score ? select_best(shared, items, items.kDigits, static_cast<uint64_t>(count)) : Selection{0, 0};
+      p.by_score ? select_best(shared, items, kKeyDigits, static_cast<uint64_t>(count)) : Selection{0, 0};
   int32_t* node_of = p.node_of + b * p.num_candidates;
   int32_t nodes = 0;
   for (int64_t first = 0; first < p.num_candidates; first += blockDim.x) {
@@ -164,10 +190,9 @@ void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx)
   const int64_t rows = p.batch * p.num_expanded, vocab = p.logits.vocab;
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     if (p.law == GrowthLaw::kTopK) {
-      launch_rows(expand_top_kernel<dtype>, rows, vocab, kTopThreads, sizeof(ExpandShared), ctx.stream, p);
+      launch_top(expand_top_kernel<dtype>, rows, vocab, sizeof(ExpandShared), ctx.stream, p);
     } else {
-      launch(expand_drawn_kernel<dtype>, dim3(static_cast<unsigned>(rows)), dim3(threads_of_row(vocab, kDrawThreads)),
-             sizeof(ChildrenShared), ctx.stream, p);
+      launch_top(expand_drawn_kernel<dtype>, rows, vocab, sizeof(ChildrenShared), ctx.stream, p);
     }
   });
   launch_behind(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(GrowShared), ctx.stream,

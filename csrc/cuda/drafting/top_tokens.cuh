@@ -10,20 +10,30 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kTopThreads = kRowThreads / 2;  // two CTAs share an SM
-constexpr int kMostGroups = 512, kMostCandidates = 512;
+constexpr int kTopThreads = 256, kTopCtas = 3;  // so many CTAs share an SM
+constexpr int kMostGroups = 1024, kMostCandidates = 512;
 
 struct TopShared {
-  BestShared list;               // of the first CTA: the result in list.best
-  uint32_t own[kMostGroups];     // the keys of the largest logits of this CTA's warps, or of parts of them
-  uint32_t groups[kMostGroups];  // of the groups of all CTAs
-  uint32_t has_nan[kMaxCluster];
+  BlockShared block;
+  uint64_t best[kMaxTreeNodes];          // of the first CTA: the result
+  uint32_t groups[kMostGroups];          // the keys of the largest logits of neighbouring threads, of all CTAs
   uint64_t candidates[kMostCandidates];  // of the first CTA
   int32_t num_candidates;
-  int32_t too_many;
+  uint32_t has_nan, too_many;  // flags
   uint32_t threshold;
   uint32_t peak;
 };
+
+// Launches one cluster for each row. Of many rows several clusters follow each other on an SM: the larger they are, the
+// fewer SMs are idle at the end, and the more rows are still in L2 when they are read again.
+template <typename Params>
+void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t shared_bytes, void* stream,
+                const Params& params) {
+  const unsigned ctas = ctas_of_row(kernel, ceil_div<int64_t>(num_rows, 8), vocab);
+  launch_clusters(kernel, dim3(static_cast<unsigned>(num_rows) * ctas),
+                  dim3(threads_of_row(ceil_div<int64_t>(vocab, ctas), kTopThreads)), ctas, shared_bytes, stream,
+                  params);
+}
 
 // How many of `size` values come before value `i`: larger ones, and equal ones with a lower index.
 template <typename T>
@@ -44,102 +54,143 @@ __device__ __forceinline__ void sort_few(const uint64_t* values, int32_t size, i
   }
 }
 
-// Writes the largest keys of the cluster's groups to shared.groups of every CTA, each from neighbouring threads;
-// returns how many groups there are: twice as many as tokens are wanted, if that is possible. has_nan: of any thread;
-// the result is there for all.
-__device__ __forceinline__ int32_t tell_groups(uint32_t key, int32_t count, TopShared& shared, bool& has_nan) {
-  const int32_t ctas = static_cast<int32_t>(ptx::cluster_size()), threads = static_cast<int32_t>(blockDim.x);
-  const int32_t rank = static_cast<int32_t>(ptx::cluster_rank()), thread = static_cast<int32_t>(threadIdx.x);
-  const int32_t wanted = min_of(ceil_div(2 * max_of(count, 1), ctas), kMostGroups / ctas);
-  int32_t lanes = 32;
-  while (lanes > 1 && threads / lanes < wanted) lanes /= 2;
-  for (int apart = lanes / 2; apart > 0; apart /= 2) key = max_of(key, __shfl_xor_sync(~0u, key, apart));
-  const int32_t parts = min_of(threads / lanes, kMostGroups), groups = min_of(parts, wanted);
-  if (thread % lanes == 0 && thread / lanes < parts) shared.own[thread / lanes] = key;
-  const uint32_t nan_here = __syncthreads_or(has_nan) != 0;
-  for (int32_t i = thread; i < groups * ctas; i += threads) {
-    const int32_t group = i / ctas;
-    uint32_t most = 0;
-    for (int32_t part = group * parts / groups; part < (group + 1) * parts / groups; ++part) {
-      most = max_of(most, shared.own[part]);
-    }
-    *ptx::of_cta(&shared.groups[rank * groups + group], static_cast<uint32_t>(i % ctas)) = most;
-  }
-  if (thread < ctas) *ptx::of_cta(&shared.has_nan[rank], static_cast<uint32_t>(thread)) = nan_here;
-  ptx::cluster_sync();
-  has_nan = false;
-  for (int32_t cta = 0; cta < ctas; ++cta) has_nan |= shared.has_nan[cta] != 0;
-  return groups * ctas;
-}
+// ---- the best of what a cluster's threads have
 
-// Finds the peak, shared.peak in every CTA, and what may be among the `count` best tokens. From now on the reader knows
-// whether the row is clean. shared.too_many: others may be among them, too; list_top() sees to that.
-template <DType kDType>
-__device__ __forceinline__ void find_candidates(LogitReader<kDType>& row, int32_t count, TopShared& shared) {
+__device__ __forceinline__ void begin_candidates(TopShared& shared) {
   if (threadIdx.x == 0) {
     shared.num_candidates = 0;
-    shared.too_many = 0;
+    shared.has_nan = shared.too_many = 0;
+    shared.threshold = order_key<ScalarMath>(-kInfinity) + 1;
   }
   ptx::cluster_sync();
-  const int ctas = static_cast<int>(ptx::cluster_size()), threads = ctas * static_cast<int>(blockDim.x);
-  const int thread = static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x), lane = threadIdx.x % 32;
-  const auto best = row.best_of_words();
-  const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
-  bool has_nan = best.nan;
-  const int32_t groups = tell_groups(key, count, shared, has_nan);
-  for (int i = threadIdx.x; i < groups; i += blockDim.x) {
-    const int32_t rank = rank_among(shared.groups, groups, i);
-    if (rank == 0) shared.peak = shared.groups[i];
-    if (rank == count - 1) shared.threshold = shared.groups[i];
-  }
-  __syncthreads();
-  row.learn({.logit = logit_of_key<ScalarMath>(shared.peak), .token = 0, .has_nan = has_nan});
-  if (count < 1 || count > groups || shared.threshold <= order_key<ScalarMath>(-kInfinity)) {
-    if (threadIdx.x == 0) shared.too_many = 1;
-    return;
-  }
-  const uint32_t threshold = shared.threshold;
-  TopShared* const first = ptx::of_cta(&shared, 0);
-  for (uint32_t hits = __ballot_sync(~0u, key >= threshold); hits != 0; hits &= hits - 1) {
-    const int from = thread - lane + __ffs(static_cast<int>(hits)) - 1;
-    for (int at = from + lane * threads; at < row.num_words(); at += 32 * threads) {  // the words of that thread
-      uint4 word = row.clean_word_at(at);
-      if (order_key<ScalarMath>(row.largest_of_word(word) + 0.0f) < threshold) continue;
-#pragma unroll 1
-      for (int j = 0; j < row.of_word(); ++j, word = row.without_first(word)) {
-        const uint32_t of_token = order_key<ScalarMath>(row.first_of(word) + 0.0f);
-        if (of_token < threshold) continue;
-        const int32_t place = atomicAdd(&first->num_candidates, 1);
-        if (place < kMostCandidates) {
-          first->candidates[place] = ranked_key(of_token, int64_t{at} * row.of_word() + j);
-        } else {
-          for (int rank = 0; rank < ctas; ++rank) atomicExch(&ptx::of_cta(&shared, rank)->too_many, 1);
-        }
-      }
-    }
-  }
 }
 
-// After find_candidates(): the `count` best tokens in shared.list.best of the first CTA, best first. Returns how many
-// are above -inf; 0 in other CTAs.
-template <DType kDType>
-__device__ __forceinline__ int32_t list_top(const LogitReader<kDType>& row, int32_t count, TopShared& shared) {
+__device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
+#pragma unroll 1
+  for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) atomicExch(ptx::of_cta(&flag, rank), 1u);
+}
+
+// Given the largest key of each thread, finds shared.peak, the largest of all, and shared.threshold, above -inf, which
+// `count` items reach, if there are so many: the `count`-th largest of groups of threads. These are twice as many as
+// items are wanted, if that is possible.
+__device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t count, TopShared& shared) {
+  const int32_t ctas = static_cast<int32_t>(ptx::cluster_size()), threads = static_cast<int32_t>(blockDim.x);
+  const int32_t rank = static_cast<int32_t>(ptx::cluster_rank()), thread = static_cast<int32_t>(threadIdx.x);
+  int32_t bits = 5;  // a group has 2^bits threads
+  while (bits > 0 && (ctas * threads >> bits) < min_of(2 * count, kMostGroups / 2)) --bits;
+#pragma unroll 1
+  for (int apart = 1 << bits >> 1; apart > 0; apart /= 2) key = max_of(key, __shfl_xor_sync(~0u, key, apart));
+  uint32_t* const group = &shared.groups[(rank * threads + thread) >> bits];
+#pragma unroll 1
+  for (int32_t cta = thread & ((1 << bits) - 1); cta < ctas; cta += 1 << bits) {
+    *ptx::of_cta(group, static_cast<uint32_t>(cta)) = key;
+  }
+  ptx::cluster_sync();
+  for (int32_t i = thread; i < ctas * threads >> bits; i += threads) {
+    const int32_t rank_of_group = rank_among(shared.groups, ctas * threads >> bits, i);
+    if (rank_of_group == 0) shared.peak = shared.groups[i];
+    if (rank_of_group == count - 1) shared.threshold = max_of(shared.groups[i], shared.threshold);
+  }
+  __syncthreads();
+}
+
+// Takes an item with this ranked(): returns the larger one of it and `best`, or adds it to the candidates, if wanted.
+__device__ __forceinline__ uint64_t take_item(uint64_t rank, uint64_t best, TopShared* candidates) {
+  if (candidates != nullptr) {
+    TopShared* const first = ptx::of_cta(candidates, 0);
+    const int32_t place = atomicAdd(&first->num_candidates, 1);
+    if (place < kMostCandidates) {
+      first->candidates[place] = rank;
+    } else {
+      raise_flag(candidates->too_many);
+    }
+  }
+  return max_of(best, rank);
+}
+
+// Writes the `count` best items to `best`, one in each round: best_of(end, 0) is the best of a thread's items below
+// `end`, by ranked(). Returns how many there are. Not inlined, as few calls need it.
+template <typename BestOf>
+__device__ __attribute__((noinline)) int32_t list_by_rounds(int32_t count, BlockShared& shared, uint64_t* best,
+                                                            const BestOf& best_of) {
+  uint64_t last = ~uint64_t{0};
+  int32_t size = 0;
+#pragma unroll 1
+  for (; size < count && (last = cluster_max(shared, best_of(last, uint64_t{0}))) != 0; ++size) {
+    if (threadIdx.x == 0) best[size] = last;
+  }
+  __syncthreads();
+  return size;
+}
+
+// After find_candidate_threshold(), given the key of an upper bound of this thread's items: the `count` best of all in
+// shared.best of the first CTA, best first. Returns how many there are above -inf, in that CTA. A thread's items
+// are in its words of items.row; items.best_of(word, least, end, candidates) is the best from `least` to below `end`,
+// by ranked(), 0 if there is none, and takes each of them.
+template <typename Items>
+__device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound, int32_t count, TopShared& shared) {
+  const uint32_t threshold = shared.threshold;
+  const int lane = static_cast<int>(threadIdx.x % 32), stride = items.row.own_stride();
+  for (uint32_t hits = __ballot_sync(~0u, bound >= threshold); hits != 0; hits &= hits - 1) {
+    int word = items.row.own_begin() + __ffs(static_cast<int>(hits)) - 1 + lane * stride;
+#pragma unroll 1
+    for (; word < items.row.num_words(); word += 32 * stride) {  // those of the thread that has the hit
+      items.best_of(word, uint64_t{threshold} << 32, ~uint64_t{0}, &shared);
+    }
+  }
   ptx::cluster_sync();
   if (shared.too_many) {
-    const LogitItems<LogitReader<kDType>> items{row, {0.0f, 1.0f}, -kInfinity};
-    return list_best(shared.list, items, items.digits(), count);
+    return list_by_rounds(count, shared.block, shared.best, [&](uint64_t end, uint64_t best) {
+      const uint64_t least = uint64_t{order_key<ScalarMath>(-kInfinity) + 1} << 32;
+#pragma unroll 1
+      for (int word = items.row.own_begin() + lane; word < items.row.num_words(); word += stride) {
+        best = max_of(best, items.best_of(word, max_of(best, least), end, nullptr));
+      }
+      return best;
+    });
   }
-  if (ptx::cluster_rank() != 0) return 0;
-  sort_few(shared.candidates, shared.num_candidates, count, shared.list.best);
+  if (ptx::cluster_rank() == 0) sort_few(shared.candidates, shared.num_candidates, count, shared.best);
   __syncthreads();
-  return count;
+  return min_of(count, shared.num_candidates);
+}
+
+// ---- the best tokens of a row
+
+template <DType kDType>
+struct RowItems {
+  const LogitReader<kDType>& row;
+
+  __device__ __forceinline__ uint64_t best_of(int index, uint64_t least, uint64_t end, TopShared* candidates) const {
+    uint64_t best = 0;
+    uint4 word = row.clean_word_at(index);
+    if (ranked(row.largest_of_word(word), 0) < least) return 0;
+#pragma unroll 1
+    for (int i = 0; i < row.of_word(); ++i, word = row.without_first(word)) {
+      const uint64_t rank = ranked(row.first_of(word), int64_t{index} * row.of_word() + i);
+      if (rank >= least && rank < end) best = take_item(rank, best, candidates);
+    }
+    return best;
+  }
+};
+
+// Finds the peak, shared.peak in every CTA, and what list_best() needs; returns the largest key of this thread. From
+// now on the reader knows whether the row is clean.
+template <DType kDType>
+__device__ __forceinline__ uint32_t find_peak(LogitReader<kDType>& row, int32_t count, TopShared& shared) {
+  begin_candidates(shared);
+  const auto best = row.best_of_words();
+  const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
+  if (best.nan) raise_flag(shared.has_nan);
+  find_candidate_threshold(key, count, shared);
+  row.learn({.logit = logit_of_key<ScalarMath>(shared.peak), .token = 0, .has_nan = shared.has_nan != 0});
+  return key;
 }
 
 // ---- the normaliser
 
 constexpr int kSumBlock = 1024, kSumPartials = 16;
 constexpr int kSumBlocks = 128;  // whose partial sums are kept at a time
-constexpr int kSumRadix = 32;    // sums of blocks are read so many at a time; those past the row are 0
+constexpr int kSumRadix = 8;     // sums of blocks are read so many at a time; those past the row are 0
 
 struct SumShared {
   float partials[kSumBlocks][kSumPartials + 1];  // one more per row avoids bank conflicts
@@ -151,41 +202,38 @@ struct SumShared {
 // before them are weighed.
 template <DType kDType>
 __device__ __forceinline__ float partial_sum(const LogitReader<kDType>& row, float peak, int begin) {
-  constexpr int kAhead = 16, kTurn = kAhead * kSumPartials;
-  const int end = min_of(begin + kSumBlock, static_cast<int>(row.vocab())), lane = threadIdx.x % kSumPartials;
+  constexpr int kAhead = 16, kStep = 8;
+  const int end = min_of(begin + kSumBlock, static_cast<int>(row.vocab()));
+  int token = begin + static_cast<int>(threadIdx.x % kSumPartials);
   float partial = 0.0f;
   if (!row.stands()) {
 #pragma unroll 1
-    for (int token = begin + lane; token < end; token += kSumPartials) {
-      partial += exp_exact<ScalarMath>(row.logit(token) - peak);
-    }
+    for (; token < end; token += kSumPartials) partial += exp_exact<ScalarMath>(row.logit(token) - peak);
     return partial;
   }
-  const int whole_end = begin + (end - begin) / kTurn * kTurn;
-  float next[kAhead];
-  if (begin < whole_end) {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) next[i] = row.raw(begin + i * kSumPartials + lane);
-  }
-#pragma unroll 1
-  for (int first = begin; first < whole_end; first += kTurn) {
-    const int following = (first + kTurn < whole_end ? first + kTurn : first) + lane;
-    float logits[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) logits[i] = next[i];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) next[i] = row.raw(following + i * kSumPartials);
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) partial += exp_exact<ScalarMath>(logits[i] - peak);
-  }
-  if (whole_end < end) {  // a last turn, in which some lanes have fewer logits
-    float logits[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) logits[i] = row.raw(min_of(whole_end + i * kSumPartials + lane, end - 1));
+  float ahead[kAhead];
+  const auto load = [&](int first) {
+    const bool whole = first + (kAhead - 1) * kSumPartials < end;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const float mass = exp_exact<ScalarMath>(logits[i] - peak);
-      if (whole_end + i * kSumPartials + lane < end) partial += mass;
+      if (whole || first + i * kSumPartials < end) ahead[i] = row.raw(first + i * kSumPartials);
+    }
+  };
+  load(token);
+#pragma unroll 1
+  while (token < end) {
+    float logits[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) logits[i] = ahead[i];
+    load(token + kAhead * kSumPartials);
+#pragma unroll 1
+    for (int step = 0; step < kAhead; step += kStep, token += kStep * kSumPartials) {
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) {
+        const float mass = exp_exact<ScalarMath>(logits[i] - peak);
+        if (token + i * kSumPartials < end) partial += mass;
+        logits[i] = logits[i + kStep];
+      }
     }
   }
   return partial;

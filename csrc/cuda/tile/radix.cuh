@@ -176,14 +176,6 @@ __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, c
   return cut;
 }
 
-// One past the index of the `count`-th of the items with this key.
-template <typename Items>
-__device__ __forceinline__ int64_t end_of_ties(RadixShared& shared, const Items& items, uint32_t key, uint64_t count) {
-  const auto no_weight = [](uint32_t) { return 0u; };
-  const auto target = [&](const Totals&) { return count; };
-  return int64_t{~find_cut(shared, nullptr, items, no_weight, kKeyDigits, key, false, target).key} + 1;
-}
-
 // The `count` best of a set, by key, then by index.
 struct Selection {
   uint32_t least;   // key
@@ -209,35 +201,9 @@ __device__ __forceinline__ Selection select_best(RadixShared& shared, const Item
   }
 }
 
-struct BestShared {
-  RadixShared radix;
-  uint64_t best[kMaxTreeNodes];
-  int32_t size;
-};
-
 // A key and the complement of its index: the larger one is the better.
 __device__ __forceinline__ uint64_t ranked_key(uint32_t key, int64_t index) {
   return uint64_t{key} << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(index));
-}
-
-// Writes the `count` best items to shared.best of the cluster's first CTA, best first, by their ranked keys. Returns
-// how many; 0 in other CTAs.
-template <typename Items>
-__device__ __forceinline__ int32_t list_best(BestShared& shared, const Items& items, int digits, int32_t count) {
-  const Selection selection = select_best(shared.radix, items, digits, static_cast<uint64_t>(count));
-  if (threadIdx.x == 0) shared.size = 0;
-  ptx::cluster_sync();
-  BestShared* const first = ptx::of_cta(&shared, 0);
-  items.each(selection.least, [&](uint32_t key, int64_t index) {
-    if (selection.has(key, index)) first->best[atomicAdd(&first->size, 1)] = ranked_key(key, index);
-  });
-  ptx::cluster_sync();
-  if (ptx::cluster_rank() != 0) return 0;
-  const int32_t size = shared.size;
-  int32_t capacity = 1;
-  while (capacity < size) capacity *= 2;
-  block_sort(shared.best, size, capacity);
-  return size;
 }
 
 }  // namespace pagedtree::cuda
