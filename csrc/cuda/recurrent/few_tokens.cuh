@@ -11,7 +11,8 @@ constexpr int kFewTokens = 64, kFewChannels = kPassChannels;  // at most
 constexpr int kTile = 8, kTurn = 2 * kTile;                   // tokens of a product's rows, and of a turn
 constexpr int kFewWarps = 4, kFewColumns = 16;  // of a warp; a lane has 4 neighbours of them, for a token of each tile
 constexpr int kFewSteps = kFewChannels / kStep;
-constexpr int kRowStride = kFewChannels + 16;  // of keys, queries and decays; lanes read without bank conflicts
+// Of keys, queries and decays, and of weights; lanes read 8 rows without bank conflicts.
+constexpr int kRowStride = kFewChannels + 16, kWeightStride = kFewTokens + 4;
 
 struct FewShared : LinkedTokens<kFewTokens> {
   uint32_t masks[kFewTokens][kFewTokens / 32];
@@ -21,16 +22,14 @@ struct FewShared : LinkedTokens<kFewTokens> {
 // The rest of shared memory, whose sizes depend on the call.
 struct FewSizes {
   int32_t rows{};                            // tokens that there is room for: whole turns
-  int32_t weight_stride{};                   // lanes read weights of 8 tokens without bank conflicts
   int32_t data{}, weights{}, u{}, decays{};  // where they begin
   int32_t bytes{};
 
   __host__ __device__ constexpr FewSizes(int32_t capacity, bool channel_decay) {
     rows = (capacity + kTurn - 1) / kTurn * kTurn;
-    weight_stride = rows + 4;
     data = static_cast<int32_t>(sizeof(FewShared));
     weights = data + 2 * rows * kRowStride * 2;
-    u = weights + 2 * kTurn * weight_stride * 4;
+    u = weights + 2 * kTurn * kWeightStride * 4;
     decays = u + kFewWarps * rows * kFewColumns * 4;
     bytes = decays + (channel_decay ? rows * kRowStride * 4 : 0);
   }
@@ -44,11 +43,11 @@ struct FewTokens {
   static constexpr int32_t group = kTurn;
   const DeltaRuleParams& p;
   FewShared& shared;
-  int32_t count, rows, weight_stride;
+  int32_t count, rows;
   int32_t head, key_head;
   int32_t first_column;  // of the CTA
   uint16_t* data;        // [key or query, rows, kRowStride]; zeros behind the last token and channel
-  float* weights;        // [key or query, kTurn, weight_stride]: of the tokens above a token of the turn
+  float* weights;        // [key or query, kTurn, kWeightStride]: of the tokens above a token of the turn
   float* u;              // [kFewWarps, rows, kFewColumns]
   float* decays;         // [rows, kRowStride]: products of decays of channels
 
@@ -58,7 +57,6 @@ struct FewTokens {
     const FewSizes sizes(capacity, p.channel_decay);
     char* const begin = reinterpret_cast<char*>(&shared);
     rows = sizes.rows;
-    weight_stride = sizes.weight_stride;
     key_head = head / p.group_size;
     data = reinterpret_cast<uint16_t*>(begin + sizes.data);
     weights = reinterpret_cast<float*>(begin + sizes.weights);
@@ -67,15 +65,15 @@ struct FewTokens {
   }
   // The lane's first one.
   __device__ int32_t column() const {
-    const int32_t thread = static_cast<int32_t>(ptx::thread_index());
-    return first_column + thread / 32 * kFewColumns + thread % 4 * 4;
+    const uint32_t thread = ptx::thread_index();
+    return first_column + static_cast<int32_t>(thread / 32 * kFewColumns + thread % 4 * 4);
   }
   __device__ uint16_t* row_of(int which, int32_t i) const { return data + (which * rows + i) * kRowStride; }
   __device__ uint2 four(int which, int32_t i, int32_t channel) const {
     return *reinterpret_cast<const uint2*>(row_of(which, i) + channel);
   }
   __device__ float* u_of(int32_t warp, int32_t i) const { return u + (warp * rows + i) * kFewColumns; }
-  __device__ float* weights_of(int which, int32_t row) const { return weights + (which * kTurn + row) * weight_stride; }
+  __device__ float* weights_of(int which, int32_t row) const { return weights + (which * kTurn + row) * kWeightStride; }
   __device__ float query_norm(int32_t begin, int32_t row) const { return shared.query_norms[begin + row]; }
   __device__ PathDecays path_decays(int32_t i) const { return {decays + i * kRowStride, p.key_dim}; }
 };
@@ -300,14 +298,48 @@ __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumn
   }
 }
 
+template <int kCount>
+struct alignas(4 * kCount) Weights {
+  float x[kCount];
+};
+
+// Adds u of tokens m .. m + kCount - 1 to the sums of the turn's tokens in whose `paths` they are.
+template <bool kAdvances, int kCount>
+__device__ __forceinline__ void add_weighed(const FewTokens& t, const float* u, const float* weights_of_quad, int32_t m,
+                                            const uint64_t (&paths)[2], bool is_long, FewSums& sums) {
+  Weights<kCount> weights[2][2];  // [tile, key or query]
+#pragma unroll
+  for (int at = 0; at < 4; ++at) {
+    const int row = at % 2 * kTurn + at / 2 * kTile;
+    weights[at / 2][at % 2] = *reinterpret_cast<const Weights<kCount>*>(weights_of_quad + row * kWeightStride + m);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const float4 word = *reinterpret_cast<const float4*>(u + (m + j) * kFewColumns);
+    const float of_m[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      if (tile == 1 && !is_long) break;
+      if ((paths[tile] >> (m + j) & 1) == 0) continue;
+      const float key = weights[tile][0].x[j], query = weights[tile][1].x[j];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (t.p.beta != nullptr) sums.left[tile].x[e] = __fmaf_rn(-key, of_m[e], sums.left[tile].x[e]);
+        if (!kAdvances) sums.out[tile].x[e] = __fmaf_rn(query, of_m[e], sums.out[tile].x[e]);
+      }
+    }
+  }
+}
+
 // The triangular system of a turn, by each warp for its columns alone: what tokens get from earlier ones, then from
 // each other. A token's sums go along its path from the root down.
 template <bool kAdvances>
 __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, FewSums& sums) {
-  const int32_t thread = static_cast<int32_t>(ptx::thread_index());
-  const int32_t warp = thread / 32, lane = thread % 32, quad = lane / 4, pair = lane % 4;
+  const uint32_t thread = ptx::thread_index();
+  const int32_t warp = static_cast<int32_t>(thread / 32), quad = static_cast<int32_t>(thread % 32 / 4);
   const bool is_long = t.count - begin > kTile;
-  const int32_t end = min_of(t.count, begin + kTurn);
+  float* const u = t.u_of(warp, 0) + thread % 4 * 4;
+  const float* const weights = t.weights_of(0, quad);
   uint64_t paths[2];
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
@@ -316,32 +348,18 @@ __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, Fe
     paths[tile] = i < t.count ? uint64_t{mask[1]} << 32 | mask[0] : 0;
   }
 #pragma unroll 1
-  for (int32_t m = 0; m < end; ++m) {
-    float weights[2][2];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) weights[j / 2][j % 2] = t.weights_of(j % 2, j / 2 * kTile + quad)[m];
-    float4* const of_m = reinterpret_cast<float4*>(t.u_of(warp, m)) + pair;
-    if (m >= begin) {
-      const bool is_second = m - begin >= kTile;
+  for (int32_t m = 0; m < begin; m += 4) add_weighed<kAdvances, 4>(t, u, weights, m, paths, is_long, sums);
+#pragma unroll 1
+  for (int32_t m = begin; m < min_of(t.count, begin + kTurn); ++m) {
+    if (quad == m % kTile) {
       const float beta = t.shared.betas[m];
       float own[4];
 #pragma unroll
-      for (int e = 0; e < 4; ++e) own[e] = (is_second ? sums.left[1].x[e] : sums.left[0].x[e]) * beta;
-      if (quad == m % kTile) *of_m = make_float4(own[0], own[1], own[2], own[3]);
-      __syncwarp();
+      for (int e = 0; e < 4; ++e) own[e] = (m - begin >= kTile ? sums.left[1].x[e] : sums.left[0].x[e]) * beta;
+      *reinterpret_cast<float4*>(u + m * kFewColumns) = make_float4(own[0], own[1], own[2], own[3]);
     }
-    const float4 word = *of_m;
-    const float u[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-    for (int tile = 0; tile < 2; ++tile) {
-      if (tile == 1 && !is_long) break;
-      if ((paths[tile] >> m & 1) == 0) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (t.p.beta != nullptr) sums.left[tile].x[e] = __fmaf_rn(-weights[tile][0], u[e], sums.left[tile].x[e]);
-        if (!kAdvances) sums.out[tile].x[e] = __fmaf_rn(weights[tile][1], u[e], sums.out[tile].x[e]);
-      }
-    }
+    __syncwarp();
+    add_weighed<kAdvances, 1>(t, u, weights, m, paths, is_long, sums);
   }
 }
 
