@@ -18,10 +18,11 @@ def of_channel_decays(name: str, file: str, line: str, broken: str) -> Mutant:
 DELTA_RULE = [
     of_delta_rule("channels of a state twice", "few_tokens", "state.x[step][half * 2 + 1][n]",
                   "state.x[step][half * 2][n]"),
-    of_delta_rule("turns that know nothing of those before", "few_tokens", "for (int32_t m = 0; m < end; ++m) {",
-                  "for (int32_t m = begin; m < end; ++m) {"),
-    of_delta_rule("weights of 0 times what is infinite", "few_tokens", "if ((paths[tile] >> m & 1) == 0) continue;",
-                  "for (int j = 0; j < 2; ++j) weights[tile][j] *= paths[tile] >> m & 1;"),
+    of_delta_rule("turns that know nothing of those before", "few_tokens", "for (int32_t m = 0; m < begin; m += 4)",
+                  "for (int32_t m = begin; m < begin; m += 4)"),
+    of_delta_rule("weights of 0 times what is infinite", "few_tokens",
+                  "if ((paths[tile] >> (m + j) & 1) == 0) continue;",
+                  "for (int w = 0; w < 2; ++w) weights[tile][w].x[j] *= paths[tile] >> (m + j) & 1;"),
     of_delta_rule("an eps of norms that is not read", "numbers", "squares + p.l2norm_eps", "squares + 1e-6f"),
     Mutant(
         "an eps of norms that the CPU does not read", "cpu/isa/recurrent/delta_rule.cpp", "reduce_add(sum) + eps",

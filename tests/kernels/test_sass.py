@@ -205,7 +205,7 @@ BUDGETS = {
     "kept_kernel<(DType)2, (Rule)2>": (4648,),
     "delta_rule_kernel": (4272,),
     "grow_kernel": (3704,),
-    "few_tokens_kernel": (3624,),
+    "few_tokens_kernel": (3672,),
     "walk_shards_kernel": (3248,),
     "ngram_kernel": (3096,),
     "rerank_kernel": (2744,),

@@ -3,14 +3,14 @@
 // sums are those of chunks, so that bits are the same.
 #pragma once
 
+#include "cuda/recurrent/state_columns.cuh"
 #include "cuda/recurrent/walks.cuh"
 
 namespace pagedtree::cuda {
 
-constexpr int kFewTokens = 64, kFewChannels = kPassChannels;  // at most
-constexpr int kTile = 8, kTurn = 2 * kTile;                   // tokens of a product's rows, and of a turn
-constexpr int kFewWarps = 4, kFewColumns = 16;  // of a warp; a lane has 4 neighbours of them, for a token of each tile
-constexpr int kFewSteps = kFewChannels / kStep;
+constexpr int kFewTokens = 64;               // at most
+constexpr int kTile = 8, kTurn = 2 * kTile;  // tokens of a product's rows, and of a turn
+constexpr int kFewWarps = 4;
 // Of keys, queries and decays, and of weights; lanes read 8 rows without bank conflicts.
 constexpr int kRowStride = kFewChannels + 16, kWeightStride = kFewTokens + 4;
 
@@ -76,53 +76,6 @@ struct FewTokens {
   __device__ float* weights_of(int which, int32_t row) const { return weights + (which * kTurn + row) * kWeightStride; }
   __device__ float query_norm(int32_t begin, int32_t row) const { return shared.query_norms[begin + row]; }
   __device__ PathDecays path_decays(int32_t i) const { return {decays + i * kRowStride, p.key_dim}; }
-};
-
-// Four neighbours in memory, at multiples of 16 bytes: columns of a channel, or channels of a column.
-enum class StateWords { kOfColumns, kOfChannels };
-
-// A lane's elements of the warp's columns: channels 4 pair .. 4 pair + 3 of each step, columns 2 quad and 2 quad + 1.
-template <StateWords kWords>
-struct StateColumns {
-  float x[kFewSteps][4][2];
-  float* begin;      // null where there are none
-  int32_t channels;  // from the lane's first one on
-
-  __device__ __forceinline__ StateColumns(const DeltaRuleParams& p, int64_t b, int32_t head, int32_t first_column) {
-    const int32_t lane = threadIdx.x % 32, column = first_column + lane / 4 * 2, channel = lane % 4 * 4;
-    const int64_t index = state_index_of(p.tokens, b);
-    channels = p.key_dim - channel;
-    begin = index < 0 || column >= p.value_dim ? nullptr
-                                               : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
-                                                     channel * p.state_strides[2] + column * p.state_strides[3];
-  }
-  // Copies a step's words from or to memory.
-  template <bool kStores>
-  __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step) {
-    if (begin == nullptr || step * kStep >= channels) return;
-    float* const at = begin + step * kStep * p.state_strides[2];
-    float (&of)[4][2] = x[step];
-#pragma unroll
-    for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
-      if constexpr (kWords == StateWords::kOfColumns) {
-        auto* const word = reinterpret_cast<float2*>(at + j * p.state_strides[2]);
-        const float2 numbers = kStores ? make_float2(of[j][0], of[j][1]) : *word;
-        if (kStores) *word = numbers;
-        of[j][0] = numbers.x, of[j][1] = numbers.y;
-      } else {
-        auto* const word = reinterpret_cast<float4*>(at + j * p.state_strides[3]);
-        const float4 numbers = kStores ? make_float4(of[0][j], of[1][j], of[2][j], of[3][j]) : *word;
-        if (kStores) *word = numbers;
-        of[0][j] = numbers.x, of[1][j] = numbers.y, of[2][j] = numbers.z, of[3][j] = numbers.w;
-      }
-    }
-  }
-  __device__ __forceinline__ void load(const DeltaRuleParams& p) {
-#pragma unroll
-    for (int e = 0; e < kFewSteps * 8; ++e) x[e / 8][e / 2 % 4][e % 2] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < kFewSteps; ++step) copy<false>(p, step);
-  }
 };
 
 // Zeros in the CTA's columns of the outputs of rows begin .. end - 1.
@@ -232,13 +185,23 @@ __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
         add_key_product<T>(sums, own, keys);
       }
     }
+    float of_rows[2][2];  // [key or query, of the two keys], stored at the end so that decays are found once
 #pragma unroll
-    for (int j = 0; j < (kAdvances ? 2 : 4); ++j) {
-      const int32_t m = block * kTile + pair * 2 + j % 2;
-      const float norm = j < 2 ? t.shared.norms[i] : t.shared.query_norms[i];
+    for (int j = 0; j < 2; ++j) {
+      const int32_t m = block * kTile + pair * 2 + j;
       const float decay = kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], t.shared.sums[m]);
-      const float sum = kChannelDecay ? joined(sums[j], low[j]) : sums[j];
-      t.weights_of(j / 2, row)[m] = decayed(sum, norm * t.shared.norms[m], decay);
+#pragma unroll
+      for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
+        const float norm = which == 0 ? t.shared.norms[i] : t.shared.query_norms[i];
+        const int at = which * 2 + j;
+        const float sum = kChannelDecay ? joined(sums[at], low[at]) : sums[at];
+        of_rows[which][j] = decayed(sum, norm * t.shared.norms[m], decay);
+      }
+    }
+#pragma unroll
+    for (int which = 0; which < (kAdvances ? 1 : 2); ++which) {
+      float* const to = t.weights_of(which, row) + block * kTile + pair * 2;
+      *reinterpret_cast<float2*>(to) = make_float2(of_rows[which][0], of_rows[which][1]);
     }
   }
 }

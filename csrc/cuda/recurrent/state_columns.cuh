@@ -1,0 +1,58 @@
+// A warp's columns of a state, in registers.
+#pragma once
+
+#include "cuda/recurrent/numbers.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kFewChannels = kPassChannels, kFewSteps = kFewChannels / kStep;  // at most
+constexpr int kFewColumns = 16;  // of a warp; a lane has 4 neighbours of them, for a token of each tile
+
+// Four neighbours in memory, at multiples of 16 bytes: columns of a channel, or channels of a column.
+enum class StateWords { kOfColumns, kOfChannels };
+
+// A lane's elements of the warp's columns: channels 4 pair .. 4 pair + 3 of each step, columns 2 quad and 2 quad + 1.
+template <StateWords kWords>
+struct StateColumns {
+  float x[kFewSteps][4][2];
+  float* begin;      // null where there are none
+  int32_t channels;  // from the lane's first one on
+
+  __device__ __forceinline__ StateColumns(const DeltaRuleParams& p, int64_t b, int32_t head, int32_t first_column) {
+    const int32_t lane = threadIdx.x % 32, column = first_column + lane / 4 * 2, channel = lane % 4 * 4;
+    const int64_t index = state_index_of(p.tokens, b);
+    channels = p.key_dim - channel;
+    begin = index < 0 || column >= p.value_dim ? nullptr
+                                               : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
+                                                     channel * p.state_strides[2] + column * p.state_strides[3];
+  }
+  // Copies a step's words from or to memory.
+  template <bool kStores>
+  __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step) {
+    if (begin == nullptr || step * kStep >= channels) return;
+    float* const at = begin + step * kStep * p.state_strides[2];
+    float (&of)[4][2] = x[step];
+#pragma unroll
+    for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
+      if constexpr (kWords == StateWords::kOfColumns) {
+        auto* const word = reinterpret_cast<float2*>(at + j * p.state_strides[2]);
+        const float2 numbers = kStores ? make_float2(of[j][0], of[j][1]) : *word;
+        if (kStores) *word = numbers;
+        of[j][0] = numbers.x, of[j][1] = numbers.y;
+      } else {
+        auto* const word = reinterpret_cast<float4*>(at + j * p.state_strides[3]);
+        const float4 numbers = kStores ? make_float4(of[0][j], of[1][j], of[2][j], of[3][j]) : *word;
+        if (kStores) *word = numbers;
+        of[0][j] = numbers.x, of[1][j] = numbers.y, of[2][j] = numbers.z, of[3][j] = numbers.w;
+      }
+    }
+  }
+  __device__ __forceinline__ void load(const DeltaRuleParams& p) {
+#pragma unroll
+    for (int e = 0; e < kFewSteps * 8; ++e) x[e / 8][e / 2 % 4][e % 2] = 0.0f;
+#pragma unroll
+    for (int step = 0; step < kFewSteps; ++step) copy<false>(p, step);
+  }
+};
+
+}  // namespace pagedtree::cuda
