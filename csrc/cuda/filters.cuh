@@ -118,8 +118,8 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
 // Finds the distribution of the row `in` has, in shared memory. Not inlined: it is most of the code of kernels that
 // seldom need more than the peak.
 template <DType kDType>
-__device__ __attribute__((noinline)) void find_distribution(RadixShared& radix, MassColumns& masses,
-                                                            Sampling sampling, RowDistribution& in) {
+__device__ __attribute__((noinline)) void find_distribution(RadixShared& radix, MassColumns& masses, Sampling sampling,
+                                                            RowDistribution& in) {
   LogitReader<kDType> row(in.row);
   const Peak peak = find_peak(row, radix.block);
   const RowDistribution found = row_distribution(
