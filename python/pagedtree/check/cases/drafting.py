@@ -52,6 +52,8 @@ def _expansions() -> Iterator[Case]:
     yield _expansion("topk/hostile rows", hostile_rows(130, torch.float32), 5, 5)
     yield _expansion("topk/inactive sequences", hostile_rows(130, torch.bfloat16), 5, 5, active=True)
     yield _expansion("topk/no sequence", torch.zeros(0, 9, dtype=torch.float32), 3, 3)
+    rows, plain = normal(2, 1500, seed=5), SAMPLINGS["plain"]
+    yield _expansion("swor/more children than threads", rows, 100, 3, law="swor", params=plain)
     for law in ("iid", "swor", "coupled"):
         for dtype, vocab, params in [
             ("fp32", 8, "plain"), ("fp16", 129, "cool"), ("bf16", 1500, "all filters"), ("fp16", 33_001, "top-p"),
