@@ -196,12 +196,12 @@ FILTERS = [
 )
 @pytest.mark.parametrize("name", LISTED)
 def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
-    """Peaked rows, half of them with ties, are verified without the kernels over whole rows; flat ones, NaN and +inf
-    are left to these."""
+    """Peaked rows, half of them with ties, all under masks and at odd addresses, are verified without the kernels over
+    whole rows; flat ones and NaN are left to these."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"32:227:{ctas}")
     op, laws = LISTED[name]
     parents = [-1, 0, 1, 2] if name == "block" else [-1, 0, 0, 0, 1, 1, 5]
-    rows, vocab, generator = 3 * len(parents), 16392, torch.Generator().manual_seed(0)
+    rows, vocab, generator = 3 * len(parents), 16389, torch.Generator().manual_seed(0)
     likely = torch.rand(rows, vocab, generator=generator).topk(24).indices
     peaked = torch.randn(rows, vocab, generator=generator).scatter_(
         1, likely, 12 - torch.arange(24 * rows).view(rows, -1) % 24 / 5
@@ -221,6 +221,7 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     for law in laws:
         words = ({} if name == "typical" else streams(3, CPU)) | ({"draft_law": law} if law else {})
         words |= {"draft_probs": probs} if law in ("iid", "swor") else {}
+        words["grammar_mask"] = torch.rand(rows, vocab, generator=generator) < 0.9
         for params in FILTERS:
             for logits in (peaked, hostile):
                 call = (logits.to(dtype), drafts, trees, SamplingParams(**params))
