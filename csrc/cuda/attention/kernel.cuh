@@ -95,7 +95,7 @@ template <typename I>
 __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call, Walk& walk,
                                                         bool is_behind) {
   const WorkShape shape = work_of<I>(call.work);
-  if (walk.is_planned || !is_behind) walk.find(call);
+  if (walk.is_planned || !is_behind) walk.find(p, call);
   walk.advance(p, shape, is_behind);
 }
 

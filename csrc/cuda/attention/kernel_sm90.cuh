@@ -44,21 +44,22 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   Producer<I> producer(p, call, maps, shared);
   const Walk& range = shared.walk;
   OwnWalk& own = shared.walks[(ptx::thread_index() - I::kConsumers) / 32];
-  const auto go_to = [&](const WorkPosition& at, const WorkPosition& stop, const RowTile& tile) {
+  const auto go_to = [&](const WorkPosition& at, const WorkPosition& stop, const RowTile& tile, bool is_next) {
     __syncwarp();
-    if (ptx::thread_index() % 32 == 0) own = {{at, kv_end_of(tile, at, stop), tile, {}}, stop};
+    if (ptx::thread_index() % 32 == 0) own = {{at, kv_end_of(tile, at, stop), tile, {}}, stop, is_next};
     __syncwarp();
   };
-  go_to(range.at, range.stop, range.tile);
-  bool knows_stop = !range.is_planned || !range.has_more;
-  for (bool has_work = range.tile.rows > 0;;) {
-    if (has_work) {
+  go_to(range.at, range.stop, range.tile, range.tile.rows > 0);
+  while (true) {
+    if (own.is_next) {
       producer.produce(own.next);
       if (own.next.tile.rows == 0) break;
     }
+    bool has_work = own.is_next;
     WorkPosition at = own.next.at, stop = own.stop;
-    if (!knows_stop) stop = range.start_of(range.share.range + 1, call);  // beside the keys on their way
-    knows_stop = true;
+    if (range.is_planned && range.has_more && at.same_row(range.at)) {  // the record does not say it
+      stop = range.start_of(p, range.share.range + 1, call);
+    }
     RowTile found{};
     if (at.before(stop) && (!has_work || range.has_more)) {
       const SequenceWork sequence = sequence_work(work_of<I>(call.work), at.sequence, range.share.sharers);
@@ -70,7 +71,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
     } else {
       has_work = true;  // a tile without rows ends the range
     }
-    go_to(at, stop, found);
+    go_to(at, stop, found, has_work);
   }
   producer.finish();
 }
@@ -93,7 +94,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   const bool is_current = walk.is_current(call.work);
   __syncthreads();
   if (threadIdx.x == 0) {
-    if (!is_current) walk.find(call);
+    if (!is_current) walk.find(p, call);
     if (is_current) {
       walk.tile.tree_len = tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len);
     } else {

@@ -50,7 +50,7 @@ struct Walk {
   // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
   // header.
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
-    const auto* records = reinterpret_cast<const RangeRecord*>(call.pieces.plan);
+    const auto* records = reinterpret_cast<const RangeRecord*>(ranges_of_list(p.plan, call.work.list));
     const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
     is_cut[0] = is_cut[1] = false;
     is_planned = false;
@@ -105,13 +105,13 @@ struct Walk {
 
   // The start of a range by the plan: not behind a sequence's last KV tile, but maybe its last row tile, which
   // advance() passes over. It ends where the next one starts.
-  __device__ __forceinline__ WorkPosition start_of(int32_t range, const CallShape& call) const {
+  __device__ __forceinline__ WorkPosition start_of(const AttentionParams& p, int32_t range,
+                                                   const CallShape& call) const {
     const WorkShape& shape = call.work;
-    const int32_t* planned = call.pieces.plan;
+    const int32_t* planned = ranges_of_list(p.plan, shape.list);
+    const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
     WorkPosition start = range == 0 ? WorkPosition{} : planned_start(planned, range);
-    if (range >= planned_ranges(planned, call.pieces.capacity / share.sharers) || start.sequence >= shape.batch) {
-      return {static_cast<int32_t>(shape.batch), 0, 0};
-    }
+    if (range >= count || start.sequence >= shape.batch) start = {static_cast<int32_t>(shape.batch), 0, 0};
     if (start.kv_tile > 0) {
       const auto most = static_cast<int32_t>(shape.max_seq_len);
       const bool is_inside = start.kv_tile < kv_tiles_of(min_of(shape.seq_lens[start.sequence], most));
@@ -120,10 +120,11 @@ struct Walk {
     return start;
   }
   // Finds the range's bounds from the starts in the plan.
-  __device__ __forceinline__ void find(const CallShape& call) {
-    share = Share::of(planned_sharers(call.pieces.plan, call.pieces.capacity), static_cast<int32_t>(blockIdx.x));
+  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call) {
+    share = Share::of(planned_sharers(ranges_of_list(p.plan, call.work.list), call.pieces.capacity),
+                      static_cast<int32_t>(blockIdx.x));
 #pragma unroll 1
-    for (int32_t i = 0; i < 2; ++i) (i == 0 ? at : stop) = start_of(share.range + i, call);
+    for (int32_t i = 0; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
     is_planned = false;
     has_more = true;
   }

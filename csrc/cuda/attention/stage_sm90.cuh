@@ -101,6 +101,7 @@ struct GivenTile {
 struct OwnWalk {
   GivenTile next;
   WorkPosition stop;
+  bool is_next;  // `next` is to be given
 };
 
 // What follows from it for a row's RowView.
