@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import torch
-from rule_case import excess
+from statistics_case import excess
 from torch import Tensor
 
 from pagedtree import (

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from statistics_case import excess
 from torch import Tensor
 from verify_case import batch_of
 
@@ -250,50 +251,7 @@ def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, 
     return excess(counts, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
 
 
-def excess(seen: np.ndarray, distribution: np.ndarray) -> float:
-    """Chi-square less its mean, in standard deviations; infinite where something came up that cannot."""
-    if seen[distribution == 0].any():
-        return math.inf
-    expected = (distribution * seen.sum())[distribution > 0]
-    degrees = expected.size - 1
-    return float((((seen[distribution > 0] - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
-
-
 def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
     parents = torch.tensor(tree, dtype=torch.int32, device=device).repeat(count)
     offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * len(tree)
     return build_trees(parents, offsets, max_nodes=len(tree), max_depth=len(tree))
-
-
-def three_tokens(op: Callable, count: int, device: torch.device, coins_of_positions: bool = False) -> float:
-    """Generation in steps of chains with drafts of their own: how far the first three tokens are off the target."""
-    generator = torch.Generator().manual_seed(11)
-    vocab, size = 3, 3
-    target = torch.randn(vocab + 1, vocab, generator=generator).mul(1.5).log_softmax(-1)  # after each token; the prompt
-    draft = torch.randn(vocab + 1, vocab, generator=generator).softmax(-1)
-    last = torch.full((count,), vocab)
-    positions, tokens = torch.zeros(count, dtype=torch.int64), torch.full((count, 12), -1)
-    reused = torch.rand(count, 20, generator=generator)
-    trees = trees_of([-1, 0, 1], count, device)
-    while (positions < size).any():
-        drafts = [last]
-        for _ in range(2):
-            drafts.append(torch.multinomial(draft[drafts[-1]], 1, generator=generator)[:, 0])
-        nodes = torch.stack(drafts, 1)
-        fields = {"draft_probs": draft[nodes].view(-1, vocab).to(device)}
-        if coins_of_positions:
-            fields["coins"] = reused.gather(1, positions[:, None] + torch.tensor([0, 0, 1])).flatten().to(device)
-        verdict = op(
-            target[nodes].view(-1, vocab).to(device), nodes.flatten().to(device), trees, SamplingParams(),
-            draft_law="iid", seeds=torch.arange(count, device=device), positions=positions.to(device), **fields,
-        )  # fmt: skip
-        emitted, lengths = verdict.tokens.cpu()[:, :3], verdict.num_accepted.cpu() + 1
-        for j in range(3):
-            rows = (j < lengths).nonzero()[:, 0]
-            tokens[rows, positions[rows] + j] = emitted[rows, j]
-        positions = positions + lengths
-        last = tokens.gather(1, positions[:, None] - 1)[:, 0]
-    p = target.exp().double()
-    distribution = p[vocab][:, None, None] * p[:vocab, :, None] * p[None, :vocab]
-    counts = np.bincount((tokens[:, 0] * 9 + tokens[:, 1] * 3 + tokens[:, 2]).numpy(), minlength=27)
-    return excess(counts, distribution.flatten().numpy())

@@ -1,7 +1,6 @@
-"""Rules under penalties and bias: lossless by exact enumeration, and the ops weigh exactly those distributions.
+"""Rules under penalties and bias: the ops weigh exactly the distributions that plain decoding has.
 
-The logits are multiples of ln 2 and so are bias and penalties: every probability is then a fraction. A target that says
-what the tokens so far make of it is the toy; it is wrong in the ways in which trees have been got wrong.
+The logits are multiples of ln 2 and so are bias and penalties: every probability is then a fraction.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ BIAS = {1: 1, 2: -2, 0: 1}
 class PenalisedPair(ToyPair):
     """A target whose logits are whole numbers of ln 2, with penalties and bias; the drafter is that of ToyPair."""
 
-    said = SAID
-
     def weights(self, prefix: Path) -> list[int | None]:
         """The raw logits after a prefix in units of ln 2, None for none; even, so that repetition can halve them."""
         generator = np.random.default_rng([self.seed, 5, len(prefix), *(x + 1 for x in prefix)])
@@ -40,10 +37,6 @@ class PenalisedPair(ToyPair):
             found[int(generator.integers(self.vocab))] = None
         return found
 
-    def counts(self, prefix: Path) -> list[int]:
-        said = [*self.said, *prefix]
-        return [said.count(x) for x in range(self.vocab)]
-
     def exponent(self, x: int, weight: int, count: int) -> Fraction:
         logit = Fraction(weight + BIAS.get(x, 0))
         if count > 0 or x in PROMPT:
@@ -51,17 +44,12 @@ class PenalisedPair(ToyPair):
         return (logit - FREQUENCY * count - PRESENCE * (count > 0)) / Fraction(TEMPERATURE)
 
     def p(self, prefix: Path) -> Distribution:
-        counts = self.counts(prefix)
+        said = [*SAID, *prefix]
         masses = [
-            Fraction(0) if weight is None else self.power(self.exponent(x, weight, counts[x]))
+            Fraction(0) if weight is None else Fraction(2) ** self.exponent(x, weight, said.count(x))
             for x, weight in enumerate(self.weights(prefix))
         ]
         return reference.normalised(masses)
-
-    @staticmethod
-    def power(exponent: Fraction) -> Fraction:
-        assert exponent.denominator == 1
-        return Fraction(2) ** int(exponent)
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
         """Returns the raw logits that the ops are given at each node of a tree."""
@@ -71,44 +59,6 @@ class PenalisedPair(ToyPair):
 
 # In the core suite one of the smaller and one of the larger trees.
 SOME = [pytest.param(*case, marks=[] if case[2] in (CHAIN, TREE) else pytest.mark.slow) for case in LOSSLESS]
-
-
-@pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
-def test_rules_are_lossless(rule, law, tree):
-    """Total variation 0, in fractions: what is drafted at a node changes the distribution below it."""
-    for seed in range(2) if len(tree) < 4 else (0,):
-        assert PenalisedPair(3, seed).error(RULES[rule][0], tree, law) == 0
-
-
-# Trees whose nodes do not have their own distribution ----------------------------------------------------------------
-
-
-class OnTrees(PenalisedPair):
-    """`p` is what plain decoding does; `at_node` what verification takes instead."""
-
-    def at_node(self, prefix: Path) -> Distribution:
-        return self.p(prefix)
-
-    def distributions(self, parents, drafts):
-        prefixes = prefixes_of(parents, drafts)
-        return [self.at_node(x) for x in prefixes], [self.q(x) for x in prefixes]
-
-
-class PathForgotten(OnTrees):
-    """One vector of penalties for all nodes of a tree."""
-
-    def at_node(self, prefix: Path) -> Distribution:
-        pair = PenalisedPair(self.vocab, self.seed)
-        pair.counts = lambda _: super(PathForgotten, self).counts(())  # type: ignore[method-assign]
-        return pair.p(prefix)
-
-
-@pytest.mark.parametrize(
-    ("rule", "tree"), [("rejection", CHAIN), ("block", CHAIN), pytest.param("traversal", TREE, marks=pytest.mark.slow)]
-)
-def test_enumeration_sees_wrong_penalties(rule, tree):
-    assert OnTrees(3, 0).error(RULES[rule][0], tree, "iid") == 0
-    assert max(PathForgotten(3, seed).error(RULES[rule][0], tree, "iid") for seed in range(2)) > Fraction(1, 1000)
 
 
 # The ops --------------------------------------------------------------------------------------------------------------

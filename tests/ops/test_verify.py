@@ -1,49 +1,13 @@
-"""verify_sampled: the tokens are those of decoding without drafts, whatever is drafted."""
+"""verify_sampled and verify_greedy: which kernels read the rows."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
 from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, reference, sample, verify_greedy, verify_sampled
+from pagedtree import DraftTree, SamplingParams, TreeBatch, verify_greedy, verify_sampled
 from pagedtree.testing import use_backend
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow), torch.bfloat16], ids=str
-)
-def test_distribution_of_the_first_tokens(device, draws, dtype):
-    """The joint distribution of the first two tokens of many seeds, with adversarial drafts: p(a) p(b | a)."""
-    count, vocab = draws(30_000), 4
-    generator = torch.Generator().manual_seed(0)
-    table = torch.randn(vocab + 1, vocab, generator=generator).to(dtype)  # the last row is the prompt's
-    params = {"temperature": 0.9, "top_p": 0.95}
-    order = table[vocab].float().argsort()  # the least likely token first
-    drafts = torch.stack([order.new_tensor(0), order[0], order[2]])
-    logits = table[torch.tensor([vocab, int(order[0]), int(order[2])])]
-    trees = TreeBatch.from_trees([DraftTree([-1, 0, 0])] * count, device=device)
-    at = {"seeds": torch.arange(count, device=device), "positions": torch.full((count,), 3, device=device)}
-    verdict = verify_sampled(
-        logits.to(device).repeat(count, 1), drafts.to(device).repeat(count), trees, SamplingParams(**params), **at
-    )
-    first = verdict.tokens[:, 0].cpu()
-    second = verdict.tokens[:, 1].cpu()
-    samples = sample(
-        table[first].to(device), SamplingParams(**params), seeds=at["seeds"], positions=at["positions"] + 1
-    ).cpu()
-    assert (second >= 0).float().mean() > 0.05
-    second = torch.where(second >= 0, second, samples)
-    distributions = np.stack([reference.distribution(reference.clean_logits(row), **params) for row in table])
-    expected = distributions[vocab][:, None] * distributions[:vocab] * count
-    counts = np.bincount((first * vocab + second).numpy(), minlength=vocab * vocab).reshape(vocab, vocab)
-    assert counts[expected == 0].sum() == 0
-    bins = expected >= 5
-    statistic = ((counts[bins] - expected[bins]) ** 2 / expected[bins]).sum()
-    assert statistic < bins.sum() + 10 * math.sqrt(2 * bins.sum())
 
 
 @pytest.mark.skipif(simt_library() is None, reason="built without simt")

@@ -20,7 +20,6 @@ from rule_case import (
     Questions,
     ToyPair,
     compare_with_target,
-    three_tokens,
 )
 from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 from verify_case import batch_of, streams
@@ -249,16 +248,3 @@ def test_a_wrong_draft_law_is_seen():
         return verify_rejection(*arguments, draft_law="iid", **given)
 
     assert compare_with_target(told_iid, ToyPair(4, 3), PAIR, "swor", 60_000, CPU) > 6
-
-
-@slow_on_simt
-def test_distribution_across_steps(device, draws):
-    """No step's random numbers depend on what the step before has done with its own."""
-    for op in (verify_rejection, verify_block, verify_traversal):
-        assert three_tokens(op, draws(60_000), device) < 6
-
-
-def test_coins_of_positions_would_bias_joint_rules():
-    """The next step meets the coin of its position again, which matters if it was spent on a draft further on."""
-    assert three_tokens(verify_rejection, 50_000, CPU, coins_of_positions=True) < 6
-    assert three_tokens(verify_block, 50_000, CPU, coins_of_positions=True) > 6
