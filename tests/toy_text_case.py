@@ -86,11 +86,6 @@ CORE += [
 
 def toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, evictions=0, **pages) -> float:
     """Tells how far a sample of texts is off their distribution: chi-square less its mean, in standard deviations."""
-    return excess(texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions, **pages), toy_distribution)
-
-
-def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) -> np.ndarray:
-    """Counts how often each of the VOCAB ** COUNT texts came up."""
     counts, evicted = np.zeros(VOCAB**COUNT), 0
     drafter = DRAFTERS[drafter](toy, toy_draft) if isinstance(drafter, str) else drafter
     for first in range(0, outcomes, 500):
@@ -100,4 +95,4 @@ def texts_seen(toy, toy_draft, rule, drafter, outcomes, evictions=0, **pages) ->
         counts += np.bincount((texts * VOCAB ** torch.arange(COUNT - 1, -1, -1)).sum(1), minlength=counts.size)
         evicted += stats.evictions
     assert evicted >= evictions
-    return counts
+    return excess(counts, toy_distribution)

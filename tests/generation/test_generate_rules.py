@@ -14,21 +14,9 @@ pytest.importorskip("transformers")
 
 from generate_case import LENGTHS, SAMPLING, generated, prompts_of, tiny
 from statistics_case import LIMIT
-from toy_text_case import (
-    CASES,
-    CORE,
-    COUNT,
-    DRAFTERS,
-    PROMPT,
-    TOY,
-    VOCAB,
-    distribution_of_texts,
-    excess,
-    texts_seen,
-    toy_excess,
-)
+from toy_text_case import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch
+from pagedtree import DraftTree, TreeBatch
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.tree_tuner import Plan, TreeTuner
 from pagedtree.integrations.transformers import ModelDrafter, generate
@@ -83,9 +71,6 @@ def test_a_budget_leaves_the_distribution_alone(budget, toy, toy_draft, toy_dist
     assert toy_excess(toy, toy_draft, toy_distribution, rule, drafter, outcomes, tree="auto") < LIMIT
 
 
-# Models that ignore the text: few texts show what the draws of cousins have in common --------------------------------
-
-
 def heedless(*probabilities: float):
     """A model that gives these probabilities to the next token, whatever the text."""
     model = tiny(0, **{**TOY, "vocab_size": len(probabilities)})
@@ -96,44 +81,6 @@ def heedless(*probabilities: float):
             layer.mlp.down_proj.weight.zero_()
         model.lm_head.weight.copy_(torch.tensor(probabilities).log()[:, None] / TOY["hidden_size"])
     return model
-
-
-DRAFT = (0.15, 0.25, 0.4, 0.2)
-HEEDLESS = [
-    (rule, drafter)
-    for rule in ("traversal", "rejection")
-    for drafter in ("iid chains", "swor chains", "iid tree", "swor deep tree")
-]
-
-
-def heedless_excess(rule: str, drafter: str, outcomes: int) -> float:
-    """The larger excess of two: of all tokens together, and of the first two tokens that come from a tree."""
-    target, draft = heedless(0.5, 0.3, 0.15, 0.05), heedless(*DRAFT)
-    distribution, sums = distribution_of_texts(target), texts_seen(target, draft, rule, drafter, outcomes)
-    pairs = [
-        counts.reshape((VOCAB,) * COUNT).sum(axis=(0, *range(3, COUNT))).ravel() for counts in (sums, distribution)
-    ]
-    return max(excess(sums, distribution), excess(*pairs))
-
-
-@pytest.mark.parametrize("law", ["iid", "swor"])
-def test_cousins_draw_their_own_tokens(law):
-    """One node a chain: all are drawn from one distribution, so equal tokens are as rare as in two draws from it."""
-    target, steps = heedless(0.5, 0.3, 0.15, 0.05), []
-    draft = ModelDrafter(heedless(*DRAFT), law=law, num_nodes=13, depth=3, width=4)
-    options = {"params": SamplingParams(), "rule": "traversal", "n": 300}
-    generated(target, draft, [PROMPT], COUNT + 1, on_step=steps.append, **options)
-    trees = next(step.draft_tokens for step in steps if len(step.draft_tokens) == 300 * 13).view(300, 13)
-    for cousins in trees[:, 5:].split(4, dim=1):
-        for other in (1, 2, 3):
-            equal = float((cousins[:, 0] == cousins[:, other]).float().mean())
-            assert equal == pytest.approx(sum(q * q for q in DRAFT), abs=0.11)  # four standard deviations
-
-
-@pytest.mark.stats
-@pytest.mark.parametrize(("rule", "drafter"), HEEDLESS)
-def test_drafts_of_cousins_are_independent(rule, drafter):
-    assert heedless_excess(rule, drafter, 100_000) < LIMIT
 
 
 @pytest.mark.stats
@@ -184,20 +131,6 @@ def test_other_vocabularies_are_refused_before_the_first_pass(toy, monkeypatch):
     with pytest.raises(ValueError, match=r"drafter: expected .* vocabulary, 4 tokens up to 1024 of padding, got 1029"):
         generated(toy, drafter, [PROMPT], 2)
     assert not passes
-
-
-class PermutedProbs(ModelDrafter):
-    """Gives each token the probability of the next id."""
-
-    def propose(self, tokens, lengths):
-        draft = super().propose(tokens, lengths)
-        return draft._replace(draft_probs=draft.draft_probs.roll(1, -1))
-
-
-def test_permuted_draft_probabilities_are_seen(toy, toy_draft, toy_distribution):
-    for rule in ("rejection", "traversal"):
-        wrong = PermutedProbs(toy_draft, law="iid", num_nodes=7, branching=[3, 2])
-        assert toy_excess(toy, toy_draft, toy_distribution, rule, wrong, 1000) > LIMIT
 
 
 @pytest.mark.stats
