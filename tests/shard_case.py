@@ -8,16 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch
+from pagedtree import DraftTree, TreeBatch
 from pagedtree.distributed import VocabShards
-
-# Columns of each rank, as fractions; what is left belongs to the last one.
-SPLITS = {
-    1: [[]],
-    2: [[0.5], [0.013], [0.0], [1.0]],
-    3: [[0.3, 0.4], [0.0, 0.61]],
-    4: [[0.25, 0.25, 0.25], [0.1, 0.0, 0.7], [0.34, 0.34, 0.32]],
-}
 
 
 @dataclass
@@ -29,7 +21,6 @@ class Case:
     trees: TreeBatch
     seeds: Tensor
     positions: Tensor
-    masks: dict[str, Tensor | None]
 
     @property
     def streams(self) -> dict[str, Tensor]:
@@ -68,18 +59,5 @@ def make_case(
     drafts = best[parent_rows, choice]
     drafts[torch.rand(rows, generator=generator) < 0.15] = -1
     words = torch.randint(-(2**62), 2**62, (2, len(parents)), generator=generator)
-    allowed = torch.rand(rows, vocab, generator=generator) < 0.7
-    allowed[0] = False
-    logits, drafts, seeds, positions, allowed = (t.to(device) for t in (logits, drafts, *words, allowed))
-    return Case(logits, drafts, trees, seeds, positions, {"none": None, "bool": allowed})
-
-
-def per_request(batch: int) -> SamplingParams:
-    """Parameters that differ for each request; some requests are greedy, some filters are off."""
-    pick = torch.arange(batch)
-    return SamplingParams(
-        temperature=torch.tensor([0.7, 0.0, 1.3, 1.0])[pick % 4],
-        top_k=torch.tensor([0, 5, 20, 1], dtype=torch.int32)[(pick + 1) % 4],
-        top_p=torch.tensor([0.9, 1.0, 0.4, 0.99])[(pick + 2) % 4],
-        min_p=torch.tensor([0.0, 0.05, 0.0, 0.2])[(pick + 3) % 4],
-    )
+    logits, drafts, seeds, positions = (t.to(device) for t in (logits, drafts, *words))
+    return Case(logits, drafts, trees, seeds, positions)

@@ -1,4 +1,4 @@
-"""Verification of vocabularies in parts: the same on every rank, and bit for bit what the whole op gives."""
+"""Verification of vocabularies in parts, by processes: what they exchange, where they disagree; check has the rest."""
 
 from __future__ import annotations
 
@@ -10,98 +10,17 @@ import lossless_case
 import pytest
 import torch
 from ranks import Ranks
-from shard_case import SPLITS, make_case, per_request, shards_of
+from shard_case import make_case, shards_of
 
-import pagedtree
 from pagedtree import RequestOptions, SamplingParams, distributed
-from pagedtree._ops import ops
-from pagedtree.check.cases.inputs import as_words
 from pagedtree.distributed import GroupError, Traffic, VocabShards
-from pagedtree.distributed.protocol import ROW_WORDS
-from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
-HOST_BACKENDS = [name for name in backends() if name != "cuda"]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PARAMS = {
     "plain": SamplingParams(temperature=0.8),
-    "top_k": SamplingParams(temperature=1.1, top_k=7),
-    "top_p": SamplingParams(top_p=0.8),
     "both": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01),
-    "joint": SamplingParams(temperature=0.9, top_k=12, top_p=0.7, min_p=0.01, filter_order="joint"),
-    "each": None,  # per request
 }
-
-
-def params_of(name: str, batch: int) -> SamplingParams:
-    return PARAMS[name] or per_request(batch)
-
-
-def vocab_of(backend: str) -> int:
-    return 1003 if backend == "cpu" else 203
-
-
-def part_of_mask(shards: VocabShards, allowed: torch.Tensor | None, packed: bool) -> torch.Tensor | None:
-    if allowed is None:
-        return None
-    part = shards.own(allowed)
-    return as_words(part) if packed else part
-
-
-def same(a: tuple, b: tuple) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-# ---- greedy and sampled
-
-
-def compare_sampled(group: object, backend: str, size: int, dtype: torch.dtype, name: str) -> list[str]:
-    """Lists the results that differ from the whole ops, over splits and grammar masks."""
-    wrong = []
-    with_greedy = name in ("both", "each")  # it has no parameters: once or twice for each size, backend and dtype
-    with use_backend(backend):
-        vocab = vocab_of(backend)
-        case = make_case(vocab, dtype, seed=size)
-        params = params_of(name, case.trees.batch_size)
-        row_params = params_of(name, case.logits.shape[0])
-        rows = {"seeds": torch.arange(case.logits.shape[0]), "positions": torch.arange(case.logits.shape[0]) * 3}
-        for mask, packed in (("none", False), ("bool", False), ("bool", True)):
-            allowed = case.masks[mask]
-            whole_mask = as_words(allowed) if packed else allowed
-            limit = {"tokens_left": torch.arange(case.trees.batch_size).int() % 4 - 1 if packed else None}
-            masked = {"grammar_mask": whole_mask, **limit}
-            right = pagedtree.verify_sampled(case.logits, case.drafts, case.trees, params, **case.streams, **masked)
-            greedy = pagedtree.verify_greedy(case.logits, case.drafts, case.trees, **masked)
-            for fractions in SPLITS[size]:
-                shards = shards_of(group, fractions, vocab)
-                part = {"shards": shards, "grammar_mask": part_of_mask(shards, allowed, packed), **limit}
-                logits = shards.own(case.logits)
-                got = distributed.verify_sampled(logits, case.drafts, case.trees, params, **case.streams, **part)
-                if not same(got, right):
-                    wrong.append(f"verify_sampled {fractions} mask {mask} packed {packed}: {got} {right}")
-                got = distributed.verify_greedy(logits, case.drafts, case.trees, **part) if with_greedy else greedy
-                if not same(got, greedy):
-                    wrong.append(f"verify_greedy {fractions} mask {mask} packed {packed}: {got} {greedy}")
-                if mask == "none":
-                    got = distributed.sample(logits, row_params, **rows, shards=shards)
-                    if not torch.equal(got, pagedtree.sample(case.logits, row_params, **rows)):
-                        wrong.append(f"sample {fractions}: {got}")
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("size", "backend", "dtype", "name"),
-    [  # all parameters, dtypes and splits on two backends: the rows of check, with threads as ranks
-        (3, "cpu", torch.bfloat16, "both"),
-        (3, "cpu", torch.float32, "joint"),
-        (4, "cpu", torch.float16, "each"),
-        *[(3, "simt", torch.bfloat16, "each")] * ("simt" in HOST_BACKENDS),
-    ],
-)
-def test_sampled_and_greedy_are_those_of_the_whole(ranks, size, backend, dtype, name):
-    for wrong in ranks.run(compare_sampled, size, backend, size, dtype, name):
-        assert wrong == []
 
 
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
@@ -164,28 +83,6 @@ def test_words_do_not_grow_with_the_vocabulary(ranks):
     assert small["filtered"][1] == agreed + (3 + 2 * 4 * 16 + 1) * rows
     assert small["onehot"][1] == agreed + 4 * rows + 3
     assert large["gathered"][2] == 7 * 4000 * 2 * 3 // 4
-
-
-# ---- raw ops
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"first_token": 1}, r"`first_token` must be in 0..0, got 1"),
-        ({"vocab": 0}, r"`vocab` must be in 1..2\^20, got 0"),
-        ({"digit": 8}, "`digit` must be a digit of the logits' keys, got 8"),
-        ({"rank": 1}, "`rank` must be in 0..num_ranks - 1, got 1"),
-        ({"last": 2}, "`received` must be the words of the round `last`"),
-    ],
-)
-def test_raw_ops_refuse(change, message):
-    logits = torch.zeros(9, 33)
-    rows, words = (torch.zeros(9, n, dtype=torch.int64) for n in (ROW_WORDS, 2))
-    part = {"rank": 0, "num_ranks": 1, "first_token": 0, "vocab": 33}
-    rounds = {"round": 1, "digit": 0, "last": 0}
-    with pytest.raises(RuntimeError, match=message):
-        ops.step_shards(logits, rows, None, words, *SamplingParams().on(logits.device), **{**part, **rounds, **change})
 
 
 # ---- ranks that disagree or die

@@ -117,6 +117,8 @@ MESSAGES: list[tuple[str, Callable[[], Any]]] = [
         cu_seqlens=int32([0, 5, 8]), max_nodes=257)),
     ("step_shards: `num_ranks` must be in 1..2147483647, got 0", of("step_shards", num_ranks=0)),
     ("step_shards: `rank` must be in 0..num_ranks - 1, got 1", of("step_shards", rank=1)),
+    ("step_shards: `digit` must be a digit of the logits' keys, got 8", of("step_shards", digit=8)),
+    ("step_shards: `received` must be the words of the round `last`", of("step_shards", last=2)),
     ("step_shards: `vocab` must be at least this rank's 40 columns, got 39", of("step_shards", vocab=39)),
     ("step_shards: `first_token` must be in 0..1, got 2", of("step_shards", vocab=41, first_token=2)),
     ("weigh_shards: `num_ranks` must be in 1..2147483647, got -1", of("weigh_shards", num_ranks=-1)),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import pagedtree
 from pagedtree import SamplingParams, TreeBatch, distributed, sample
+from pagedtree.bits import packed, unpacked
 from pagedtree.check.case import CPU, Case, Place, Results
 from pagedtree.check.cases.inputs import DTYPES, normal, seeded, uniform, words64
 from pagedtree.check.cases.verification import (
@@ -139,7 +140,8 @@ def cases() -> Iterator[Case]:
     yield _rejection("tokens left", short_problem, SAMPLINGS["plain"], "iid", [60, 71])
     masked = forest("", 4, 131, masked=True)
     yield _verify("greedy", "grammar mask", masked, [60, 71])
-    yield _verify("sampled", "grammar mask", masked, [60, 71], tensors_of(4))
+    words = forest("", 4, 131, masked=True, packed=True)
+    yield _verify("sampled", "packed grammar mask", words, [60, 71], tensors_of(4))
     yield _rejection("parameters per sequence", masked, tensors_of(4), "iid", [60, 71])
     yield _verify("greedy", "no sequence", problem_of("", []), [20, 20])
     yield _rejection("no sequence", problem_of("", []), SAMPLINGS["plain"], "onehot", [20, 20])
@@ -150,7 +152,10 @@ def cases() -> Iterator[Case]:
 def _own(options: dict[str, Any], shards: VocabShards) -> dict[str, Any]:
     if "grammar_mask" not in options:
         return options
-    return {**options, "grammar_mask": shards.own(options["grammar_mask"]).contiguous()}
+    mask = options["grammar_mask"]
+    if mask.dtype == torch.bool:
+        return {**options, "grammar_mask": shards.own(mask).contiguous()}
+    return {**options, "grammar_mask": packed(shards.own(unpacked(mask, shards.vocab)))}
 
 
 def _streams(place: Place, batch: int) -> dict[str, Any]:
