@@ -10,6 +10,7 @@ import pytest
 import torch
 from device_case import slow_on_simt
 from draft_checks import seeded
+from statistics_case import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import (
@@ -57,20 +58,11 @@ def test_joint_distribution_of_two_draws(backend: str, draws: Callable[[int], in
         if law == "swor":
             np.fill_diagonal(expected, 0)
             expected /= 1 - q[:, None]
-        assert_distribution(pairs, expected * count)
+        assert excess(pairs, expected) < LIMIT
         target = sample(logits, SamplingParams(**params), seeds=seeds, positions=positions).cpu().numpy()
         joint = np.zeros((5, 5))
         np.add.at(joint, (target, first), 1)
-        assert_distribution(joint, np.outer(q, q) * count)
-
-
-def assert_distribution(observed: np.ndarray, expected: np.ndarray) -> None:
-    """Chi-square over the cells that can occur; nothing elsewhere."""
-    possible = expected > 0
-    assert (observed[~possible] == 0).all()
-    degrees = possible.sum() - 1
-    statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
-    assert statistic < degrees + 10 * math.sqrt(2 * degrees)
+        assert excess(joint, np.outer(q, q)) < LIMIT
 
 
 @pytest.mark.parametrize("law", ["iid", "swor", "coupled"])
@@ -143,5 +135,5 @@ def test_drawn_drafts_are_independent_of_their_verification(
     pairs = np.zeros((vocab, vocab))
     np.add.at(pairs, (first.cpu().numpy(), torch.where(second >= 0, second, samples).cpu().numpy()), 1)
     p = target.softmax(-1).double().cpu().numpy()
-    assert_distribution(pairs, count * p[vocab][:, None] * p[:vocab])
+    assert excess(pairs, p[vocab][:, None] * p[:vocab]) < LIMIT
     assert 0.2 < float(verdict.num_accepted.float().mean()) < 1.9
