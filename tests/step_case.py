@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 from torch import Tensor
 
 from pagedtree import TreeBatch, Verdict, build_trees
@@ -16,12 +15,6 @@ def int32(values: list, device: torch.device | str | None = None) -> Tensor:
 
 def int64(values: list, device: torch.device | str | None = None) -> Tensor:
     return torch.tensor(values, dtype=torch.int64, device=device)
-
-
-@st.composite
-def tree_parents(draw: st.DrawFn, max_nodes: int = 20) -> list[int]:
-    n = draw(st.integers(1, max_nodes))
-    return [-1] + [draw(st.integers(0, i - 1)) for i in range(1, n)]
 
 
 def batch_of(parents: list[list[int]], device, padding: int = 0, max_depth: int = 19) -> TreeBatch:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,12 +20,10 @@ import calls
 import calls.adapters
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
-from pagedtree import integrations
 from pagedtree.integrations import flash_attn, flashinfer, sglang
 from pagedtree.integrations.flashinfer import mla, paged
 from pagedtree.integrations.sglang.attention import PagedTreeBackend
 
-FOLDER = Path(integrations.__file__).parent
 ADAPTERS = ["sglang", "sglang.attention", "sglang.plugin", "flashinfer", "flash_attn"]
 IMPORTS = """
 import importlib, sys

@@ -10,7 +10,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,6 @@ from pagedtree.check.runner import FAILED, NOT_APPLICABLE, NOT_RUN, OK, Row, run
 from pagedtree.testing import backends
 from pagedtree.tools import cli
 
-ROOT = Path(__file__).resolve().parents[2]
 SIMT = Place(torch.device("cpu"), "simt")
 WITHOUT_CUDA = pytest.mark.skipif("cuda" in backends(), reason="there is a GPU")
 PLACES = [pytest.param(CPU, id="cpu")]
