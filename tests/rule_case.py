@@ -1,6 +1,4 @@
-"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated; and how far the
-ops are off the target's distribution there with their own random numbers.
-"""
+"""Tiny models in exact fractions, on which the rules that weigh target against draft are enumerated."""
 
 from __future__ import annotations
 
@@ -13,21 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from statistics_case import excess
-from torch import Tensor
 from verify_case import batch_of
 
-from pagedtree import (
-    SamplingParams,
-    TreeBatch,
-    Verdict,
-    build_trees,
-    reference,
-    sample,
-    verify_block,
-    verify_rejection,
-    verify_traversal,
-)
+from pagedtree import SamplingParams, Verdict, reference, verify_block, verify_rejection, verify_traversal
 
 CHAIN, PAIR, TREE, STAIR = [-1, 0, 1], [-1, 0, 0], [-1, 0, 0, 1, 1], [-1, 0, 1, 0, 3]
 RULES = {
@@ -211,47 +197,3 @@ class Questions:
             final_coins=torch.tensor(self.finals, dtype=torch.float32, device=device),
             **given,
         )
-
-
-# The ops with their own random numbers --------------------------------------------------------------------------------
-
-
-def redrawn(pair: ToyPair, tree: list[int], law: str, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, drafts and distributions of `count` trees whose drafts are drawn anew."""
-    options = [*pair.drafts(tree, law)]
-    chances = np.array([float(chance) for chance, _ in options])
-    picks = np.random.default_rng(7).choice(len(options), size=count, p=chances / chances.sum())
-    distributions = [pair.distributions(tree, tokens) for _, tokens in options]
-    with np.errstate(divide="ignore"):
-        logits = np.log(np.array([[[float(x) for x in row] for row in p] for p, _ in distributions]))
-    probs = np.array([[[float(x) for x in row] for row in q] for _, q in distributions])
-    tokens = np.array([tokens for _, tokens in options])
-    flat = (torch.from_numpy(x[picks]) for x in (logits, probs, tokens))
-    logits, probs, drafts = (x.reshape(-1, *x.shape[2:]) for x in flat)
-    return logits.float(), drafts, probs.float()
-
-
-def compare_with_target(op: Callable, pair: ToyPair, tree: list[int], law: str, count: int, device) -> float:
-    """Chi-square of the first two tokens, less its mean, in standard deviations."""
-    logits, drafts, probs = redrawn(pair, tree, "iid" if law == "onehot" else law, count)
-    fields = {} if law == "onehot" else {"draft_probs": probs.to(device)}
-    seeds = torch.arange(count, device=device) * 77 + 5
-    positions = torch.arange(count, device=device) % 3
-    verdict = op(
-        logits.to(device), drafts.to(device), trees_of(tree, count, device),
-        SamplingParams(), draft_law=law, seeds=seeds, positions=positions, **fields,
-    )  # fmt: skip
-    first, second = verdict.tokens[:, 0].cpu(), verdict.tokens[:, 1].cpu()
-    with np.errstate(divide="ignore"):
-        table = torch.tensor(np.log([[float(x) for x in pair.p((t,))] for t in range(pair.vocab)])).float()
-    samples = sample(table[first].to(device), SamplingParams(), seeds=seeds, positions=positions + 1).cpu()
-    second = torch.where(second >= 0, second, samples)
-    counts = np.bincount((first * pair.vocab + second).numpy(), minlength=pair.vocab**2)
-    joint = pair.joint(2)
-    return excess(counts, np.array([float(joint.get((a, b), 0)) for a in range(pair.vocab) for b in range(pair.vocab)]))
-
-
-def trees_of(tree: list[int], count: int, device: torch.device) -> TreeBatch:
-    parents = torch.tensor(tree, dtype=torch.int32, device=device).repeat(count)
-    offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * len(tree)
-    return build_trees(parents, offsets, max_nodes=len(tree), max_depth=len(tree))

@@ -1,4 +1,4 @@
-"""sample and the rules that weigh drafts against exact distributions at a million draws; such a test sees small errors.
+"""sample against exact distributions at a million draws; such a test sees small errors.
 
 The core suite makes the same comparisons at a few ten thousand draws, which shows errors of some percent only.
 """
@@ -10,7 +10,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from rule_case import LOSSLESS, RULES, ToyPair, compare_with_target
 from statistics_case import LIMIT, excess
 from torch import Tensor
 
@@ -94,14 +93,6 @@ def test_tokens_draw_independently(device):
         p = 1 / (1 + math.exp(-1))
         chance = np.outer(chance, [1 - p, p]).reshape(-1)
     assert excess(np.bincount(cells.numpy(), minlength=chance.size), chance) < LIMIT
-
-
-# Rules that weigh drafts ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_rules_that_weigh_drafts(device, rule, law, tree):
-    assert compare_with_target(RULES[rule][1], ToyPair(4, 5), tree, law, COUNT, device) < LIMIT
 
 
 # Errors that the comparisons must see -------------------------------------------------------------------------------

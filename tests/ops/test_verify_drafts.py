@@ -9,18 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
-from device_case import slow_on_simt
-from rule_case import (
-    CHAIN,
-    LOSSLESS,
-    PAIR,
-    RULES,
-    STAIR,
-    TREE,
-    Questions,
-    ToyPair,
-    compare_with_target,
-)
+from rule_case import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
 from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 from verify_case import batch_of, streams
 
@@ -230,21 +219,3 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
                 with use_backend("simt"), skips:
                     verdict = op(*call, **words)
                 assert all(torch.equal(*pair) for pair in zip(verdict, expected, strict=True)), (law, params)
-
-
-# Distributions with the ops' own random numbers ----------------------------------------------------------------------
-
-
-@slow_on_simt
-@pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_distribution_of_the_first_tokens(device, draws, rule, law, tree):
-    assert compare_with_target(RULES[rule][1], ToyPair(4, 3), tree, law, draws(20_000), device) < 6
-
-
-def test_a_wrong_draft_law_is_seen():
-    """Runs on the CPU alone: this tests the statistic, not a backend."""
-
-    def told_iid(*arguments, draft_law, **given):
-        return verify_rejection(*arguments, draft_law="iid", **given)
-
-    assert compare_with_target(told_iid, ToyPair(4, 3), PAIR, "swor", 60_000, CPU) > 6
