@@ -145,7 +145,6 @@ REFUSED = [
     ("EAGLE-3", dict(architectures=["LlamaForCausalLM"], draft_vocab_size=None), "expected a draft head, or a model"),
     ("EAGLE-3", dict(speculators_model_type="dspark"), "speculators_model_type: expected one of eagle3, peagle,"),
     ("EAGLE-3", dict(scale_emb=2.0), "scale_emb: expected no such entry"),
-    ("DFlash", dict(architectures=["DFlash2DraftModel"]), "vocab_size: expected an integer"),
     ("Medusa", dict(medusa_num_layers=2), "medusa_num_layers: expected 1"),
     ("Medusa", dict(medusa_num_heads=4), "medusa_num_heads: expected at most the 3 heads of the file, got 4"),
     ("Medusa", dict(medusa_choices=[1]), "medusa_choices: expected no such entry"),
