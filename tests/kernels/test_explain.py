@@ -172,11 +172,11 @@ def test_wgmma(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
     assert explain([16], [8208], **SIZES).launches == (launch,)
     assert (launch.engine, launch.m_tile, launch.row_warps, launch.keys_per_stage) == ("wgmma", 64, 4, 64)
-    # Half of 227 KB holds 3 KB, Q and five stages of K or V, 16 KB each.
-    assert (launch.stages, launch.ctas_per_sm, launch.shared_bytes) == (5, 2, 3072 + 6 * 64 * 256)
+    # Half of 227 KB holds 4 KB, Q and five stages of K or V, 16 KB each.
+    assert (launch.stages, launch.ctas_per_sm, launch.shared_bytes) == (5, 2, 4096 + 6 * 64 * 256)
     (launch,) = explain([200], [8208], **{**wgmma, "head_dim": 256}, kv_bytes=1).launches
     assert (launch.m_tile, launch.row_warps, launch.ctas_per_sm) == (128, 8, 1)
-    assert (launch.stages, launch.shared_bytes) == (5, 3072 + 128 * 512 + 5 * 64 * 512)  # e4m3 is decoded to halves
+    assert (launch.stages, launch.shared_bytes) == (4, 5120 + 128 * 512 + 4 * 64 * 512)  # e4m3 is decoded to halves
     for sizes, query in (({}, 8), ({"head_dim": 192}, 100)):  # 32 rows; no wgmma for this head size
         (launch,) = explain([query], [8208], **{**wgmma, **sizes}).launches
         assert launch.engine == "mma.sync"

@@ -221,8 +221,6 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) few_nodes_kernel(const __gr
 
 // ---- many rows: three launches
 
-// ---- many rows: three launches
-
 struct NodesShared {
   int16_t parents[kMaxTreeNodes], last_child[kMaxTreeNodes];
 };
