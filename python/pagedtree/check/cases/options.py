@@ -62,6 +62,8 @@ def cases() -> Iterator[Case]:
         yield _logprobs(part, trees, names)
         for op in ("verify_sampled", *RULES):
             yield _verify(op, part, chains if op == "verify_block" else trees, names)
+        if part == "bad words":  # of few tokens, so that the history's begin matters
+            yield _verify("verify_traversal", f"{part}, few tokens", forest("", 30, 6), names)
         yield _verify("verify_sampled", f"{part}, grammar mask", masked, names)
         for op in ("verify_sampled", "verify_rejection"):
             yield _verify(op, part, trees, names, sharded=True)
