@@ -99,8 +99,8 @@ def test_each_architecture_has_every_kernel() -> None:
 
 # Functions for filters and rare rows get a row and its parameters in local memory. A change may lower these only.
 MOST_STACK = {
-    "sample_kernel<": 200, "draw_rows_kernel<": 32, "walk_kernel<": 224, "expand_drawn_kernel<": 200,
-    "logprobs_kernel": 136, "expand_top_kernel<": 72, "medusa_top_kernel<": 72, "grow_kernel": 48,
+    "sample_kernel<": 200, "draw_rows_kernel<": 32, "walk_kernel<": 224, "expand_drawn_kernel<": 176,
+    "logprobs_kernel": 112, "expand_top_kernel<": 72, "medusa_top_kernel<": 72, "grow_kernel": 48,
 }  # fmt: skip
 
 
