@@ -128,6 +128,7 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
     if (is_first) cut.target = target(Totals{__shfl_sync(~0u, reached.count, 31), __shfl_sync(~0u, reached.mass, 31)});
     reached = {cut.above.count + reached.count, cut.above.mass + reached.mass};
     const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= cut.target);
+    __syncwarp();  // all have read the cut
     if (lane == (lanes == 0 ? 31 : __ffs(static_cast<int>(lanes)) - 1)) {
       Totals above{reached.count - mine.count, reached.mass - mine.mass};
       int bin = top;
