@@ -97,14 +97,7 @@ struct GivenTile {
   }
 };
 
-// Where a producing warp is in the CTA's range, as few registers are left to it.
-struct OwnWalk {
-  GivenTile next;
-  WorkPosition stop;
-  bool is_next;  // `next` is to be given
-};
-
-// What follows from it for a row's RowView.
+// What a row of it sees; its RowView follows.
 struct GivenRow {
   int32_t begin, end_or_bit;  // of a tree's rows the first bit: their prefix ends where the tree starts
 
@@ -117,7 +110,14 @@ struct GivenRow {
   }
 };
 
-// Eight columns of Q.
+// Where a producing warp is in the CTA's range, as few registers are left to it.
+struct OwnWalk {
+  GivenTile next;
+  WorkPosition stop;
+  bool is_next;  // `next` is to be given
+};
+
+// Eight columns of Q, which is not aligned.
 __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   uint4 words{};
 #pragma unroll 1
@@ -127,7 +127,7 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   return words;
 }
 
-// The launch adds the memory of Q, where it is in shared memory, and of the stages.
+// The launch adds the memory of Q and of the stages.
 template <typename I>
 struct alignas(1024) Sm90Shared {
   Walk walk;           // at the begin of the CTA's range
