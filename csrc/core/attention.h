@@ -160,12 +160,11 @@ PT_HOST_DEVICE Visibility causal_visibility(int64_t seq_len, int64_t n, int64_t 
 // of it covers the end of the prefix.
 PT_HOST_DEVICE TreeWindow tree_window(const int32_t* words, int32_t num_words, int32_t num_bits, int32_t tree_start,
                                       int64_t window) {
-  const auto most = static_cast<int32_t>(min_of(window, kMaxWindow - 1));
-  int32_t first_bit = 0, left = most;  // of the window
+  int32_t first_bit = 0, left = static_cast<int32_t>(min_of(window, kMaxWindow - 1));  // of the window
   for (int32_t bit = (num_bits - 1) / kMaskWordBits * kMaskWordBits; bit >= 0 && left > 0; bit -= kMaskWordBits) {
     const int32_t w = bit / kMaskWordBits;
     uint32_t bits = (w < num_words ? static_cast<uint32_t>(words[w]) : 0u) & bit_range(0, num_bits - bit);
-    for (int32_t extra = popcount32(bits) - left; extra > 0; --extra) bits &= bits - 1;  // the lowest
+    while (popcount32(bits) > left) bits &= bits - 1;  // the lowest
     left -= popcount32(bits);
     if (left == 0) first_bit = bit + popcount32(~bits & (bits - 1));
   }

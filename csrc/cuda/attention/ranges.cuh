@@ -50,7 +50,7 @@ struct Walk {
   // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
   // header.
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
-    const auto* records = reinterpret_cast<const RangeRecord*>(ranges_of_list(p.plan, call.work.list));
+    const auto* records = reinterpret_cast<const RangeRecord*>(call.pieces.plan);
     const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
     is_cut[0] = is_cut[1] = false;
     is_planned = false;
