@@ -49,7 +49,9 @@ constexpr int kPlanSize = 3 * kListSize;
 constexpr int kPieceCost = 1;  // the cost of one more piece in a range, in KV tiles
 
 // A row tile without keys still has one KV tile, because its output must be written.
-PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) { return (max_of(seq_len, 1) - 1) / kKvTile + 1; }
+PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) {
+  return static_cast<int32_t>(static_cast<uint32_t>(max_of(seq_len, 1) - 1) / kKvTile + 1);
+}
 
 struct WorkShape {
   const int32_t* seq_lens;      // [B]

@@ -134,7 +134,7 @@ class ConsumerBase {
   __device__ __forceinline__ void adjust_q(const RowTile& tile, uint32_t row, uint32_t sharer, unsigned char* q,
                                            const Meet& meet, RowFactors<I>& factors) const {
     constexpr uint32_t kRows = 16 / I::kShape.column_warps;
-    const float scale = score_scale(p_, tile.kv_head), factor = score_factor<typename I::Kv>(p_, scale);
+    const float scale = score_scale(p_, tile.kv_head), factor = score_factor(p_, scale * kDecodedScale<typename I::Kv>);
     factors[0][0] = factors[0][1] = factor;
     if (I::kScalesRows || scale < 0.0f) {
       adjust_q_rows<I>(row + sharer * kRows, kRows, scale < 0.0f, factor, q, shared_);

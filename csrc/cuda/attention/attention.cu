@@ -103,7 +103,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
     scratch += aligned(call.pieces.bytes());
     call.stages = resident.stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
-    call.q_copied = call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr;
+    if (call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr) call.q_factor = score_factor(p, p.scale);
     call.out_aligned = is_aligned(p.out, p.out_token_stride, p.out_head_stride);
     const int shared_bytes = max_of(resident.shared_bytes, tile.join_bytes(call.pieces.capacity));
     launcher_of(p, tile)(p, call, static_cast<unsigned>(call.pieces.capacity), shared_bytes, ctx.stream);

@@ -62,8 +62,8 @@ struct CallShape {
   WorkShape work;
   Pieces pieces;
   int stages;
+  float q_factor;  // of scores, if Q is multiplied as it is where a cache has 16 bits; 0: it is not
   bool q_aligned;  // rows are read 16 bytes at a time
-  bool q_copied;   // with a 16-bit cache also unchanged
   bool out_aligned;
 };
 

@@ -6,22 +6,22 @@
 
 namespace pagedtree::cuda {
 
-// Writes what each row of the tile sees to shared memory; returns what the rows have in common. A barrier must follow
-// before shared memory is written again.
+// Writes what each row of the tile sees to shared memory; returns what the rows have in common. Behind the last row
+// stand copies of it. A barrier must follow before shared memory is written again.
 template <typename I>
 __device__ __forceinline__ KeyBounds find_views(const AttentionParams& p, const RowTile& tile, uint32_t thread,
                                                 Shared<I>& shared) {
-  KeyBounds bounds = KeyBounds::none();
-  if (thread < I::kMTile) {
-    const Visibility seen = row_visibility<true>(p, tile, thread);
-    shared.views[thread] = RowView::of(seen);
-    if (thread < tile.rows) bounds = KeyBounds::of(seen);
+  constexpr int kWarps = ceil_div(I::kMTile, 32);  // that have rows
+  if (thread < kWarps * 32) {
+    const Visibility seen = row_visibility<true>(p, tile, min_of(thread, tile.rows - 1));
+    if (I::kMTile % 32 == 0 || thread < I::kMTile) shared.views[thread] = RowView::of(seen);
+    const KeyBounds bounds = KeyBounds::of(seen).over_warp();
+    if (thread % 32 == 0) shared.bounds[thread / 32] = bounds;
   }
-  bounds = bounds.over_warp();
-  if (thread % 32 == 0) shared.bounds[thread / 32] = bounds;
   __syncthreads();
+  KeyBounds bounds = shared.bounds[0];
 #pragma unroll
-  for (int w = 0; w < ceil_div(I::kMTile, 32); ++w) bounds = bounds.join(shared.bounds[w]);
+  for (int w = 1; w < kWarps; ++w) bounds = bounds.join(shared.bounds[w]);
   return bounds;
 }
 
@@ -35,10 +35,8 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   const uint32_t thread = ptx::thread_index(), warp = thread / 32;
   const int32_t key_of_thread = static_cast<int32_t>(thread), ring = call.stages;
   sums.clear();
-  touch_row_tile(p, tile, begin * kKvTile, ring * kKeys, thread);
-  __syncthreads();  // the previous row tile is done with shared memory
   copy_q_tile<I>(p, call, tile, thread, shared.q);
-  if (thread == 0) shared.reader = KeyReader::of<typename I::Kv>(p, tile);
+  shared.reader.open(p, tile, tile.seq_len, thread);
   const KeyBounds bounds = find_views<I>(p, tile, thread, shared);
 
   const StageRange stages = StageRange::of<I>(bounds, begin, end);
@@ -56,8 +54,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
     ptx::cp_async_commit();
   }
   // While the first keys are on their way; the barrier of the first stage comes after it.
-  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
-  load_q_tile<I>(p, call, thread, scale < 0.0f, factor, shared);
+  const float factor = load_q_tile<I>(p, call, shared);
 
   const bool has_rows = warp % I::kShape.row_warps * I::kShape.warp_rows() < tile.rows;
   // Where more than two CTAs share the registers, those of the one warp that found them are read again.
@@ -90,18 +87,22 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   ptx::cp_async_wait<0>();
 }
 
-// Finds a row tile that the plan's record does not give: another than the range's first, or that of a stale plan.
+// Called by a warp. Finds a row tile other than the first that the record of a range has; is_behind: the next one.
 template <typename I>
 __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p, const CallShape& call, Walk& walk,
                                                         bool is_behind) {
+  if (!is_behind) walk.begin<true>(p, call, I::kMTile);
+  if (ptx::thread_index() != 0 || (!is_behind && walk.is_planned())) return;
   const WorkShape shape = work_of<I>(call.work);
-  if (walk.is_planned || !is_behind) walk.find(p, call);
+  if (walk.is_planned() || !is_behind) walk.find(p, call, is_behind, walk.at, walk.stop);
+  walk.order.count = 0;
   walk.advance(p, shape, is_behind);
 }
 
 // A reference to `pieces` would be kept in local memory.
 __device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) {
-  note_cut(walk, pieces, walk.at, walk.tile, walk.is_planned ? walk.order : order_of(walk, pieces, walk.at, walk.tile));
+  note_cut(walk, pieces, walk.at, walk.tile,
+           walk.is_planned() ? walk.order : order_of(walk, pieces, walk.at, walk.tile));
 }
 
 template <typename I>
@@ -119,33 +120,29 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::let_next_kernel_start();
   Shared<I>& shared = ptx::shared<Shared<I>>();
   Walk& walk = shared.walk;  // in memory, as accumulators fill the registers
-  if (ptx::thread_index() == 0) walk.begin(p, call, I::kMTile);
+  if (ptx::thread_index() < 32) walk.begin<false>(p, call, I::kMTile);
   __syncthreads();
-  if (!walk.is_current(call.work)) {
-    __syncthreads();
-    if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, false);
-    __syncthreads();
-  } else if (ptx::thread_index() == 0) {
-    walk.tile.tree_len = tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len);
-  }
-  while (walk.tile.rows > 0) {
-    const WarpParts<I> parts{shared};
-    {
-      Accumulator<I> sums;
-      attend_tiles<I>(p, call, walk.tile, walk.at.kv_tile, walk.kv_end, shared, sums);
+  for (int32_t found = walk.order.count;; found = 1) {
+    if (found > 0) {
+      const WarpParts<I> parts{shared};
+      {
+        Accumulator<I> sums;
+        attend_tiles<I>(p, call, walk.tile, walk.at.kv_tile, walk.kv_end, shared, sums);
+        __syncthreads();
+        parts.store(sums);
+      }
+      const bool is_whole = walk.is_whole();
+      if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
       __syncthreads();
-      parts.store(sums);
+      const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
+      join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
+              ToPiece{piece, I::kHeadDimV});
+      if (!walk.has_more) break;
     }
-    const bool is_whole = walk.is_whole();
-    if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
     __syncthreads();
-    const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
-    join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
-            ToPiece{piece, I::kHeadDimV});
-    if (!walk.has_more) break;
+    if (ptx::thread_index() < 32) find_row_tile<I>(p, call, walk, found > 0);
     __syncthreads();
-    if (ptx::thread_index() == 0) find_row_tile<I>(p, call, walk, true);
-    __syncthreads();
+    if (walk.tile.rows == 0) break;
   }
   join_rare_cuts<I>(p, call, shared);
   if (has_padding(p)) clear_rare_padding<I>(p, walk.share.cta);

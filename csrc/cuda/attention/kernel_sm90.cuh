@@ -44,22 +44,21 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   Producer<I> producer(p, call, maps, shared);
   const Walk& range = shared.walk;
   OwnWalk& own = shared.walks[(ptx::thread_index() - I::kConsumers) / 32];
-  const auto go_to = [&](const WorkPosition& at, const WorkPosition& stop, const RowTile& tile, bool is_next) {
+  const auto go_to = [&](const WorkPosition& at, int32_t kv_end, const WorkPosition& stop, const RowTile& tile,
+                         bool is_next) {
     __syncwarp();
-    if (ptx::thread_index() % 32 == 0) own = {{at, kv_end_of(tile, at, stop), tile, {}}, stop, is_next};
+    if (ptx::thread_index() % 32 == 0) own = {{at, kv_end, tile, {}}, stop, is_next};
     __syncwarp();
   };
-  go_to(range.at, range.stop, range.tile, range.tile.rows > 0);
-  while (true) {
+  go_to(range.at, range.kv_end, range.stop, range.tile, range.is_planned());
+  for (bool is_first = true;; is_first = false) {
     if (own.is_next) {
       producer.produce(own.next);
       if (own.next.tile.rows == 0) break;
     }
     bool has_work = own.is_next;
     WorkPosition at = own.next.at, stop = own.stop;
-    if (range.is_planned && range.has_more && at.same_row(range.at)) {  // the record does not say it
-      stop = range.start_of(p, range.share.range + 1, call);
-    }
+    if (is_first && range.has_more) range.find(p, call, has_work, at, stop);
     RowTile found{};
     if (at.before(stop) && (!has_work || range.has_more)) {
       const SequenceWork sequence = sequence_work(work_of<I>(call.work), at.sequence, range.share.sharers);
@@ -71,7 +70,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
     } else {
       has_work = true;  // a tile without rows ends the range
     }
-    go_to(at, stop, found, has_work);
+    go_to(at, kv_end_of(found, at, stop), stop, found, has_work);
   }
   producer.finish();
 }
@@ -86,21 +85,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
   Walk& walk = shared.walk;
-  if (threadIdx.x == 0) {
-    walk.begin(p, call, I::kMTile);
-    shared.init_barriers(call.stages);
-  }
-  __syncthreads();
-  const bool is_current = walk.is_current(call.work);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    if (!is_current) walk.find(p, call);
-    if (is_current) {
-      walk.tile.tree_len = tree_length(p, walk.tile.sequence, walk.tile.num_queries, walk.tile.seq_len);
-    } else {
-      walk.tile.rows = 0;
-    }
-  }
+  if (threadIdx.x == 32) shared.init_barriers(call.stages);
+  if (threadIdx.x < 32) walk.begin<true>(p, call, I::kMTile);
   __syncthreads();
   if (ptx::thread_index() < I::kConsumers) {
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();

@@ -16,17 +16,13 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
                                              int32_t begin, int32_t end, Shared<I>& shared, Accumulator<I>& sums) {
   sums.clear();
   const uint32_t thread = ptx::thread_index();
-  touch_row_tile(p, tile, begin * kKvTile, call.stages * I::kShape.keys, thread);
-  __syncthreads();  // the previous row tile is done with shared memory
   copy_q_tile<I>(p, call, tile, thread, shared.q);
   if (thread < 32) {
     KeyBounds bounds = KeyBounds::none();
     if (thread < tile.rows) bounds = KeyBounds::of(row_visibility<true>(p, tile, thread));
     bounds = bounds.over_warp();
-    if (thread == 0) {
-      shared.bounds = bounds;
-      shared.reader = KeyReader::of<typename I::Kv>(p, tile);
-    }
+    if (thread == 0) shared.bounds = bounds;
+    shared.reader.open(p, tile, tile.seq_len, thread);
   }
   __syncthreads();
 
@@ -34,8 +30,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   WideRing<I> ring(p, shared, call.stages, stages);
   for (int s = 0; s < call.stages - 1; ++s) ring.start();
   // While the first keys are on their way; the barrier of the first stage comes after it.
-  const float scale = score_scale(p, tile.kv_head), factor = score_factor<typename I::Kv>(p, scale);
-  load_q_tile<I>(p, call, thread, scale < 0.0f, factor, shared);
+  const float factor = load_q_tile<I>(p, call, shared);
   for (int32_t i = stages.first; i < stages.end; ++i) {
     const uint32_t keys = ring.wait();
     Scores<I> scores;

@@ -192,13 +192,16 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, b
 template <typename I>
 __device__ __forceinline__ void clear_padding(const AttentionParams& p, int32_t cta, int num_threads) {
   const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
-  const int64_t heads = int64_t{p.num_kv_heads} * p.group_size, padding = p.num_tokens - used.size();
-  for (int64_t row = cta; row < padding * heads; row += gridDim.x) {
-    const int64_t head = row % heads, token = row / heads < used.begin ? row / heads : row / heads + used.size();
-    uint16_t* out = static_cast<uint16_t*>(p.out) + token * p.out_token_stride + head * p.out_head_stride;
-    for (int d = static_cast<int>(threadIdx.x); d < I::kHeadDimV; d += num_threads) out[d] = 0;
-    if (threadIdx.x == 0 && p.lse != nullptr) {
-      p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
+  const int64_t columns = int64_t{p.num_kv_heads} * p.group_size * I::kHeadDimV;
+  for (int64_t row = cta; row < p.num_tokens - used.size(); row += gridDim.x) {
+    const int64_t token = row < used.begin ? row : row + used.size();
+#pragma unroll 1
+    for (int64_t i = threadIdx.x; i < columns; i += num_threads) {
+      const int64_t head = i / I::kHeadDimV, column = i % I::kHeadDimV;
+      static_cast<uint16_t*>(p.out)[token * p.out_token_stride + head * p.out_head_stride + column] = 0;
+      if (column == 0 && p.lse != nullptr) {
+        p.lse[token * p.lse_token_stride + head * p.lse_head_stride] = -kInfinity;
+      }
     }
   }
 }

@@ -7,100 +7,100 @@
 
 namespace pagedtree::cuda {
 
-// The first entry of a list's part of a plan.
-struct alignas(16) PlanHeader {
-  int32_t ranges, sharers;
-  int32_t num_kv_heads, group_size;  // that the records are for
-};
-
-// The others: the start of a range, and its first piece, so that a CTA need not find it from lengths.
+// An entry of a plan: the start of a range, and its first piece, so that a CTA need not find it from lengths. Words are
+// in the order of a Walk.
 struct alignas(16) RangeRecord {
   WorkPosition begin;
   int32_t kv_end;
+  uint32_t kind;  // of row tiles, see kind_of(); 0: there is no piece, or the range begins elsewhere
   int32_t kv_head;
   uint32_t first_row;  // of the row tile
-  int32_t first_token, num_queries, seq_len;
-  uint32_t kind;          // of row tiles, see kind_of(); 0: there is no piece, or the range begins elsewhere
+  int32_t first_token;
+  int32_t num_kv_heads;  // that the records are for
+  int32_t num_queries, seq_len;
   int32_t has_more;       // whether other row tiles may follow
   int32_t number, count;  // which of its row tile's pieces this one is, and of how many
-  int32_t unused, tickets[2];
+  int32_t tickets[2];
 
-  PT_HOST_DEVICE static uint32_t kind_of(int32_t m_tile, int32_t sharers) {
-    return static_cast<uint32_t>(m_tile << 8 | sharers);
+  PT_HOST_DEVICE static uint32_t kind_of(const WorkShape& shape, int32_t m_tile, int32_t sharers) {
+    return static_cast<uint32_t>(shape.group_size) << 13 | static_cast<uint32_t>(m_tile << 4 | sharers);
   }
 };
 static_assert(sizeof(RangeRecord) == kPlanEntry * sizeof(int32_t));
 
 // Where a CTA is in its range. One thread changes it.
 struct Walk {
-  WorkPosition at, stop;
-  Share share;
+  WorkPosition at;
   int32_t kv_end;    // of the row tile that begins at `at`
-  bool is_planned;   // the row tile is the record's
-  bool has_more;     // others may follow
-  bool is_cut[2];    // whether the CTA has a piece of the row tile at the begin of its range, or of that at the end
-  bool is_last[2];   // of the CTAs that have a piece of that row tile
-  uint16_t part[2];  // of that row tile, that the CTA joins
-  PieceOrder order;  // of the record's piece
   RowTile tile;      // the CTA's rows of it; none at the end of the range
+  PieceOrder order;  // of the record's piece; without pieces if the row tile is not the record's
+  int32_t has_more;  // whether other row tiles may follow
+  Share share;
+  WorkPosition stop;  // not known of the record
+  bool is_cut[2];     // whether the CTA has a piece of the row tile at the begin of its range, or of that at the end
+  bool is_last[2];    // of the CTAs that have a piece of that row tile
+  uint16_t part[2];   // of that row tile, that the CTA joins
 
+  __device__ __forceinline__ bool is_planned() const { return order.count > 0; }
   __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
 
-  // Begins with the row tile of the CTA's record. Whatever a plan says, that has rows and pages of the call only;
-  // whether it is what the plan's ranges are now, is_current() says. The record is loaded without waiting for the
-  // header.
+  // Called by a warp. Begins with the row tile of the CTA's record, if lengths are those that it is for; if not, all
+  // records of the sequence are void, and is_planned() is false. Whatever a plan says, that has rows and pages of the
+  // call only. kShares: also if several CTAs share a range.
+  template <bool kShares>
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
-    const auto* records = reinterpret_cast<const RangeRecord*>(call.pieces.plan);
+    const WorkShape& shape = call.work;
+    const int32_t* const plan = call.pieces.plan;
     const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
-    is_cut[0] = is_cut[1] = false;
-    is_planned = false;
-    if (reinterpret_cast<uintptr_t>(records) % alignof(RangeRecord) != 0) return;
-    const PlanHeader header = *reinterpret_cast<const PlanHeader*>(records);
-    RangeRecord record = records[cta + 1];
-    share = Share::of(clamp_to(header.sharers, 1, kMostSharers), cta);
-    if (share.sharers > 1) record = records[share.range + 1];
+    const uint32_t lane = ptx::thread_index() % 32;
+    const Share own = kShares ? Share::of(planned_sharers(plan, capacity), cta) : Share{1, cta, cta};
+    if (lane == 0) {
+      order.count = 0;
+      has_more = 1;
+      share = own;
+      is_cut[0] = is_cut[1] = false;
+    }
+    if (reinterpret_cast<uintptr_t>(plan) % alignof(RangeRecord) != 0) return;
+    const auto* const records = reinterpret_cast<const RangeRecord*>(plan) + 1;
+    RangeRecord record = records[cta];  // without waiting for the number of sharers
+    if (kShares && own.sharers > 1) record = records[own.range];
     const auto below = [](int64_t value, int64_t bound) {
       return static_cast<uint32_t>(value) < static_cast<uint32_t>(bound);
     };
     const uint32_t rows = static_cast<uint32_t>(record.num_queries * p.group_size),
-                   first_row = record.first_row + static_cast<uint32_t>(share.part() * m_tile);
-    is_planned = header.num_kv_heads == p.num_kv_heads && header.group_size == p.group_size &&
-                 below(header.ranges - 1, capacity) && header.ranges * share.sharers <= capacity &&
-                 share.range < header.ranges && record.kind == RangeRecord::kind_of(m_tile, share.sharers) &&
-                 below(record.begin.sequence, p.batch) && below(record.kv_head, p.num_kv_heads) &&
-                 !below(p.num_tokens, record.first_token) &&
-                 !below(p.num_tokens - record.first_token, record.num_queries) && below(first_row, rows) &&
-                 !below(call.work.max_seq_len, record.seq_len) && below(record.begin.kv_tile, record.kv_end) &&
-                 !below(kv_tiles_of(record.seq_len), record.kv_end) && !below(share.range, record.number) &&
-                 below(record.number, record.count) &&
-                 !below(header.ranges - share.range, record.count - record.number);
-    if (!is_planned) return;
-    at = record.begin;
-    kv_end = record.kv_end;
-    stop = {at.sequence, at.row_tile, kv_end};
-    has_more = record.has_more != 0;
-    order = {share.cta - record.number * share.sharers, record.number, record.count};
-    tile = {{min_of(rows - first_row, static_cast<uint32_t>(m_tile)), record.kv_head, first_row, record.first_token},
-            at.sequence,
-            record.num_queries,
-            record.seq_len,
-            -1};
-  }
-
-  // Whether the lengths are those that the record is for; if not, all records of the sequence are void. Lanes read an
-  // offset each: see rows_of_search().
-  __device__ __forceinline__ bool is_current(const WorkShape& shape) const {
-    if (!is_planned) return false;
-    const uint32_t b = static_cast<uint32_t>(tile.sequence), bit = 1u << ptx::thread_index() % 32,
-                   offset = (b & (0u - bit)) | bit;
+                   first_row = record.first_row + static_cast<uint32_t>(own.part() * m_tile);
+    const auto b = static_cast<uint32_t>(record.begin.sequence);
+    // All of it is compared at once: a branch on a part would come before the loads of the others.
+    const bool is_sound =
+        (kShares || plan[1] <= 1) & (record.kind == RangeRecord::kind_of(shape, m_tile, own.sharers)) &
+        (record.num_kv_heads == p.num_kv_heads) & below(b, p.batch) & below(record.kv_head, p.num_kv_heads) &
+        below(record.begin.row_tile, INT32_MAX) & below(first_row, rows) & below(record.begin.kv_tile, record.kv_end) &
+        !below(kv_tiles_of(INT32_MAX), record.kv_end) & !below(own.range, record.number) &
+        below(record.number, record.count) &
+        !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
+    if (!is_sound) return;
+    const int32_t first = cta - record.number * own.sharers;
+    // Lanes read an offset each: see rows_of_search().
+    const uint32_t bit = 1u << lane, offset = (b & (0u - bit)) | bit;
     const auto tokens = static_cast<int32_t>(shape.num_tokens);
-    const int32_t seq_len = shape.seq_lens[b];
+    const int32_t seq_len = clamp_to(shape.seq_lens[b], 0, static_cast<int32_t>(shape.max_seq_len));
     int32_t begin = b == 0 ? shape.cu_seqlens_q[0] : 0, end = tokens;
     if (offset <= static_cast<uint32_t>(shape.batch)) ((b & bit) != 0 ? begin : end) = shape.cu_seqlens_q[offset];
+    const int32_t tree_len = tree_length(p, b, record.num_queries, seq_len);
     begin = min_of(__reduce_max_sync(kWholeWarp, max_of(begin, 0)), tokens);
     end = max_of(__reduce_min_sync(kWholeWarp, end), begin);
-    return begin == tile.first_token && end - begin == tile.num_queries &&
-           clamp_to(seq_len, 0, static_cast<int32_t>(shape.max_seq_len)) == tile.seq_len;
+    const bool is_current =
+        (begin == record.first_token) & (end - begin == record.num_queries) & (seq_len == record.seq_len);
+    if (!is_current || lane != 0) return;
+    at = record.begin;
+    kv_end = record.kv_end;
+    tile = {{min_of(rows - first_row, static_cast<uint32_t>(m_tile)), record.kv_head, first_row, record.first_token},
+            record.begin.sequence,
+            record.num_queries,
+            record.seq_len,
+            tree_len};
+    order = {first, record.number, record.count};
+    has_more = record.has_more;
   }
 
   // The start of a range by the plan: not behind a sequence's last KV tile, but maybe its last row tile, which
@@ -119,14 +119,11 @@ struct Walk {
     }
     return start;
   }
-  // Finds the range's bounds from the starts in the plan.
-  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call) {
-    share = Share::of(planned_sharers(ranges_of_list(p.plan, call.work.list), call.pieces.capacity),
-                      static_cast<int32_t>(blockIdx.x));
+  // Finds the range's bounds, or only the second one, from the starts in the plan.
+  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, int32_t first,
+                                       WorkPosition& begin, WorkPosition& end) const {
 #pragma unroll 1
-    for (int32_t i = 0; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
-    is_planned = false;
-    has_more = true;
+    for (int32_t i = first; i < 2; ++i) (i == 0 ? begin : end) = start_of(p, share.range + i, call);
   }
 
   // Goes to the next row tile that has rows for the CTA, from `at` on or behind it.

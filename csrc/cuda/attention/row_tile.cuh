@@ -10,17 +10,38 @@ namespace pagedtree::cuda {
 // The op's parameters, and what the host prepares, as what kernels do before their first product is a large part of
 // small calls.
 struct AttentionParams : TreeAttentionParams {
+  struct Part {
+    const char* begin;
+    int64_t bytes;  // from one to the next
+  };
+  Part parts[3];  // page ids of each sequence, K and V of each head
   SmallDivisor by_group_size, by_page_size;
-  uint32_t pages_end;  // page numbers are below it
-  float factor;        // of q.k * scale: gives the score in base 2, or with a softcap the x of tanh(x), times 2 log2 e
+  uint32_t pages_end;                 // page numbers are below it
+  int32_t keys_in_window, mask_bits;  // bounded by 2^31 - 1, which is more than there are
+  float factor;  // of q.k * scale: gives the score in base 2, or with a softcap the x of tanh(x), times 2 log2 e
 
   explicit AttentionParams(const TreeAttentionParams& p)
       : TreeAttentionParams(p),
+        parts{{reinterpret_cast<const char*>(p.table.pages), p.table.row_stride * int64_t{sizeof(int32_t)}},
+              part_of(p.k_cache, p.kv_dtype),
+              part_of(p.v_cache, p.kv_dtype)},
         by_group_size(p.group_size),
         by_page_size(p.table.page_size),
         pages_end(static_cast<uint32_t>(min_of<int64_t>(p.num_pages, int64_t{1} << 31))),
+        keys_in_window(static_cast<int32_t>(min_of<int64_t>(p.window > 0 ? p.window : INT32_MAX, INT32_MAX))),
+        mask_bits(static_cast<int32_t>(min_of<int64_t>(int64_t{p.mask_words} * kMaskWordBits, INT32_MAX))),
         factor(p.softcap == 0.0f ? kLog2E : 2.0f * kLog2E / p.softcap) {}
+
+  static Part part_of(const PagedCache& cache, DType dtype) {
+    return {static_cast<const char*>(cache.data), cache.head_stride * element_size(dtype)};
+  }
 };
+
+// The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
+// q.k has its sign already. The factor is not 0, as it multiplies maxima, which may be -inf.
+PT_HOST_DEVICE float score_factor(const AttentionParams& p, float scale) {
+  return fmaxf(fabsf(scale) * p.factor, 0x1p-126f);
+}
 
 // The work of a launch for one kind of tile: the compiler knows by what it divides.
 template <typename I>
@@ -94,18 +115,17 @@ __device__ inline __attribute__((noinline)) TreeWindow rare_tree_window(const in
   return tree_window(words, num_words, num_bits, tree_start, window);
 }
 
-// What `row` sees; rows that the tile does not have see nothing. kMayCall: kernels for wgmma must not call functions,
-// or ptxas ignores their setmaxnreg.
+// What a row of the tile sees. kMayCall: kernels for wgmma must not call functions, or ptxas ignores their setmaxnreg.
 template <bool kMayCall>
 __device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, const RowTile& tile, uint32_t row) {
-  if (row >= tile.rows) return Visibility{};
-  if (tile.tree_len < 0) {
-    return causal_visibility(tile.seq_len, tile.num_queries, tile.query_of(p, row), p.window);
-  }
-  const int32_t* words = p.tree_mask + tile.token(p, row) * p.mask_stride;
-  Visibility seen = tree_visibility(tile.seq_len, tile.tree_len, words, p.mask_words, kMayCall ? 0 : p.window);
-  if (kMayCall && p.window > 0) {
-    seen.narrow(rare_tree_window(words, p.mask_words, seen.num_bits, seen.tree_start, p.window));
+  const uint32_t query = tile.query_of(p, row);
+  if (tile.tree_len < 0) return causal_visibility(tile.seq_len, tile.num_queries, query, p.keys_in_window);
+  const int32_t* words = p.tree_mask + (static_cast<uint32_t>(tile.first_token) + query) * p.mask_stride;
+  const int32_t start = tile.seq_len - tile.tree_len;
+  Visibility seen{0, start, start, words, p.mask_words, 0, min_of(tile.tree_len, p.mask_bits)};
+  if (p.keys_in_window < INT32_MAX) {
+    constexpr auto find_window = kMayCall ? rare_tree_window : tree_window;
+    seen.narrow(find_window(words, p.mask_words, seen.num_bits, start, p.keys_in_window));
   }
   return seen;
 }
@@ -119,14 +139,8 @@ struct RowView {
   __device__ __forceinline__ static RowView of(const Visibility& v) { return {v.begin, v.end, v.first_bit, v.words}; }
   __device__ __forceinline__ Visibility expand(const AttentionParams& p, const RowTile& tile) const {
     if (words == nullptr) return {begin, end, tile.seq_len, nullptr, 0, 0, 0};
-    const int64_t num_bits = int64_t{p.mask_words} * kMaskWordBits;
-    return {begin,
-            end,
-            tile.seq_len - tile.tree_len,
-            words,
-            p.mask_words,
-            first_bit,
-            static_cast<int32_t>(min_of<int64_t>(tile.tree_len, num_bits))};
+    return {begin,        end,       tile.seq_len - tile.tree_len,      words,
+            p.mask_words, first_bit, min_of(tile.tree_len, p.mask_bits)};
   }
 };
 

@@ -27,7 +27,8 @@ struct PlanLists {
 };
 
 // The record of a range that begins at `start`, without what depends on the others: it has the row tile to its end.
-__device__ __forceinline__ RangeRecord record_of(const SequenceWork& work, const WorkPosition& start) {
+__device__ __forceinline__ RangeRecord record_of(const WorkShape& shape, const SequenceWork& work,
+                                                 const WorkPosition& start) {
   RangeRecord record{};
   record.begin = start;
   record.kv_end = work.kv_tiles;
@@ -36,6 +37,7 @@ __device__ __forceinline__ RangeRecord record_of(const SequenceWork& work, const
   record.first_token = static_cast<int32_t>(work.tokens.begin);
   record.num_queries = static_cast<int32_t>(work.tokens.size());
   record.seq_len = work.seq_len;
+  record.num_kv_heads = shape.num_kv_heads;
   return record;
 }
 
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
           const int64_t offset = target - cuts.progress(sum);
           const WorkPosition start = cuts.start(shape, work, costs, b, offset, limits.min_piece);
           shared.starts[range] = {start, work.row_tiles};
-          records[range] = record_of(work, start);
+          records[range] = record_of(shape, work, start);
           break;
         }
         sum = with;
@@ -134,13 +136,14 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
     sharers = wanted;
   }
   if (thread == 0) {
-    *reinterpret_cast<PlanHeader*>(ranges) = {num_ranges, sharers, shape.num_kv_heads, shape.group_size};
+    ranges[0] = num_ranges;
+    ranges[1] = sharers;
     shared.starts[num_ranges].at = {batch, 0, 0};
   }
   __syncthreads();
   if (total.cost == 0) return;
   for (int32_t range = thread; range < num_ranges; range += threads) {
-    complete(records[range], shared.starts, num_ranges, range, RangeRecord::kind_of(shape.m_tile, sharers));
+    complete(records[range], shared.starts, num_ranges, range, RangeRecord::kind_of(shape, shape.m_tile, sharers));
   }
 }
 

@@ -40,9 +40,10 @@ struct StageRange {
 
   template <typename I>
   __device__ __forceinline__ static StageRange of(const KeyBounds& bounds, int32_t kv_begin, int32_t kv_end) {
-    constexpr int kKeys = min_of(I::kShape.keys, kKvTile), kStagesInTile = kKvTile / kKeys;
-    return {max_of(kv_begin * kStagesInTile, bounds.lowest / kKeys),
-            min_of(kv_end * kStagesInTile, ceil_div(bounds.highest, kKeys))};
+    constexpr uint32_t kKeys = min_of(I::kShape.keys, kKvTile), kStagesInTile = kKvTile / kKeys;
+    const uint32_t lowest = static_cast<uint32_t>(bounds.lowest) / kKeys,
+                   end = (static_cast<uint32_t>(bounds.highest) + kKeys - 1) / kKeys;
+    return {max_of<int32_t>(kv_begin * kStagesInTile, lowest), min_of<int32_t>(kv_end * kStagesInTile, end)};
   }
 };
 
@@ -55,24 +56,19 @@ struct alignas(16) KeyRow {
 // Finds the keys of a row tile. It reads a page id, and writes the addresses that follow from it after the work on a
 // stage, which hides the wait.
 struct KeyReader {
-  const int32_t* pages;
-  const char *k, *v;  // of the head
+  const char* parts[3];  // page ids, K, V of the head
   int32_t seq_len;
-  int32_t kv_head;
 
-  __device__ __forceinline__ static const int32_t* pages_of(const AttentionParams& p, const RowTile& tile) {
-    return p.table.pages + static_cast<uint32_t>(tile.sequence) * p.table.row_stride;
-  }
-  template <typename Kv>
-  __device__ __forceinline__ static KeyReader of(const AttentionParams& p, const RowTile& tile) {
-    const auto of_head = [&](const PagedCache& cache) {
-      return static_cast<const char*>(cache.data) +
-             static_cast<uint32_t>(tile.kv_head) * cache.head_stride * static_cast<int64_t>(sizeof(Kv));
-    };
-    return {pages_of(p, tile), of_head(p.k_cache), of_head(p.v_cache), tile.seq_len, tile.kv_head};
+  // Three threads find a part each.
+  __device__ __forceinline__ void open(const AttentionParams& p, const RowTile& tile, int32_t length, uint32_t thread) {
+    if (thread >= 3) return;
+    const auto index = static_cast<uint32_t>(thread == 0 ? tile.sequence : tile.kv_head);
+    parts[thread] = p.parts[thread].begin + index * p.parts[thread].bytes;
+    if (thread == 0) seq_len = length;
   }
 
   __device__ __forceinline__ int32_t page(const AttentionParams& p, int32_t key) const {
+    const auto* pages = reinterpret_cast<const int32_t*>(parts[0]);
     return key < seq_len ? pages[p.by_page_size.quotient(static_cast<uint32_t>(key))] : -1;
   }
 
@@ -83,37 +79,13 @@ struct KeyReader {
     const auto offset = [&](const PagedCache& cache) {
       return (number * cache.page_stride + slot * cache.slot_stride) * static_cast<int64_t>(sizeof(Kv));
     };
-    return {k + offset(p.k_cache), v + offset(p.v_cache)};
+    return {parts[1] + offset(p.k_cache), parts[2] + offset(p.v_cache)};
   }
 };
-
-// Starts loads of the mask words of a row tile and of the page ids of its first keys, from KV tile `first_key` / 64 on,
-// so that whoever reads them finds them in the L1 cache instead of waiting for one after the other.
-__device__ __forceinline__ void touch_row_tile(const AttentionParams& p, const RowTile& tile, int32_t first_key,
-                                               int32_t num_keys, uint32_t thread) {
-  if (p.tree_mask != nullptr && p.mask_words > 0 && thread < tile.rows) {
-    ptx::touch(p.tree_mask + tile.token(p, thread) * p.mask_stride);
-  }
-  if (p.window > 0) {
-    const int64_t lowest = tile.seq_len - tile.num_queries - min_of(p.window, kMaxWindow);
-    first_key = static_cast<int32_t>(max_of<int64_t>(first_key, lowest));
-  }
-  constexpr int32_t kKeysApart = 8;  // ids of 8 keys lie in one sector at least
-  const int32_t key = first_key + static_cast<int32_t>(thread) * kKeysApart;
-  if (key < min_of(first_key + num_keys, tile.seq_len))
-    ptx::touch(KeyReader::pages_of(p, tile) + p.by_page_size.quotient(static_cast<uint32_t>(key)));
-}
 
 // Scores in base 2 come from q.k: scale * q.k, or with a softcap cap * tanh(q.k * scale / cap).
 __device__ __forceinline__ float score_scale(const AttentionParams& p, int32_t kv_head) {
   return p.k_scale != nullptr ? p.scale * p.k_scale[kv_head * p.k_scale_stride] : p.scale;
-}
-
-// The factor of q.k that gives the score, or with a softcap the exponent in tanh(x) = 1 - 2 / (2^(x * 2 log2 e) + 1);
-// q.k has its sign already. The factor is not 0, as it multiplies maxima, which may be -inf.
-template <typename Kv>
-__device__ __forceinline__ float score_factor(const AttentionParams& p, float scale) {
-  return fmaxf(fabsf(scale) * kDecodedScale<Kv> * p.factor, 0x1p-126f);
 }
 
 template <typename I>
@@ -243,40 +215,47 @@ __device__ __forceinline__ void load_q_rows(const AttentionParams& p, const RowT
   }
 }
 
-// For rows that few calls have; `tile` must be in shared memory.
+// Loads Q, and returns the factor of scores. Shared memory has the row tile.
 template <typename I>
-__device__ __attribute__((noinline)) void load_rare_q_rows(const AttentionParams& p, const RowTile& tile, bool aligned,
-                                                           bool negate, float factor, unsigned char* q,
-                                                           float* factors) {
-  load_q_rows<I>(p, tile, ptx::thread_index(), aligned, negate, factor, q, factors);
+__device__ __forceinline__ float load_scaled_q(const AttentionParams& p, bool aligned, Shared<I>& shared) {
+  const RowTile& tile = shared.walk.tile;
+  const float scale = score_scale(p, tile.kv_head), factor = score_factor(p, scale * kDecodedScale<typename I::Kv>);
+  load_q_rows<I>(p, tile, ptx::thread_index(), aligned, scale < 0.0f, factor, shared.q, shared.factors);
+  return factor;
 }
 
-// Loads Q unless copy_q_tile() has copied it.
+// For rows that few calls have.
 template <typename I>
-__device__ __forceinline__ void load_q_tile(const AttentionParams& p, const CallShape& call, uint32_t thread,
-                                            bool negate, float factor, Shared<I>& shared) {
-  if (I::kCopiesQ ? !call.q_copied : !call.q_aligned) {
-    load_rare_q_rows<I>(p, shared.walk.tile, call.q_aligned, negate, factor, shared.q, shared.factors);
-  } else if constexpr (!I::kCopiesQ) {
-    load_q_rows<I>(p, shared.walk.tile, thread, true, negate, factor, shared.q, shared.factors);
+__device__ __attribute__((noinline)) float load_rare_q(const AttentionParams& p, bool aligned, Shared<I>& shared) {
+  return load_scaled_q<I>(p, aligned, shared);
+}
+
+// Loads Q unless copy_q_tile() has copied it, and returns the factor of scores.
+template <typename I>
+__device__ __forceinline__ float load_q_tile(const AttentionParams& p, const CallShape& call, Shared<I>& shared) {
+  if constexpr (I::kCopiesQ) {
+    return call.q_factor > 0.0f ? call.q_factor : load_rare_q<I>(p, call.q_aligned, shared);
+  } else {
+    return call.q_aligned ? load_scaled_q<I>(p, true, shared) : load_rare_q<I>(p, false, shared);
   }
 }
 
-// Starts the copies of Q where its rows are multiplied as they are.
+// Starts the copies of Q where its rows are multiplied as they are. Behind the last row stand copies of it.
 template <typename I>
 __device__ __forceinline__ void copy_q_tile(const AttentionParams& p, const CallShape& call, const RowTile& tile,
                                             uint32_t thread, unsigned char* q) {
-  if (!I::kCopiesQ || !call.q_copied) return;
+  if (!I::kCopiesQ || call.q_factor == 0.0f) return;
   constexpr uint32_t kLanes = I::QRows::kChunks > 16 ? 32 : I::QRows::kChunks > 8 ? 16 : 8;  // that share a row
   const uint32_t to = ptx::smem_addr(q), chunks = I::kShape.is_wide() ? p.head_dim / 8 : I::QRows::kChunks;
 #pragma unroll 1
   for (uint32_t row = thread / kLanes; row < I::kMTile; row += I::kThreads / kLanes) {
-    const uint16_t* from = static_cast<const uint16_t*>(p.q);
-    if (row < tile.rows) from += tile.token(p, row) * p.q_token_stride + tile.head(p, row) * p.q_head_stride;
+    const uint32_t own = min_of(row, tile.rows - 1);
+    const uint16_t* from =
+        static_cast<const uint16_t*>(p.q) + tile.token(p, own) * p.q_token_stride + tile.head(p, own) * p.q_head_stride;
 #pragma unroll
     for (uint32_t first = 0; first < I::QRows::kChunks; first += kLanes) {
       const uint32_t chunk = first + thread % kLanes;
-      if (chunk < chunks) ptx::cp_async_16(to + I::QRows::offset(row, chunk), from + chunk * 8, row < tile.rows);
+      if (chunk < chunks) ptx::cp_async_16(to + I::QRows::offset(row, chunk), from + chunk * 8, true);
     }
   }
 }

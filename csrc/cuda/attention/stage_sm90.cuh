@@ -105,8 +105,9 @@ struct GivenRow {
     return {view.begin, view.words == nullptr ? view.end : view.first_bit};
   }
   __device__ __forceinline__ RowView view(const AttentionParams& p, const RowTile& tile, uint32_t row) const {
-    if (tile.tree_len < 0 || row >= tile.rows) return {begin, end_or_bit, 0, nullptr};
-    return {begin, tile.seq_len - tile.tree_len, end_or_bit, p.tree_mask + tile.token(p, row) * p.mask_stride};
+    if (tile.tree_len < 0) return {begin, end_or_bit, 0, nullptr};
+    return {begin, tile.seq_len - tile.tree_len, end_or_bit,
+            p.tree_mask + tile.token(p, min_of(row, tile.rows - 1)) * p.mask_stride};
   }
 };
 
@@ -153,6 +154,7 @@ struct alignas(1024) Sm90Shared {
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
   // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
   __device__ __forceinline__ void init_barriers(int stages) {
+#pragma unroll 1
     for (int i = 0; i < stages; ++i) {
       for (uint64_t& bar : full[i]) ptx::mbar_init(&bar, I::kProducers);
       ptx::mbar_init(&empty[i], I::kShape.warps());
@@ -188,8 +190,8 @@ struct TileView {
     TileView found{KeyBounds::none(), {}};
 #pragma unroll 1
     for (uint32_t block = 0; block < tile.rows; block += 32) {
-      const Visibility seen = row_visibility<false>(p, tile, block + lane);
-      if (block + lane < tile.rows) found.bounds = found.bounds.join(KeyBounds::of(seen));
+      const Visibility seen = row_visibility<false>(p, tile, min_of(block + lane, tile.rows - 1));
+      found.bounds = found.bounds.join(KeyBounds::of(seen));
       if (block == first) found.row = RowView::of(seen);
     }
     found.bounds = found.bounds.over_warp();
@@ -212,17 +214,14 @@ class Producer {
   // `own` is the warp's, but for the bounds. A tile without rows ends the range.
   __device__ __forceinline__ void produce(GivenTile& own) {
     const RowTile& tile = own.tile;
-    touch_row_tile(p_, tile, own.at.kv_tile * kKvTile, 2 * kKeys, thread());
     const auto [bounds, view] = TileView::of(p_, tile, own.kv_end, thread() / 32 * 32, thread() % 32);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
     if (thread() == 0) own.bounds = bounds;
     stages.first = min_of(stages.first, stages.end);
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
     __syncwarp();                                        // that of the row tile before is not read any more
-    if (thread() % 32 == 0) {
-      reader = KeyReader::of<typename I::Kv>(p_, tile);
-      reader.seq_len = static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile));
-    }
+    reader.open(p_, tile, static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile)),
+                thread() % 32);
     __syncwarp();
     const int32_t first_boxes = ceil_div(bounds.plain_begin, kKvTile);
     const int32_t last_boxes = maps_.box > 0 ? bounds.plain_end / kKvTile - kTiles : -1;
@@ -270,7 +269,7 @@ class Producer {
   __device__ __forceinline__ void note(const GivenTile& given) {
     if (given.tile.rows == 0 || given.is_whole()) return;
     Walk& walk = shared_.walk;
-    const bool is_planned = walk.tile.rows > 0 && given.at.same_row(walk.at);
+    const bool is_planned = walk.is_planned() && given.at.same_row(walk.at);
     note_cut(walk, call_.pieces, given.at, given.tile,
              is_planned ? walk.order : order_of(walk, call_.pieces, given.at, given.tile));
   }
@@ -347,7 +346,7 @@ class Producer {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    const KeyReader& reader = shared_.readers[0];  // that of the warp that starts the copies
+    const int32_t kv_head = shared_.walks[0].next.tile.kv_head;  // of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
@@ -362,7 +361,7 @@ class Producer {
       }
       if (thread() < 32 && panel < panels) {
         ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
-                         (first + panel) * 64, offset, reader.kv_head, page, full);
+                         (first + panel) * 64, offset, kv_head, page, full);
       }
     }
     place_.advance(call_.stages);

@@ -35,7 +35,7 @@ struct alignas(128) Shared<I> {
 // The word of a stage's keys that row `lane` sees. It is found again where it is needed, as only few stages need it.
 __device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
                                                       int32_t first_key) {
-  return row_visibility<true>(p, tile, lane).visible32(first_key);
+  return lane < tile.rows ? row_visibility<true>(p, tile, lane).visible32(first_key) : 0;
 }
 
 // The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of
@@ -100,7 +100,7 @@ class WideRing {
     if (!is_read) return nullptr;
     const PagedCache& cache = is_value ? p_.v_cache : p_.k_cache;
     const int64_t offset = p_.by_page_size.remainder(static_cast<uint32_t>(first_key()) + key);
-    return (is_value ? reader.v : reader.k) +
+    return reader.parts[is_value ? 2 : 1] +
            (page_ * cache.page_stride + offset * cache.slot_stride) * static_cast<int64_t>(sizeof(typename I::Kv));
   }
 
