@@ -25,16 +25,6 @@ static inline vuint load_pairs(const char* p) {
   }
 }
 
-// kLanes elements as bf16, each in the low half of a lane.
-template <DType kType>
-static inline vuint load_bf16(const char* p) {
-  if constexpr (kType == DType::kBFloat16) {
-    return __builtin_convertvector(load_as<vhalf>(p), vuint);
-  } else {
-    return bits<vuint>(load_float<kType>(p)) >> 16;
-  }
-}
-
 // K: panels of keys [kKvTile / 16, D / 2, 16, 2].
 template <DType kType>
 static inline void pack_k_pairs(const char* const* rows, int64_t head_dim, uint16_t* packed) {
@@ -55,10 +45,13 @@ static inline void pack_v_pairs(const char* const* rows, int64_t head_dim, uint1
   constexpr int64_t kSize = element_size(kType);
   for (int64_t key = 0; key < kKvTile; key += 2) {
     uint16_t* to = packed + key * kLanes;
-    for (int64_t d = 0; d < head_dim; d += kLanes, to += kKvTile * kLanes) {
-      const vuint first = load_bf16<kType>(rows[key] + d * kSize), second = load_bf16<kType>(rows[key + 1] + d * kSize);
-      const vuint pairs = first | second << 16;
-      std::memcpy(to, &pairs, sizeof(pairs));
+    for (int64_t d = 0; d < head_dim; d += 2 * kLanes, to += 2 * kKvTile * kLanes) {
+      const auto first = bits<vshort>(load_pairs<kType>(rows[key] + d * kSize)),
+                 second = bits<vshort>(load_pairs<kType>(rows[key + 1] + d * kSize));
+      vshort low, high;
+      interleave(first, second, low, high);
+      std::memcpy(to, &low, sizeof(low));
+      std::memcpy(to + kKvTile * kLanes, &high, sizeof(high));
     }
   }
 }

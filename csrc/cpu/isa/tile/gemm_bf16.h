@@ -5,6 +5,8 @@
 // machine (PAGEDTREE_EMULATE_AVX512, PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
 #pragma once
 
+#include <algorithm>
+
 #include "cpu/isa/tile/vec.h"
 
 #if defined(__AVX512BF16__) || defined(PAGEDTREE_EMULATE_AVX512)
@@ -89,10 +91,22 @@ static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, 
     const uint16_t *left = b + n * depth, *right = left + kBf16Panel * depth;
     for (int64_t r = 0; r < rows; r += kBf16Rows) {
       const uint16_t* block = a + r * lda;
-      PT_TILE_ZERO(0);
-      PT_TILE_ZERO(1);
-      PT_TILE_ZERO(2);
-      PT_TILE_ZERO(3);
+      float* const to = c + r * ldc + n;
+      // Few rows find a new maximum, so that factors are 1: then products are added to C in the tiles.
+      const int64_t of_c = min_of<int64_t>(kBf16Rows, rows - r);
+      const bool adds = kAccumulate && of_c == kBf16Rows &&
+                        std::all_of(factors + r, factors + r + of_c, [](float f) { return f == 1.0f; });
+      if (adds) {
+        PT_TILE_LOAD(0, to, ldc * 4);
+        PT_TILE_LOAD(1, to + 16, ldc * 4);
+        PT_TILE_LOAD(2, to + 16 * ldc, ldc * 4);
+        PT_TILE_LOAD(3, to + 16 * ldc + 16, ldc * 4);
+      } else {
+        PT_TILE_ZERO(0);
+        PT_TILE_ZERO(1);
+        PT_TILE_ZERO(2);
+        PT_TILE_ZERO(3);
+      }
       for (int64_t k = 0; k < depth; k += 32) {
         PT_TILE_LOAD(4, block + k, lda * 2);
         PT_TILE_LOAD(5, block + 16 * lda + k, lda * 2);
@@ -103,8 +117,7 @@ static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, 
         PT_TILE_DOT(2, 5, 6);
         PT_TILE_DOT(3, 5, 7);
       }
-      if constexpr (!kAccumulate) {
-        float* to = c + r * ldc + n;
+      if (!kAccumulate || adds) {
         PT_TILE_STORE(0, to, ldc * 4);
         PT_TILE_STORE(1, to + 16, ldc * 4);
         PT_TILE_STORE(2, to + 16 * ldc, ldc * 4);
@@ -116,10 +129,9 @@ static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, 
       PT_TILE_STORE(1, products + 16, 128);
       PT_TILE_STORE(2, products + 16 * 32, 128);
       PT_TILE_STORE(3, products + 16 * 32 + 16, 128);
-      for (int64_t i = 0; i < min_of<int64_t>(kBf16Rows, rows - r); ++i) {
-        float* to = c + (r + i) * ldc + n;
-        write_row<true>(to, load(products + i * 32), factors[r + i]);
-        write_row<true>(to + 16, load(products + i * 32 + 16), factors[r + i]);
+      for (int64_t i = 0; i < of_c; ++i) {
+        write_row<true>(to + i * ldc, load(products + i * 32), factors[r + i]);
+        write_row<true>(to + i * ldc + 16, load(products + i * 32 + 16), factors[r + i]);
       }
     }
   }

@@ -4,20 +4,30 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-// a0 b0 a1 b1 ... of the lower halves, then of the upper halves.
+typedef int16_t vshort __attribute__((vector_size(kLanes * 4)));
+
+// a0 b0 a1 b1 ... of the lower halves, then of the upper halves. Index: a vector of integers of V's size.
+template <typename V, typename Index>
+static inline void interleave_by(V a, V b, V& low, V& high) {
+  constexpr int kCount = sizeof(V) / sizeof(a[0]);
+  Index first, second;
+  for (int i = 0; i < kCount; ++i) {
+    first[i] = i / 2 + (i % 2) * kCount;
+    second[i] = first[i] + kCount / 2;
+  }
+  low = __builtin_shuffle(a, b, first);
+  high = __builtin_shuffle(a, b, second);
+}
+static inline void interleave(vshort a, vshort b, vshort& low, vshort& high) {
+  interleave_by<vshort, vshort>(a, b, low, high);
+}
 static inline void interleave(vfloat a, vfloat b, vfloat& low, vfloat& high) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   const __m256 even = _mm256_unpacklo_ps(a, b), odd = _mm256_unpackhi_ps(a, b);
   low = _mm256_permute2f128_ps(even, odd, 0x20);
   high = _mm256_permute2f128_ps(even, odd, 0x31);
 #else
-  vint first, second;
-  for (int i = 0; i < kLanes; ++i) {
-    first[i] = i / 2 + (i % 2) * kLanes;
-    second[i] = first[i] + kLanes / 2;
-  }
-  low = __builtin_shuffle(a, b, first);
-  high = __builtin_shuffle(a, b, second);
+  interleave_by<vfloat, vint>(a, b, low, high);
 #endif
 }
 
