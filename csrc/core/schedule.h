@@ -23,15 +23,6 @@
 #include "core/divisor.h"
 #include "core/tree.h"
 
-// Code that runs once on a GPU is fetched from memory: loops that are not unrolled, and one copy of a function.
-#if defined(__CUDA_ARCH__)
-#define PT_NO_UNROLL _Pragma("unroll 1")
-#define PT_SHARED_FUNCTION __device__ inline __attribute__((noinline))
-#else
-#define PT_NO_UNROLL
-#define PT_SHARED_FUNCTION PT_HOST_DEVICE
-#endif
-
 namespace pagedtree {
 
 constexpr int kKvTile = 64;           // keys of a KV tile, anchored at multiples of it

@@ -99,7 +99,7 @@ __device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& s
         of_first.ranks[place] = ranked(logit, id);
     }
   });
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   constexpr uint64_t kUnknown = ~uint64_t{0};
   uint64_t best = 0;
   if (ptx::cluster_rank() == 0) {

@@ -111,14 +111,14 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
     if (kept_ties > 0) row.filter.tie_end = int64_t{~cut.key} + 1;
   }
   tell(p, n, b, sampling, of_logits, logits, row, num_ties, p.words + n * words_of(p.round), shared);
-  ptx::cluster_sync();  // all have read the row
+  ptx::meet_cluster();  // all have read the row
   if (leads_cluster()) p.shard.rows[n] = row;
 }
 
 template <DType kDType>
 __global__ void __launch_bounds__(kRulesThreads, 1)
     step_kernel(const __grid_constant__ ShardStepParams p, int64_t first) {
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   step_row<kDType>(p, first + ptx::cluster_index(), ptx::shared<SamplingShared>());
 }
 

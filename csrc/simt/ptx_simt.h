@@ -185,6 +185,7 @@ inline uint32_t cluster_index() { return blockIdx.x / cluster_size(); }
 inline void cluster_sync(Location at = Location::current()) {
   simt::machine().cluster_barrier({"barrier.cluster", at});
 }
+inline void meet_cluster(Location at = Location::current()) { cluster_sync(at); }
 template <typename T>
 T* of_cta(T* shared, uint32_t rank, Location at = Location::current()) {
   auto& m = simt::machine();

@@ -128,7 +128,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
                                               const ChildrenDraw& draw, ChildrenShared& shared) {
   BlockShared& block = shared.radix.block;
   if (threadIdx.x == 0) shared.distribution.row = logits;
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   find_distribution<kDType>(shared.radix, shared.columns, sampling, shared.distribution);
   LogitReader<kDType> row(logits);
   row.learn(shared.distribution);
@@ -198,7 +198,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
       size = list_best(noisy, order_key<ScalarMath>(largest), draw.count, shared.top);
     }
   }
-  ptx::cluster_sync();  // all tokens are drawn
+  ptx::meet_cluster();  // all tokens are drawn
   if (ptx::cluster_rank() != 0) return;
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
     if (!independent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const
   LogitReader<kDType> reader(logit_row(p.logits, row));
   const uint32_t bound = find_peak(reader, p.num_children, top);
   if (!is_present(parent)) {  // looked at now, so that the row need not wait for it
-    ptx::cluster_sync();      // all have written what the first CTA has of them
+    ptx::meet_cluster();      // all have written what the first CTA has of them
     return clear_children(p, row, children);
   }
   const float peak = logit_of_key<ScalarMath>(top.peak);

@@ -343,10 +343,10 @@ __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constan
     if (threadIdx.x == 0) trie.plant(texts.history[texts.history_len - 1]);
     trie.size = {.num_nodes = 1};
     load_pattern(shared, texts, p.max_ngram);
-    ptx::cluster_sync();
+    ptx::meet_cluster();
     if (trie.can_grow()) {
       find_places(p, b, shared, texts);
-      ptx::cluster_sync();
+      ptx::meet_cluster();
       if (ptx::cluster_rank() == 0) grow_trie(p, b, shared, texts, trie);
     }
   }

@@ -62,7 +62,7 @@ __device__ __forceinline__ void begin_candidates(TopShared& shared) {
     shared.has_nan = shared.too_many = 0;
     shared.threshold = order_key<ScalarMath>(-kInfinity) + 1;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
 }
 
 __device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
@@ -85,7 +85,7 @@ __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t c
   for (int32_t cta = thread & ((1 << bits) - 1); cta < ctas; cta += 1 << bits) {
     *ptx::of_cta(group, static_cast<uint32_t>(cta)) = key;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   for (int32_t i = thread; i < ctas * threads >> bits; i += threads) {
     const int32_t rank_of_group = rank_among(shared.groups, ctas * threads >> bits, i);
     if (rank_of_group == 0) shared.peak = shared.groups[i];
@@ -138,7 +138,7 @@ __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound,
       items.best_of(word, uint64_t{threshold} << 32, ~uint64_t{0}, &shared);
     }
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   if (shared.too_many) {
     return list_by_rounds(count, shared.block, shared.best, [&](uint64_t end, uint64_t best) {
       const uint64_t least = uint64_t{order_key<ScalarMath>(-kInfinity) + 1} << 32;

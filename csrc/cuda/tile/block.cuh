@@ -1,6 +1,6 @@
 // Reductions and searches by all threads of a CTA, or of all CTAs of a cluster. A CTA is one-dimensional and has whole
 // warps. Every thread makes the call, and every thread gets the result. The CTAs of a cluster must have met once
-// (ptx::cluster_sync) before.
+// (ptx::meet_cluster) before.
 #pragma once
 
 #include "core/common.h"
@@ -45,9 +45,9 @@ __device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t val
 template <typename Use>
 __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Use use) {
   if (threadIdx.x < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], threadIdx.x) = value;
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   use();
-  ptx::cluster_sync();
+  ptx::meet_cluster();
 }
 
 __device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {

@@ -4,6 +4,11 @@
 
 #if defined(__CUDACC__)
 #include "cuda/tile/ptx_cuda.cuh"
+
+namespace pagedtree::ptx {
+// cluster_sync() once per kernel: it has 40 instructions, and some kernels have 30 of them.
+inline __device__ __attribute__((noinline)) void meet_cluster() { cluster_sync(); }
+}  // namespace pagedtree::ptx
 #else
 #include "simt/ptx_simt.h"
 #endif

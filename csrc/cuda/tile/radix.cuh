@@ -90,7 +90,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, 
     of_this_cta[bin] = sum_of_columns(shared, masses, columns, bin);
   }
   if (ptx::cluster_size() > 1) {
-    ptx::cluster_sync();
+    ptx::meet_cluster();
     for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
       Totals sum{0, 0};
       for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, 
       shared.totals[bin] = sum;
     }
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
 }
 
 // Appends to shared.cut the highest bin at which the count or mass from the top, of those above included, reaches the

@@ -141,7 +141,7 @@ class KeptRows {
 
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
-  static __device__ void sync() { ptx::cluster_sync(); }
+  static __device__ void sync() { ptx::meet_cluster(); }
   __device__ void begin(TreeWalk& walk) {
     if (leads()) walk.begin();
     copy_tree(walk, shared_.tree);

@@ -89,7 +89,7 @@ __device__ __forceinline__ void find_range(Reader& row, BlockShared& shared, uin
     const uint64_t of_cta = fold(lane < blockDim.x / 32 ? shared.warps[lane] : 0);
     if (lane < ptx::cluster_size()) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], lane) = of_cta;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   const uint64_t all = fold(lane < ptx::cluster_size() ? shared.ctas[lane] : 0);
   peak = static_cast<uint32_t>(all >> 32);
   bound = ~static_cast<uint32_t>(all);
@@ -186,7 +186,7 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
     *ptx::of_cta(&list.mass_of_cta[ptx::cluster_rank()], threadIdx.x) = mass;
     *ptx::of_cta(&list.notes_of_cta[ptx::cluster_rank()], threadIdx.x) = list.num_own;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   // Each warp copies a slice of what a CTA has, the next warps the same of other CTAs.
   const uint32_t ctas = ptx::cluster_size(), warps = blockDim.x / 32, slices = max_of(warps / ctas, 1u);
   uint32_t begin = 0;
@@ -209,7 +209,7 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
     list.size = min_of(begin, kMostNotes);
     list.num_own = 0;
   }
-  ptx::cluster_sync();  // all have read
+  ptx::meet_cluster();  // all have read
   return begin <= kMostNotes ? mass : ~uint64_t{0};
 }
 
@@ -316,7 +316,7 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
       uint32_t peak, least;
       find_range(row, list.block, parts, peak, least);
       if (peak >= order_key<ScalarMath>(kInfinity) || peak <= order_key<ScalarMath>(-kInfinity)) {
-        ptx::cluster_sync();  // all have read the range
+        ptx::meet_cluster();  // all have read the range
         return false;
       }
       scale = {logit_of_key<ScalarMath>(peak), greedy ? 1.0f : inverse_temperature(sampling.temperature)};

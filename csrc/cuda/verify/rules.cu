@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kRulesThreads, 1)
     walk_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule rule) {
   const int64_t b = first + ptx::cluster_index();
   const bool walks = all || p.verify.status[b] == kLeftToOthers;
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   if (!walks) return;
   Rows rows(p, ptx::shared<RulesShared>());
   walk_by(rule, p, b, rows);
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kRulesThreads, 1)
     traversal_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule) {
   const int64_t b = first + ptx::cluster_index();
   const bool walks = all || p.verify.status[b] == kLeftToOthers;
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   if (!walks) return;
   Rows rows(p, ptx::shared<RulesShared>());
   walk_traversal(p, b, rows);

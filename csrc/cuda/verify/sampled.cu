@@ -54,7 +54,7 @@ template <DType kDType>
 __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
   const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   if (b < 0 || depth < 0) {  // no walk visits this row
     if (leads_cluster()) p.drawn_rows[row].sequence = -1;
     return;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
     walk.near = &shared.tree;
     shared.more = walk.num_nodes > 0;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   while (shared.more) {
     const Draw draw = draw_next<kDType>(p, walk, drawn, shared);
     __syncthreads();
