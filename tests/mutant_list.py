@@ -221,7 +221,7 @@ REQUESTS = [
     ),
     of_options(
         "stop ids forbidden though nothing else is left",
-        "if (r_.stops == Stops::kDecide && !writer_.any_finite(is_stop)) return;", "",
+        "return r_.stops == Stops::kForbid || writer_.any_finite(is_stop);", "return true;",
     ),
     Mutant(
         "a token listed twice is biased once", "cpu/isa/logits/options.cpp",

@@ -47,9 +47,7 @@ struct NoiseGroup {
 
   NoiseGroup() = default;
   PT_HOST_DEVICE NoiseGroup(uint64_t seed, int64_t position, RandomUse use, uint32_t group) {
-#if defined(__CUDACC__)
-#pragma unroll 1
-#endif
+    PT_NO_UNROLL
     for (uint32_t i = 0; i < 3; ++i) {
       for (int w = 0; w < 4; ++w) words[w] = words[w + 4];
       const uint32_t block = i == 0 ? run_block(group) : 2 * group + i - 1;

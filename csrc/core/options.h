@@ -49,8 +49,9 @@ PT_HOST_DEVICE float largest_logit(DType dtype) {
   return dtype == DType::kFloat32 ? kMaxFloat : dtype == DType::kFloat16 ? kMaxFloat16 : kMaxBFloat16;
 }
 
-// The entries [begin, end) of one sequence in a list of `size`; none if the offsets do not ascend inside it.
+// The entries [begin, end) of one sequence in a list of `size`; none without offsets that ascend inside it.
 PT_HOST_DEVICE NodeRange entries_of(const int32_t* offsets, int64_t b, int64_t size) {
+  if (offsets == nullptr) return {0, 0};
   const int64_t begin = offsets[b], end = offsets[b + 1];
   return begin >= 0 && begin <= end && end <= size ? NodeRange{begin, end} : NodeRange{0, 0};
 }
@@ -95,7 +96,8 @@ struct RowOptions {
   // The row's part of a packed mask.
   PT_HOST_DEVICE const int32_t* words(const int32_t* mask, int64_t stride) const { return mask + sequence * stride; }
   PT_HOST_DEVICE static bool bit(const int32_t* words, int64_t token) {
-    return static_cast<uint32_t>(words[token / 32]) >> token % 32 & 1u;
+    const uint32_t at = static_cast<uint32_t>(token);
+    return static_cast<uint32_t>(words[at / 32]) >> at % 32 & 1u;
   }
   PT_HOST_DEVICE bool in_prompt(int64_t token) const {
     return o.prompt_mask != nullptr && bit(words(o.prompt_mask, o.prompt_stride), token);
@@ -109,6 +111,7 @@ struct RowOptions {
   // How often the token was generated, on the path, too, unless it is known not to be there.
   PT_HOST_DEVICE float count_of(int64_t token, bool may_be_on_path) const {
     int64_t count = o.output_counts == nullptr ? 0 : max_of(o.output_counts[sequence * o.counts_stride + token], 0);
+    PT_NO_UNROLL
     for (PathPlace at = path(); may_be_on_path && !at.at_root(); at.go_up()) count += at.token() == token;
     return static_cast<float>(count);
   }
@@ -140,6 +143,7 @@ struct RowOptions {
       start = o.history_start == nullptr ? 0 : max_of(o.history_start[sequence], 0);
     }
     PathPlace at = path();
+    PT_NO_UNROLL
     for (int64_t i = count - 1; i >= 0; --i) {
       int64_t token;
       if (!at.at_root()) {
@@ -156,23 +160,26 @@ struct RowOptions {
   }
 };
 
-// The sum of what is listed for a token from the `first` entry on. NaN is no entry; opposite infinities forbid.
-PT_HOST_DEVICE float bias_from(const OptionsParams& o, int64_t first, int64_t end, int64_t token) {
+// The sum of what is listed for a token. NaN is no entry; opposite infinities forbid.
+PT_HOST_DEVICE float bias_of_token(const OptionsParams& o, const NodeRange& entries, int64_t token) {
   float sum = 0.0f;
-  for (int64_t i = first; i < end; ++i) {
+  PT_NO_UNROLL
+  for (int64_t i = entries.begin; i < entries.end; ++i) {
     if (o.bias_tokens[i] == token && o.bias_values[i] == o.bias_values[i]) sum += o.bias_values[i];
   }
   return sum == sum ? sum : -kInfinity;
 }
 
-// The corrections of a row that the dense part has written. All threads of a `Writer` call this together:
+// How a row is written: all columns as if there were neither biases nor a path, then the others anew.
+enum class RowStep : int32_t { kColumns, kPath, kBias, kBadWords, kStops };
+
+// Writes a row, or corrects one that the dense part has written. All threads of a `Writer` call this together:
+// - kFirst: the first step
 // - first(), step(): the entries of a list that this thread takes
 // - sync(): waits until all threads have written
-// - raw(column): the logit in memory
-// - store(column, value), forbid(column): writes the value, or -inf unless the logit in memory is NaN; several threads
-//   may write the same at once
+// - write(column, count, bias, may_be_on_path): writes adjusted logits; several threads may write the same at once
 // - begin_bias(entries), end_bias(entries): around calls of bias_of
-// - bias_of(entries, i, bias): what is added to the token of entry i; false if another entry's thread writes it
+// - bias_of(entries, column): what is added there
 // - any_finite(leaves_out): whether a logit of the row is above -inf, but for columns that are left out
 template <typename Writer>
 class RowPatch {
@@ -180,78 +187,87 @@ class RowPatch {
   PT_HOST_DEVICE RowPatch(const RowOptions& options, const LogitRow& row, Writer& writer)
       : r_(options), o_(options.o), row_(row), writer_(writer) {}
 
+  // One loop for all steps, so that there is one copy of its code.
   PT_HOST_DEVICE void run() {
-    if (r_.penalties.any() && r_.node != 0) {
-      count_path();
-      writer_.sync();
-    }
-    if (o_.cu_bias != nullptr) {
-      add_bias();
-      writer_.sync();
-    }
-    forbid_bad_words();
-    writer_.sync();
-    if (r_.stops == Stops::kAllow || !r_.stops_too_early()) return;
-    const int32_t* stops = o_.stop_ids + r_.sequence * o_.stops_stride;
-    const auto is_stop = [&](int64_t column) {
-      int64_t i = 0;
-      while (i < o_.num_stops && stops[i] - o_.first_token != column) ++i;
-      return i < o_.num_stops;
-    };
-    if (r_.stops == Stops::kDecide && !writer_.any_finite(is_stop)) return;
-    for (int64_t i = writer_.first(); i < o_.num_stops; i += writer_.step()) {
-      at_token(stops[i], [&](int64_t column) { writer_.forbid(column); });
-    }
-    writer_.sync();
+    constexpr int32_t kFirst = static_cast<int32_t>(Writer::kFirst), kLast = static_cast<int32_t>(RowStep::kStops);
+    PT_NO_UNROLL
+    for (int32_t step = kFirst; step <= kLast; ++step) take(RowStep{step});
   }
 
  private:
-  // Calls f(column) if the row has the token.
-  template <typename F>
-  PT_HOST_DEVICE void at_token(int64_t token, F f) const {
-    const int64_t column = token - o_.first_token;
-    if (token >= 0 && column >= 0 && column < row_.vocab) f(column);
-  }
-  PT_HOST_DEVICE void write(int64_t column, float bias) {
-    writer_.store(column, r_.adjusted(row_, column, writer_.raw(column), bias));
+  PT_HOST_DEVICE void take(RowStep step) {
+    const NodeRange entries = entries_at(step);
+    if (entries.size() == 0) return;
+    const bool is_bias = step == RowStep::kBias, is_dense = step == RowStep::kColumns;
+    const uint32_t count = is_dense ? 4 : 1, stride = count * writer_.step(), end = static_cast<uint32_t>(entries.end);
+    if (is_bias) writer_.begin_bias(entries);
+    PT_NO_UNROLL
+    for (uint32_t i = static_cast<uint32_t>(entries.begin) + count * writer_.first(); i < end; i += stride) {
+      const uint32_t column = column_of(token_at(step, i));
+      if (column >= static_cast<uint32_t>(row_.vocab)) continue;
+      const float bias = is_bias ? writer_.bias_of(entries, column) : step < RowStep::kBias ? 0.0f : -kInfinity;
+      writer_.write(column, count, bias, !is_dense);
+    }
+    if (is_bias) writer_.end_bias(entries);
+    writer_.sync();
   }
 
-  // Tokens of the path were generated once more.
-  PT_HOST_DEVICE void count_path() {
-    int64_t i = 0;
-    for (PathPlace at = r_.path(); !at.at_root(); at.go_up(), ++i) {
-      if (i % writer_.step() != writer_.first()) continue;
-      const int64_t token = at.token();
-      bool repeats = false;  // of several threads one writes
-      for (PathPlace below = r_.path(); below.node != at.node && !repeats; below.go_up()) {
-        repeats = below.token() == token;
+  PT_HOST_DEVICE NodeRange entries_at(RowStep step) {
+    switch (step) {
+      case RowStep::kColumns:
+        return {0, row_.vocab};
+      case RowStep::kPath: {  // tokens of the path were generated once more
+        NodeRange nodes{0, 0};
+        PT_NO_UNROLL
+        for (PathPlace at = r_.path(); r_.penalties.any() && !at.at_root(); at.go_up()) ++nodes.end;
+        return nodes;
       }
-      if (!repeats) at_token(token, [&](int64_t column) { write(column, 0.0f); });
+      case RowStep::kStops:
+        return {0, forbids_stops() ? o_.num_stops : 0};
+      default:
+        const bool is_bias = step == RowStep::kBias;
+        return entries_of(is_bias ? o_.cu_bias : o_.cu_bad_seqs, r_.sequence, is_bias ? o_.num_bias : o_.num_bad_words);
     }
   }
 
-  PT_HOST_DEVICE void add_bias() {
-    const NodeRange entries = entries_of(o_.cu_bias, r_.sequence, o_.num_bias);
-    writer_.begin_bias(entries);
-    for (int64_t i = entries.begin + writer_.first(); i < entries.end; i += writer_.step()) {
-      at_token(o_.bias_tokens[i], [&](int64_t column) {
-        float bias;
-        if (writer_.bias_of(entries, i, bias)) write(column, bias);
-      });
+  // The token of an entry, -1 if it has none.
+  PT_HOST_DEVICE int64_t token_at(RowStep step, int64_t i) const {
+    switch (step) {
+      case RowStep::kColumns:
+        return o_.first_token + i;
+      case RowStep::kPath: {
+        PathPlace at = r_.path();
+        PT_NO_UNROLL
+        for (; i > 0; --i) at.go_up();
+        return at.token();
+      }
+      case RowStep::kBias:
+        return o_.bias_tokens[i];
+      case RowStep::kBadWords: {
+        const NodeRange tokens = entries_of(o_.cu_bad_words, i, o_.num_bad_tokens);
+        const int32_t* const word = o_.bad_tokens + tokens.begin;
+        const int64_t before = tokens.size() - 1;
+        return before >= 0 && r_.text_ends_in(word, before) ? word[before] : -1;
+      }
+      default:
+        return stop_ids()[i];
     }
-    writer_.end_bias(entries);
   }
 
-  PT_HOST_DEVICE void forbid_bad_words() {
-    if (o_.cu_bad_seqs == nullptr) return;
-    const NodeRange words = entries_of(o_.cu_bad_seqs, r_.sequence, o_.num_bad_words);
-    for (int64_t word = words.begin + writer_.first(); word < words.end; word += writer_.step()) {
-      const NodeRange tokens = entries_of(o_.cu_bad_words, word, o_.num_bad_tokens);
-      if (tokens.size() == 0) continue;
-      at_token(o_.bad_tokens[tokens.end - 1], [&](int64_t column) {
-        if (r_.text_ends_in(o_.bad_tokens + tokens.begin, tokens.size() - 1)) writer_.forbid(column);
-      });
-    }
+  // No column of the row if the token has none.
+  PT_HOST_DEVICE uint32_t column_of(int64_t token) const {
+    return static_cast<uint32_t>(token) - static_cast<uint32_t>(o_.first_token);
+  }
+  PT_HOST_DEVICE const int32_t* stop_ids() const { return o_.stop_ids + r_.sequence * o_.stops_stride; }
+  PT_HOST_DEVICE bool forbids_stops() {
+    if (r_.stops == Stops::kAllow || !r_.stops_too_early()) return false;
+    const auto is_stop = [&](uint32_t column) {
+      uint32_t i = 0, end = static_cast<uint32_t>(o_.num_stops);
+      PT_NO_UNROLL
+      while (i < end && column_of(stop_ids()[i]) != column) ++i;
+      return i < end;
+    };
+    return r_.stops == Stops::kForbid || writer_.any_finite(is_stop);
   }
 
   const RowOptions& r_;

@@ -144,15 +144,23 @@ class LogitReader {
     return sum;
   }
 
-  // Four logits as they stand in memory, zeros past the vocabulary; `token` is a multiple of four.
-  __device__ __forceinline__ Four load_four(int64_t token) const {
+  // Loads four logits as they stand in memory, if one load can; `token` is a multiple of four.
+  __device__ __forceinline__ bool load_whole_four(int64_t token, Four& four) const {
     const uint32_t bytes = stored_.wide() ? 16 : 8;
-    if (skew_ % bytes == 0 && token + 4 <= vocab_) {
-      const void* from = static_cast<const char*>(logits()) + token * bytes_of_one(stored_);
-      if (stored_.wide()) return __ldcg(static_cast<const uint4*>(from));
+    if (skew_ % bytes != 0 || token + 4 > vocab_) return false;
+    const void* from = static_cast<const char*>(logits()) + token * bytes_of_one(stored_);
+    if (stored_.wide()) {
+      four = __ldcg(static_cast<const uint4*>(from));
+    } else {
       const uint2 pairs = __ldcg(static_cast<const uint2*>(from));
-      return {pairs.x, pairs.y, 0, 0};
+      four = {pairs.x, pairs.y, 0, 0};
     }
+    return true;
+  }
+  // Four logits in any case, zeros past the vocabulary.
+  __device__ __forceinline__ Four load_four(int64_t token) const {
+    Four four;
+    if (load_whole_four(token, four)) return four;
     uint32_t bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = token + i < vocab_ ? stored_.bits(logits(), token + i) : 0;

@@ -9,95 +9,83 @@ namespace pagedtree::cuda {
 
 // Calls launch(first, count) for the rows or trees that are worked on at a time: all of them, under options as many as
 // there are rows of scratch. These are launches of their own, as nvcc takes ten times as long for a loop in the kernel.
-// `sample` has the loop: without it rows of fp32 spill registers.
 template <typename Launch>
 void in_turns(const OptionsParams& o, int64_t count, Launch launch) {
   const int64_t most = o.used ? o.scratch_rows : count;
   for (int64_t first = 0; first < count; first += most) launch(first, min_of(count - first, most));
 }
 
-inline int64_t clusters_for(const OptionsParams& o, int64_t count) {
-  return o.used ? min_of(count, o.scratch_rows) : count;
-}
-
-__device__ __forceinline__ int64_t num_clusters() { return gridDim.x / ptx::cluster_size(); }
-
 namespace options {
 
-using Reader = LogitReader<kAnyDType>;
-
 struct Writer {
+  static constexpr RowStep kFirst = RowStep::kColumns;
   const RowOptions& r;
   const LogitRow& row;
   float* out;
   BlockShared& shared;
 
-  static __device__ int64_t first() { return int64_t{ptx::cluster_rank()} * blockDim.x + threadIdx.x; }
-  static __device__ int64_t step() { return int64_t{ptx::cluster_size()} * blockDim.x; }
-  static __device__ void sync() { ptx::cluster_sync(); }
-  __device__ float raw(int64_t column) const {
+  static __device__ uint32_t first() { return ptx::cluster_rank() * blockDim.x + threadIdx.x; }
+  static __device__ uint32_t step() { return ptx::cluster_size() * blockDim.x; }
+  static __device__ void sync() { ptx::meet_cluster(); }
+  // One column, or four from a multiple of four on. One is written atomically: an id may be listed several times.
+  __device__ void write(uint32_t column, uint32_t count, float bias, bool may_be_on_path) const {
+    const LogitReader<kAnyDType> reader(row);
     const StoredLogits<kAnyDType> stored(row.dtype);
-    return stored.value(stored.bits(row.logits, column));
-  }
-  // Atomic, because an id may be listed several times.
-  __device__ void store(int64_t column, float value) const { atomicExch(out + column, value); }
-  __device__ void forbid(int64_t column) const {
-    const float logit = raw(column);
-    if (logit == logit) store(column, -kInfinity);
+    Four word{};
+    const bool whole = count == 4 && reader.load_whole_four(column, word);
+    float four[4];
+#pragma unroll 1
+    for (uint32_t at = column; at < column + count; ++at) {
+      float value = -kInfinity;
+      if (at < row.vocab) {
+        const float raw = whole ? reader.first_of(word) : stored.value(stored.bits(row.logits, at));
+        value = r.adjusted(row, at, raw, bias, may_be_on_path);
+      }
+      word = reader.without_first(word);
+      four[0] = four[1];
+      four[1] = four[2];
+      four[2] = four[3];
+      four[3] = value;
+    }
+    if (count == 4) {
+      *reinterpret_cast<float4*>(out + column) = {four[0], four[1], four[2], four[3]};
+    } else {
+      atomicExch(out + column, four[3]);
+    }
   }
   static __device__ void begin_bias(const NodeRange&) {}
   static __device__ void end_bias(const NodeRange&) {}
-  // The first of the entries of a token writes the sum of all. Lists are short, and read from L1.
-  __device__ bool bias_of(const NodeRange& entries, int64_t i, float& bias) const {
-    const int32_t token = r.o.bias_tokens[i];
-    for (int64_t j = entries.begin; j < i; ++j) {
-      if (r.o.bias_tokens[j] == token) return false;
-    }
-    bias = bias_from(r.o, i, entries.end, token);
-    return true;
+  // Lists are short, and read from L1.
+  __device__ float bias_of(const NodeRange& entries, uint32_t column) const {
+    return bias_of_token(r.o, entries, r.o.first_token + column);
   }
   template <typename LeavesOut>
   __device__ bool any_finite(LeavesOut leaves_out) const {
     bool any = false;
 #pragma unroll 1
-    for (int64_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity && !leaves_out(t);
+    for (uint32_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity && !leaves_out(t);
     return cluster_any(shared, any);
   }
 };
-
-// All columns as if there were neither biases nor a path.
-__device__ __forceinline__ void adjust_columns(const RowOptions& r, const LogitRow& row, float* out) {
-  const Reader reader(row);
-  for (int64_t t = 4 * Writer::first(); t < row.vocab; t += 4 * Writer::step()) {
-    float four[4];
-    reader.convert(reader.load_four(t), four);
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      const float adjusted = t + i < row.vocab ? r.adjusted(row, t + i, four[0], 0.0f, false) : -kInfinity;
-      four[0] = four[1];
-      four[1] = four[2];
-      four[2] = four[3];
-      four[3] = adjusted;
-    }
-    *reinterpret_cast<float4*>(out + t) = {four[0], four[1], four[2], four[3]};
-  }
-}
 
 __device__ __forceinline__ float* scratch_of(const OptionsParams& o) {
   return o.scratch + ptx::cluster_index() * o.scratch_stride;
 }
 
-// Not inlined: kernels read rows in several places, and this is rarely called. Few arguments cost few registers there.
-inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, const LogitsParams& logits,
-                                                           int64_t b, int64_t n, Stops stops, BlockShared& shared) {
+__device__ __forceinline__ void write_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
+                                          Stops stops, BlockShared& shared) {
   const RowOptions r(o, b, n, stops);
   const LogitRow row = logit_row(logits, n);
-  float* out = scratch_of(o);
-  ptx::cluster_sync();  // all have read the row before
-  adjust_columns(r, row, out);
-  ptx::cluster_sync();
-  Writer writer{r, row, out, shared};
+  ptx::meet_cluster();  // all have read the row before
+  Writer writer{r, row, scratch_of(o), shared};
   RowPatch<Writer>(r, row, writer).run();
+}
+
+// For kernels that read rows in several places. Few arguments cost few registers there.
+inline __device__ __attribute__((noinline)) void write_row_apart(const OptionsParams& o, const LogitsParams& logits,
+                                                                 int64_t b, int64_t n, Stops stops,
+                                                                 BlockShared& shared) {
+  write_row(o, logits, b, n, stops, shared);
 }
 
 }  // namespace options
@@ -112,7 +100,8 @@ template <DType kDType = kAnyDType>
 __device__ __forceinline__ void prepare_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
                                             BlockShared& shared, Stops stops = Stops::kDecide) {
   if constexpr (kReadsOptions<kDType>) {
-    if (o.used) options::write_row(o, logits, b, n, stops, shared);
+    constexpr auto write_row = kDType == kAnyDType ? options::write_row_apart : options::write_row;
+    if (o.used) write_row(o, logits, b, n, stops, shared);
   }
 }
 

@@ -12,20 +12,19 @@ struct Writer {
   const LogitRow& row;
   AdjustedRow& scratch;
 
-  static int64_t first() { return 0; }
-  static int64_t step() { return 1; }
+  static constexpr RowStep kFirst = RowStep::kPath;
+  static uint32_t first() { return 0; }
+  static uint32_t step() { return 1; }
   static void sync() {}
-  float raw(int64_t column) const {
-    return load_memory(scratch.memory, column - column % kLanes)[static_cast<int>(column % kLanes)];
-  }
-  void store(int64_t column, float value) {
+  void write(uint32_t column, uint32_t, float bias, bool) {
+    const float raw = load_memory(scratch.memory, column - column % kLanes)[static_cast<int>(column % kLanes)];
+    const float value = r.adjusted(row, column, raw, bias);
     uint32_t& word = scratch.patched[column / 32];
     const uint32_t bit = 1u << column % 32;
     if (!(word & bit)) scratch.columns[scratch.num_patched++] = static_cast<int32_t>(column);
     word |= bit;
     scratch.values[column] = value == value ? min_of(value, kMaxFloat) : -kInfinity;
   }
-  void forbid(int64_t column) { store(column, -kInfinity); }
   void fetch(int64_t column) const {
     const LogitRow& memory = scratch.memory;
     const int64_t size = memory.dtype == DType::kFloat32 ? 4 : 2;
@@ -46,10 +45,9 @@ struct Writer {
     each_bias(entries, [&](int64_t column, float) { fetch(column); });
     each_bias(entries, [&](int64_t column, float value) { scratch.bias[column] += value == value ? value : 0.0f; });
   }
-  bool bias_of(const NodeRange&, int64_t i, float& bias) const {
-    const float sum = scratch.bias[r.o.bias_tokens[i] - r.o.first_token];
-    bias = sum == sum ? sum : -kInfinity;
-    return true;
+  float bias_of(const NodeRange&, uint32_t column) const {
+    const float sum = scratch.bias[column];
+    return sum == sum ? sum : -kInfinity;
   }
   void end_bias(const NodeRange& entries) {
     each_bias(entries, [&](int64_t column, float) { scratch.bias[column] = 0.0f; });
@@ -61,7 +59,7 @@ struct Writer {
       const vint finite = load_logits<AdjustedLogit>(adjusted, t) > splat(-kInfinity);
       uint32_t lanes = lane_bits(finite & lanes_before(row.vocab, t));
       for (; lanes != 0; lanes &= lanes - 1) {
-        if (!leaves_out(t + __builtin_ctz(lanes))) return true;
+        if (!leaves_out(static_cast<uint32_t>(t + __builtin_ctz(lanes)))) return true;
       }
     }
     return false;
