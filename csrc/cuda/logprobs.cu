@@ -21,7 +21,8 @@ struct LogprobShared {
 static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
 
 // How many logits reach this one, by all CTAs of the cluster.
-__device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float logit, BlockShared& shared) {
+template <DType kDType>
+__device__ __forceinline__ uint64_t count_reaching(const LogitReader<kDType>& row, float logit, BlockShared& shared) {
   uint64_t reaching = 0;
   row.each_group_where([&](float largest) { return __any_sync(~0u, largest >= logit) != 0; },
                        [&](int64_t at, const Four& group) {
@@ -35,18 +36,19 @@ __device__ __forceinline__ uint64_t count_reaching(const AnyReader& row, float l
   return total;
 }
 
+template <DType kDType>
 __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int64_t r, LogprobShared& shared) {
   const int64_t n = logprob_row(p, r), token = logprob_token(p, r);
   RadixShared& radix = shared.radix;
   const bool is_first = ptx::cluster_rank() == 0;
   if (is_first) write_no_logprobs(p, r, threadIdx.x, blockDim.x);
   if (n < 0) return;
-  const LogitRow row = row_under(p.options, p.logits, r, n, radix.block);
+  const LogitRow row = row_under<kDType>(p.options, p.logits, r, n, radix.block);
   RowDistribution& distribution = shared.distribution;
   if (threadIdx.x == 0) distribution.row = row;
   __syncthreads();
-  find_distribution<kAnyDType>(radix, shared.masses, logprob_sampling(p, r), distribution);
-  RowMasses masses(distribution);
+  find_distribution<kDType>(radix, shared.masses, logprob_sampling(p, r), distribution);
+  MassesOfDType<kDType> masses(distribution);
   sum_blocks(masses, shared.sums);
   const double total = shared.sums.total(row.vocab);
   if (token >= 0) {
@@ -61,7 +63,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   int32_t size = p.top_n;
   if (!distribution.uniform) {
     const uint32_t bound = find_peak(masses.row, p.top_n, shared.top);
-    size = list_best(RowItems<kAnyDType>{masses.row}, bound, p.top_n, shared.top);
+    size = list_best(RowItems<kDType>{masses.row}, bound, p.top_n, shared.top);
   }
   if (!is_first) return;
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
@@ -74,17 +76,21 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
 }
 
 // One cluster per row.
+template <DType kDType>
 __global__ void __launch_bounds__(kLogprobThreads, 1)
     logprobs_kernel(const __grid_constant__ TokenLogprobsParams p, int64_t first) {
-  ptx::cluster_sync();
-  write_logprobs(p, first + ptx::cluster_index(), ptx::shared<LogprobShared>());
+  ptx::meet_cluster();
+  write_logprobs<kDType>(p, first + ptx::cluster_index(), ptx::shared<LogprobShared>());
 }
 
 }  // namespace
 
 void CudaBackend::token_logprobs(const TokenLogprobsParams& p, const ExecContext& ctx) const {
-  in_turns(p.options, p.num_tokens, [&](int64_t first, int64_t count) {
-    launch_rows(logprobs_kernel, count, p.logits.vocab, kLogprobThreads, sizeof(LogprobShared), ctx.stream, p, first);
+  with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
+    in_turns(p.options, p.num_tokens, [&](int64_t first, int64_t count) {
+      launch_rows(logprobs_kernel<dtype>, count, p.logits.vocab, kLogprobThreads, sizeof(LogprobShared), ctx.stream, p,
+                  first);
+    });
   });
 }
 

@@ -1,5 +1,4 @@
-// The distribution of a row of logits whose dtype is known only at run time, and sums of its masses, in the order of
-// MassTable (core/verify/rules.h).
+// The distribution of a row of logits, and sums of its masses, in the order of MassTable (core/verify/rules.h).
 #pragma once
 
 #include "core/verify/rules.h"
@@ -7,19 +6,18 @@
 
 namespace pagedtree::cuda {
 
-using AnyReader = LogitReader<kAnyDType>;
-
 // The masses of a row's distribution.
-struct RowMasses {
+template <DType kDType>
+struct MassesOfDType {
   static constexpr int kBatch = 4;  // groups of four that are loaded together
   static constexpr int kSums = 1;   // sums that are found at a time
   using Loaded = Four;
 
-  AnyReader row;
+  LogitReader<kDType> row;
   Scale scale;
   Filter filter;
 
-  __device__ explicit RowMasses(const RowDistribution& distribution)
+  __device__ explicit MassesOfDType(const RowDistribution& distribution)
       : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
     row.learn(distribution);
   }
@@ -61,6 +59,7 @@ struct RowMasses {
     values(token, loaded, sums[0]);
   }
 };
+using RowMasses = MassesOfDType<kAnyDType>;
 
 // A block's sum from the warp's partial sums, in the order of MassTable: sum i is entry i % 4 of lane i / 4. In each
 // step a lane gives another lane the half of the sums that the other continues with.
@@ -82,7 +81,7 @@ template <typename Masses, typename... Tables>
 __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
   MassTable* const tables[Masses::kSums] = {&into...};
   const int64_t vocab = masses.vocab();
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   // A block is read in groups of kMassSums tokens, some of which are loaded together.
   constexpr int kBatch = Masses::kBatch, kGroups = kMassBlock / kMassSums;
   static_assert(kGroups % kBatch == 0);
@@ -125,7 +124,7 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into
     block += step;
     group = 0;
   }
-  ptx::cluster_sync();
+  ptx::meet_cluster();
   if (threadIdx.x < MassTable::num_groups(vocab)) {
 #pragma unroll
     for (MassTable* table : tables) table->add_group(vocab, threadIdx.x);
