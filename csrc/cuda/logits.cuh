@@ -95,8 +95,9 @@ class LogitReader {
   // the vocabulary become -inf.
   __device__ float logit(int64_t token) const {
     if (token >= vocab_) return -kInfinity;
-    const int word = static_cast<int>(token) / of_word();
-    const bool allowed = allowed_of_word(word) >> static_cast<int>(token) % of_word() & 1u;
+    const bool allowed = uniform_ || grammar_ == nullptr ||
+                         (is_packed_ ? static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32 & 1u
+                                     : static_cast<const uint8_t*>(grammar_)[token]);
     return stored_.value(clean_bits(stored_, uniform_ ? 0u : stored_.bits(logits(), token), allowed));
   }
   // Whether logits are clean as they lie in memory.
@@ -206,36 +207,37 @@ class LogitReader {
     const int warps = own_stride() / 32, lane = static_cast<int>(threadIdx.x % 32), stride = noise_stride();
     const auto first_of = [&](int i) { return first_of_noise_batch(i); };
     uint4 words[2][kBatch]{};
-    const auto load_from = [&](int i) {
-      if (first_of(i) < num_words()) load(first_of(i) + lane, stride, words[0]);
-      if (first_of(i + warps) < num_words()) return load(first_of(i + warps) + lane, stride, words[1]);
-#pragma unroll
-      for (uint4& word : words[1]) word = clean_word(stored_, uint4{}, 0);
-    };
-    int i = own_begin() / 32;
-    load_from(i);
+    decltype(see(words[0])) seen[2];
+    // The first turn only loads, so that there is one copy of the code that does.
 #pragma unroll 1
-    while (first_of(i) < num_words()) {
-      const int last = first_of(first_of(i + warps) < num_words() ? i + warps : i) + (kBatch - 1) * stride + 32;
-      if (!stands() || first_of(i) < whole_begin() || last > whole_end()) {
+    for (int next = own_begin() / 32, at = next - 2 * warps; first_of(at) < num_words(); next += 2 * warps) {
+      if (at >= 0) {
+        const int last = first_of(first_of(at + warps) < num_words() ? at + warps : at) + (kBatch - 1) * stride + 32;
+        if (!stands() || first_of(at) < whole_begin() || last > whole_end()) {
 #pragma unroll 1
-        for (int j = 0; j < 2 * kBatch; ++j) {
-          const int word = first_of(i + j / kBatch * warps) + lane + j % kBatch * stride;
-          const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
-                              : stands() && is_whole(word) ? words[0][0]
-                                                           : made_clean(*this, word, words[0][0]);
-          shift_in(words[0], words[1][0]);
-          shift_in(words[1], clean);
+          for (int j = 0; j < 2 * kBatch; ++j) {
+            const int word = first_of(at + j / kBatch * warps) + lane + j % kBatch * stride;
+            const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
+                                : stands() && is_whole(word) ? words[0][0]
+                                                             : made_clean(*this, word, words[0][0]);
+            shift_in(words[0], words[1][0]);
+            shift_in(words[1], clean);
+          }
         }
+        seen[0] = see(words[0]);
+        seen[1] = see(words[1]);
       }
-      auto seen = see(words[0]), next = see(words[1]);
-      int at = i;
-      i += 2 * warps;
-      load_from(i);
+      if (first_of(next) < num_words()) load(first_of(next) + lane, stride, words[0]);
+      if (first_of(next + warps) < num_words()) {
+        load(first_of(next + warps) + lane, stride, words[1]);
+      } else {
+#pragma unroll
+        for (uint4& word : words[1]) word = clean_word(stored_, uint4{}, 0);
+      }
 #pragma unroll 1
-      for (; at < i && first_of(at) < num_words(); at += warps) {
-        use(first_of(at) + lane, stride, seen);
-        seen = next;
+      for (; at < next && first_of(at) < num_words(); at += warps) {
+        if (at >= 0) use(first_of(at) + lane, stride, seen[0]);
+        seen[0] = seen[1];
       }
     }
   }
@@ -384,10 +386,16 @@ class LogitReader {
       for (int i = 0; i < kCount; ++i) loaded[i] = __ldcg(loads_ + place(i));
       return;
     }
+    uint4 next[kCount];
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const uint4* from = loads_ + place(i);
-      loaded[i] = bytes_from(__ldcg(from), __ldcg(from + 1), skew_);
+      loaded[i] = __ldcg(loads_ + place(i));
+      next[i] = __ldcg(loads_ + place(i) + 1);
+    }
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {  // one copy of the code
+      shift_in(loaded, bytes_from(loaded[0], next[0], skew_));
+      shift_in(next, next[0]);
     }
   }
 
@@ -420,6 +428,7 @@ class LogitReader {
     }
     if (uniform_ || grammar_ == nullptr || bits == 0) return bits;  // the grammar ends with the vocabulary
     if (is_packed_) return bits & static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32;
+#pragma unroll 1
     for (int i = 0; i < of_word(); ++i) {
       if ((bits >> i & 1u) && !static_cast<const uint8_t*>(grammar_)[token + i]) bits &= ~(1u << i);
     }

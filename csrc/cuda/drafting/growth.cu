@@ -21,11 +21,13 @@ static_assert(sizeof(ExpandShared) <= 99 << 10);  // what every GPU from sm_80 o
 // By all threads of a cluster.
 __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
   const int64_t thread = ptx::cluster_rank() * blockDim.x + threadIdx.x, threads = ptx::cluster_size() * blockDim.x;
+#pragma unroll 1
   for (int64_t k = thread; k < p.num_children; k += threads) {
     p.out_tokens[children + k] = -1;
     p.out_scores[children + k] = -kInfinity;
   }
   if (p.law == GrowthLaw::kTopK) return;
+#pragma unroll 1
   for (int64_t x = thread; x < p.logits.vocab; x += threads) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
 }
 

@@ -23,6 +23,7 @@ struct BlockShared {
 // `fold` is associative and commutative, and 0 changes nothing.
 template <typename Fold>
 __device__ __forceinline__ uint64_t warp_fold(uint64_t value, Fold fold) {
+#pragma unroll 1
   for (int bits = 16; bits > 0; bits /= 2) value = fold(value, __shfl_xor_sync(~0u, value, bits));
   return value;
 }
@@ -82,8 +83,9 @@ __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t valu
   __syncthreads();
   return warp_max<kFlags>(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0);
 }
+// Not inlined, as rows are asked for it in many places, each of which would have three barriers.
 template <uint32_t kFlags = 0>
-__device__ __forceinline__ uint64_t cluster_max(BlockShared& shared, uint64_t value) {
+__device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& shared, uint64_t value) {
   value = block_max<kFlags>(shared, value);
   if (ptx::cluster_size() == 1) return value;
   exchange(shared, value, [&] {
@@ -101,6 +103,7 @@ __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_
   __syncthreads();
   uint64_t before = 0;
   total = 0;
+#pragma unroll 1
   for (unsigned w = 0; w < blockDim.x / 32; ++w) {
     if (w == threadIdx.x / 32) before = total;
     total += shared.warps[w];
@@ -114,6 +117,7 @@ __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shar
   if (ptx::cluster_size() == 1) return before;
   exchange(shared, total, [&] {
     total = 0;
+#pragma unroll 1
     for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
       total += shared.ctas[rank];
       if (rank < ptx::cluster_rank()) before += shared.ctas[rank];
