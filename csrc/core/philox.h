@@ -57,7 +57,7 @@ PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint ind
 // A number in [0, 1), a multiple of 2^-53.
 PT_HOST_DEVICE double uniform_of(uint64_t seed, int64_t position, uint32_t index, RandomUse use) {
   uint32_t words[4];
-  philox<ScalarMath>(seed, position, index, use, words);
+  philox<ScalarMath, 1>(seed, position, index, use, words);
   const uint64_t bits = static_cast<uint64_t>(words[0]) << 32 | words[1];
   return static_cast<double>(bits >> 11) * (1.0 / 9007199254740992.0);
 }

@@ -92,6 +92,7 @@ struct MassBlock {
 template <typename T>
 PT_HOST_DEVICE double sum_in_order(const T* masses, int64_t count) {
   double sum = 0.0;
+  PT_NO_UNROLL
   for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(masses[i]);
   return sum;
 }
@@ -106,6 +107,7 @@ struct MassSearch {
   PT_HOST_DEVICE int pick(const T* masses, int64_t count) {
     int picked = 0;
     double sum = before;
+    PT_NO_UNROLL
     for (int i = 0; i < count; ++i) {
       const double mass = static_cast<double>(masses[i]);
       if (!(mass > 0.0)) continue;
@@ -168,8 +170,9 @@ struct TriedTokens {
     return at < size && ids[at] == token;
   }
   PT_HOST_DEVICE void insert(int64_t token) {
-    if (contains(token) || size == kMaxTreeNodes) return;
     const int32_t at = lower_bound(token);
+    if ((at < size && ids[at] == token) || size == kMaxTreeNodes) return;
+    PT_NO_UNROLL
     for (int32_t i = size; i > at; --i) ids[i] = ids[i - 1];
     ids[at] = static_cast<int32_t>(token);
     ++size;

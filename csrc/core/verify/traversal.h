@@ -43,8 +43,8 @@ struct Traversal {
     return child;
   }
 
-  PT_HOST_DEVICE void open() {
-    rows.open(p, walk.b, walk.rows.begin + at.node, next_child(at.node, -1) >= 0, rows.distributions());
+  PT_HOST_DEVICE void open(bool has_child) {
+    rows.open(p, walk.b, walk.rows.begin + at.node, has_child, rows.distributions());
     at.left = {0.0, distributions().total, 1.0};
     is_open = true;
     if (distributions().target.bad) walk.status |= kBadRow;
@@ -90,9 +90,7 @@ struct Traversal {
     if (!(at.weight > kLeastWeight) || !(at.left.mass > 0.0)) return;
     rows.clear_tried();
     if (p.law == DraftLaw::kSwor) {
-      for (int32_t c = next_child(at.node, -1); c >= 0 && c < at.child; c = next_child(at.node, c)) {
-        rows.mark_tried(token_of(c));
-      }
+      for (int32_t c = -1; (c = next_child(at.node, c)) >= 0 && c < at.child;) rows.mark_tried(token_of(c));
     }
     const double before = at.left.mass;
     subtract_draft(p, rows, distributions(), token_of(at.child), at.weight, at.left);
@@ -105,7 +103,10 @@ struct Traversal {
     enter(0, 1.0);
     for (bool accepted = false;;) {
       // A leaf's row is read only if the leaf is accepted.
-      if (!is_open && (accepted || next_child(at.node, -1) >= 0)) open();
+      if (!is_open) {
+        const bool has_child = next_child(at.node, -1) >= 0;
+        if (accepted || has_child) open(has_child);
+      }
       if (accepted) return;
       const int32_t child = is_open ? next_child(at.node, at.child) : -1;
       if (child >= 0) {

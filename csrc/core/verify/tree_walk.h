@@ -81,6 +81,7 @@ struct TreeWalk {
 
   // Writes the results of a walk that has accepted and emitted nothing.
   PT_HOST_DEVICE void begin() const {
+    PT_NO_UNROLL
     for (int64_t j = 0; j <= p.max_depth; ++j) {
       p.accept_index[b * (p.max_depth + 1) + j] = -1;
       p.tokens[b * (p.max_depth + 1) + j] = -1;
@@ -134,6 +135,7 @@ struct TreeWalk {
   // Ends the walk. Where a sequence has fewer tokens left than were emitted, the path is cut.
   PT_HOST_DEVICE void finish() const {
     const int32_t kept = p.tokens_left == nullptr ? depth + 1 : clamp_to(p.tokens_left[b], 0, depth + 1);
+    PT_NO_UNROLL
     for (int64_t j = kept; j <= depth; ++j) {
       p.accept_index[b * (p.max_depth + 1) + j] = -1;
       p.tokens[b * (p.max_depth + 1) + j] = -1;

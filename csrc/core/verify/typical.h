@@ -30,6 +30,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
   NodeDistributions& distributions = rows.distributions();
   const AcceptedNodes nodes = rows.accepted_nodes();
   if (rows.leads_cta()) {
+    PT_NO_UNROLL
     for (int32_t node = 0; node < walk.num_nodes; ++node) nodes.parents[node] = nodes.depths[node] = -1;
     nodes.depths[0] = 0;
   }
