@@ -128,7 +128,10 @@ struct WeighShared {
   BlockShared block;
   int32_t tried[kMaxTreeNodes];
   int32_t num_tried;
-  int64_t token;
+};
+
+struct ShardSums {
+  uint64_t left = 0, drafts = 0;
 };
 
 class ShardDistributions {
@@ -153,45 +156,34 @@ class ShardDistributions {
     }
   }
 
-  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried.
-  __device__ void sum(TreeWalk& walk, double c, int64_t num_tried, int64_t* words) {
-    const ResidualMasses masses = left_at(walk, c, num_tried);
-    uint64_t left = 0, drafts = 0;
-    for (int64_t token = 4 * int64_t{threadIdx.x}; token < masses.vocab(); token += 4 * int64_t{blockDim.x}) {
-      float sums[2][4];
-      masses.values(token, masses.load(token), sums);
-      left += units_of_four(sums[0]);
-      drafts += units_of_four(sums[1]);
-    }
-    left = block_sum(shared_.block, left);
-    drafts = block_sum(shared_.block, drafts);
-    if (threadIdx.x > 0) return;
-    words[0] = static_cast<int64_t>(left);
-    words[1] = static_cast<int64_t>(drafts);
-  }
-
-  // The first token at which the cumulative units of what is left exceed `bound`, which is below their sum.
-  __device__ int64_t draw(TreeWalk& walk, double c, int64_t num_tried, uint64_t bound) {
-    const ResidualMasses masses = left_at(walk, c, num_tried);
+  // Sums what is left at c, and the draft's masses, with the tokens of the first `num_tried` children tried; or, if it
+  // draws, writes the first token at which the cumulative units of what is left exceed `bound`.
+  __device__ ShardSums weigh(TreeWalk& walk, const ShardQuestion& question, bool draws, uint64_t bound,
+                             int64_t* drawn) {
+    const ResidualMasses masses = left_at(walk, question);
+    if (draws && threadIdx.x == 0) drawn[0] = p_.shard.first_token;
+    ShardSums all;
     uint64_t before = 0;
-    if (threadIdx.x == 0) shared_.token = 0;
+#pragma unroll 1
     for (int64_t begin = 0; begin < masses.vocab() && before <= bound; begin += 4 * int64_t{blockDim.x}) {
       const int64_t token = begin + 4 * int64_t{threadIdx.x};
-      float sums[2][4]{};
-      if (token < masses.vocab()) masses.values(token, masses.load(token), sums);
+      float sums[2][4];
+      masses.values(token, masses.load(token), sums);
       const uint64_t own = units_of_four(sums[0]);
+      all.left += own;
+      all.drafts += units_of_four(sums[1]);
+      if (!draws) continue;
       uint64_t total;
       const uint64_t reached = before + block_scan(shared_.block, own, total);
       if (reached - own <= bound && bound < reached) {
         uint64_t sum = reached - own;
         int i = 0;
         while (i < 3 && (sum += units_of(sums[0][i])) <= bound) ++i;
-        shared_.token = token + i;
+        drawn[0] = p_.shard.first_token + token + i;
       }
       before += total;
     }
-    __syncthreads();
-    return shared_.token;
+    return {block_sum(shared_.block, all.left), block_sum(shared_.block, all.drafts)};
   }
 
  private:
@@ -202,19 +194,19 @@ class ShardDistributions {
     return sum;
   }
 
-  __device__ ResidualMasses left_at(TreeWalk& walk, double c, int64_t num_tried) {
+  __device__ ResidualMasses left_at(TreeWalk& walk, const ShardQuestion& question) {
     if (p_.shard.options.used) {
       const RowOptions options = shard_options(p_.shard, n_, b_, p_.shard.rows[n_], false);
       distributions_.target.row = row_under(p_.shard.options, p_.shard.logits, b_, n_, shared_.block, options.stops);
     }
     TriedTokens tried{shared_.tried};
     if (threadIdx.x == 0) {
-      mark_tried(p_.shard, walk, num_tried, tried);
+      mark_tried(p_.shard, walk, question.num_tried, tried);
       shared_.num_tried = tried.size;
     }
     __syncthreads();
     tried.size = shared_.num_tried;
-    return ResidualMasses(distributions_, c, tried, p_.ratio.law != DraftLaw::kOneHot);
+    return ResidualMasses(distributions_, question.c, tried, p_.ratio.law != DraftLaw::kOneHot);
   }
 
   const ShardWeighParams& p_;
@@ -229,9 +221,11 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
   if (b < 0) return;
   TreeWalk walk(p.ratio.verify, b);
   if (!stand_at(walk, n)) return;
-  int64_t* words = p.words + item * (p.round == WeighRound::kDraw ? 1 : kWeighWords);
+  const bool draws = p.round == WeighRound::kDraw;
+  int64_t* words = p.words + item * (draws ? 1 : kWeighWords);
   ShardDistributions shard(p, n, b, shared);
   ShardQuestion question{true, 0.0, 0};
+  uint64_t bound = ~uint64_t{0};
   ShardRow row = p.shard.rows[n];
   if (p.round == WeighRound::kResidual) {
     learn_sums(p.ratio.law, p.received + n * kWeighWords, p.index - 1, row);
@@ -239,24 +233,21 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
     question = reject_child(p, walk, row);
   } else if (p.round == WeighRound::kSums) {
     question = {true, p.ends[b].c, p.ends[b].num_tried};
-  }
-  if (p.round == WeighRound::kDraw) {
+  } else if (draws) {
     const ShardDraw draw = draw_of_shard(p, b);
-    if (!draw.owns) return;
-    const int64_t token = shard.draw(walk, draw.c, draw.num_tried, draw.bound);
-    if (leads) words[0] = p.shard.first_token + token;
-    return;
+    question = {draw.owns, draw.c, draw.num_tried};
+    bound = draw.bound;
   }
-  int64_t sums[kWeighWords]{};  // only the first thread's count
-  if (question.asked) shard.sum(walk, question.c, question.num_tried, sums);
+  ShardSums sums;
+  if (question.asked) sums = shard.weigh(walk, question, draws, bound, words);
   __syncthreads();  // all have read the row
-  if (!leads) return;
-  words[0] = sums[0];
+  if (!leads || draws) return;
+  words[0] = static_cast<int64_t>(sums.left);
   if (p.round == WeighRound::kMasses) {
-    row.own_units = sums[0];
+    row.own_units = words[0];
     shard.tell_drafts(walk);
   } else {
-    words[1] = p.round == WeighRound::kSums ? row.own_units : sums[1];
+    words[1] = p.round == WeighRound::kSums ? row.own_units : static_cast<int64_t>(sums.drafts);
   }
   if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
 }
