@@ -76,10 +76,10 @@ __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
 }
 
 // One warp per block: it adds all groups of four tokens of the block. Every CTA gets all sums. Where masses have an
-// only_block, and it is not negative, the sums of the others stay as they are.
-template <typename Masses, typename... Tables>
-__device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into) {
-  MassTable* const tables[Masses::kSums] = {&into...};
+// only_block, and it is not negative, the sums of the others stay as they are, and each CTA sums it for itself.
+template <typename Masses>
+__device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& first, MassTable& last) {
+  static_assert(Masses::kSums <= 2);
   const int64_t vocab = masses.vocab();
   ptx::meet_cluster();
   // A block is read in groups of kMassSums tokens, some of which are loaded together.
@@ -91,10 +91,12 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into
             num_blocks = static_cast<int>(MassTable::num_blocks(vocab));
   float sums[Masses::kSums][4]{};
   int block = warp, step = warps, group = 0;
+  bool writes = lane < static_cast<int>(ptx::cluster_size());  // to the CTA of this number
   if constexpr (requires { masses.only_block; }) {
     if (masses.only_block >= 0) {
-      block = masses.only_block % warps == warp ? masses.only_block : num_blocks;
+      block = threadIdx.x < 32 ? masses.only_block : num_blocks;
       step = num_blocks;
+      writes = lane == static_cast<int>(ptx::cluster_rank());
     }
   }
 #pragma unroll 1
@@ -114,22 +116,30 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, Tables&... into
     }
     group += kBatch;
     if (group < kGroups) continue;
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < Masses::kSums; ++k) {
-      const float sum = sum_of_block(sums[k]);
-      float& into = tables[k]->blocks[block];
-      if (lane < static_cast<int>(ptx::cluster_size())) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
-      sums[k][0] = sums[k][1] = sums[k][2] = sums[k][3] = 0.0f;
+      const float sum = sum_of_block(sums[0]);
+      float& into = (k == 0 ? first : last).blocks[block];
+      if (writes) *ptx::of_cta(&into, static_cast<uint32_t>(lane)) = sum;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[0][i] = sums[Masses::kSums - 1][i];
+        sums[Masses::kSums - 1][i] = 0.0f;
+      }
     }
     block += step;
     group = 0;
   }
   ptx::meet_cluster();
-  if (threadIdx.x < MassTable::num_groups(vocab)) {
-#pragma unroll
-    for (MassTable* table : tables) table->add_group(vocab, threadIdx.x);
+  const int64_t num_groups = MassTable::num_groups(vocab);
+  if (threadIdx.x < Masses::kSums * num_groups) {
+    (threadIdx.x < num_groups ? first : last).add_group(vocab, threadIdx.x % num_groups);
   }
   __syncthreads();
+}
+template <typename Masses>
+__device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& into) {
+  sum_blocks(masses, into, into);
 }
 
 }  // namespace pagedtree::cuda

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "cuda/verify/kept_tokens.cuh"
-#include "cuda/verify/near_tree.cuh"
 #include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {
@@ -143,11 +142,8 @@ class KeptRows {
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
   static __device__ void sync() { ptx::meet_cluster(); }
   __device__ void begin(TreeWalk& walk) {
-    if (leads()) walk.begin();
-    copy_tree(walk, shared_.tree);
-    walk.near = &shared_.tree;
+    begin_near(walk, shared_.tree);
     num_nodes_ = walk.num_nodes;
-    sync();
   }
   __device__ void finish(TreeWalk& walk) const {
     if (failed_) walk.status = kLeftToOthers;

@@ -12,50 +12,28 @@ namespace {
 
 enum class Rule : int32_t { kRejection, kBlock, kTypical, kTraversal };
 
-template <typename Rows>
-__device__ __forceinline__ void walk_by(Rule rule, const RatioParams& p, int64_t b, Rows& rows) {
-  switch (rule) {
-    case Rule::kRejection:
-      return walk_rejection(p, b, rows);
-    case Rule::kBlock:
-      return walk_block(p, b, rows);
-    default:
-      return walk_typical(p, b, rows);
-  }
+template <Rule kRule, typename Rows>
+__device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows rows) {
+  if constexpr (kRule == Rule::kRejection) walk_rejection(p, b, rows);
+  if constexpr (kRule == Rule::kBlock) walk_block(p, b, rows);
+  if constexpr (kRule == Rule::kTypical) walk_typical(p, b, rows);
+  if constexpr (kRule == Rule::kTraversal) walk_traversal(p, b, rows);
 }
 
 // Over lists of kept tokens. A tree that has another row is left to the kernels below.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kKeptThreads, 1) kept_kernel(const __grid_constant__ RatioParams p) {
-  KeptRows<kDType> rows(p, ptx::shared<KeptShared>());
-  if constexpr (kRule == Rule::kTraversal) {
-    walk_traversal(p, ptx::cluster_index(), rows);
-  } else {
-    walk_by(kRule, p, ptx::cluster_index(), rows);
-  }
+  walk_by<kRule>(p, ptx::cluster_index(), KeptRows<kDType>(p, ptx::shared<KeptShared>()));
 }
 
-// Over whole rows: all trees, or those that are left. One kernel for three rules, because most of its code is that of
-// Rows, which they share.
+// Over whole rows: all trees, or those that are left.
+template <Rule kRule>
 __global__ void __launch_bounds__(kRulesThreads, 1)
-    walk_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule rule) {
+    rules_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all) {
   const int64_t b = first + ptx::cluster_index();
   const bool walks = all || p.verify.status[b] == kLeftToOthers;
   ptx::meet_cluster();
-  if (!walks) return;
-  Rows rows(p, ptx::shared<RulesShared>());
-  walk_by(rule, p, b, rows);
-}
-
-// The traversal's own state leaves no registers for the other rules.
-__global__ void __launch_bounds__(kRulesThreads, 1)
-    traversal_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all, Rule) {
-  const int64_t b = first + ptx::cluster_index();
-  const bool walks = all || p.verify.status[b] == kLeftToOthers;
-  ptx::meet_cluster();
-  if (!walks) return;
-  Rows rows(p, ptx::shared<RulesShared>());
-  walk_traversal(p, b, rows);
+  if (walks) walk_by<kRule>(p, b, Rows(p, ptx::shared<RulesShared>()));
 }
 
 // Whether rules may work on lists. Drafts' logits would need a list of their own.
@@ -76,8 +54,7 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
     });
   }
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {
-    launch_rows(kRule == Rule::kTraversal ? traversal_kernel : walk_kernel, count, vocab, kRulesThreads,
-                sizeof(RulesShared), ctx.stream, p, first, !by_lists, kRule);
+    launch_rows(rules_kernel<kRule>, count, vocab, kRulesThreads, sizeof(RulesShared), ctx.stream, p, first, !by_lists);
   });
 }
 

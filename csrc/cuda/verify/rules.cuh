@@ -8,6 +8,7 @@
 #include "cuda/filters.cuh"
 #include "cuda/mass_sums.cuh"
 #include "cuda/options.cuh"
+#include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {
 
@@ -19,6 +20,7 @@ struct RulesShared {
   RadixShared radix;
   MassColumns masses;
   NodeDistributions distributions;
+  NearTree tree;
   MassTable residuals, drafts;
   float block[kMassBlock / kMassRadix][kMassRadix + 1];  // residuals; one more per row avoids bank conflicts
   double runs[kMassBlock / kMassRadix];                  // the sums of those rows
@@ -27,16 +29,6 @@ struct RulesShared {
   int16_t depths[kMaxTreeNodes];
 };
 static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-
-// The terms m log m of the masses m.
-struct EntropyTerms : RowMasses {
-  using RowMasses::RowMasses;
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    RowMasses::values(token, loaded, sums[0]);
-#pragma unroll
-    for (float& mass : sums[0]) mass = mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
-  }
-};
 
 // The masses of a draft's distribution: probabilities as given, or from logits.
 struct DraftMasses {
@@ -77,7 +69,8 @@ __device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int6
   return bits;
 }
 
-// What is left of the target's masses, and the drafts' masses; tried tokens count as nothing.
+// What is left of the target's masses, and the drafts' masses; tried tokens count as nothing. For the entropy, terms
+// m log m of the masses m.
 struct ResidualMasses {
   static constexpr int kBatch = 2;
   static constexpr int kSums = 2;
@@ -88,8 +81,10 @@ struct ResidualMasses {
   RowMasses target;
   DraftMasses draft;
   float factor;
-  bool with_draft, counts_drafts;
+  bool with_draft, counts_drafts, of_entropy = false;
   TriedTokens tried;
+  int only_block = -1;             // -1: all
+  float (*block)[kMassRadix + 1];  // room for what is left of only_block
 
   __device__ ResidualMasses(const NodeDistributions& distributions, double c, const TriedTokens& tried_tokens,
                             bool only_drafted)
@@ -115,13 +110,26 @@ struct ResidualMasses {
 #pragma unroll
       for (int i = 0; i < 4; ++i) residuals[i] = residual_mass<ScalarMath>(residuals[i], factor, drafts[i]);
     }
-    if (tried.size == 0) return;
     const uint32_t gone = tried_of_four(tried, token);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (!(gone >> i & 1u) || (counts_drafts && !(drafts[i] > 0.0f))) continue;
       residuals[i] = drafts[i] = 0.0f;
     }
+    if (of_entropy) {
+#pragma unroll 1
+      for (int i = 0; i < 4; ++i) {
+        const float mass = residuals[0];
+        residuals[0] = residuals[1];
+        residuals[1] = residuals[2];
+        residuals[2] = residuals[3];
+        residuals[3] = mass > 0.0f ? mass * log_exact<ScalarMath>(mass) : 0.0f;
+      }
+    }
+    if (only_block < 0) return;
+    float* const into = block[token % kMassBlock / kMassRadix] + token % kMassRadix;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) into[i] = residuals[i];
   }
 };
 
@@ -153,9 +161,7 @@ class Rows {
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
   static __device__ void sync() { ptx::meet_cluster(); }
-  static __device__ void begin(TreeWalk& walk) {
-    if (leads()) walk.begin();
-  }
+  __device__ void begin(TreeWalk& walk) const { begin_near(walk, shared_.tree); }
   static __device__ void finish(const TreeWalk& walk) {
     if (leads()) walk.finish();
   }
@@ -172,27 +178,28 @@ class Rows {
     prepare_row(p.verify.options, p.verify.logits, b, row, shared_.radix.block);
   }
 
-  __device__ double target(const NodeDistributions& distributions, int64_t token) const {
-    return static_cast<double>(RowMasses(distributions.target).at(token));
+  __device__ double target(const NodeDistributions& /*distributions()*/, int64_t token) const {
+    return static_cast<double>(mass_at(token, false));
   }
   __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
-    return static_cast<double>(DraftMasses(distributions).at(token)) * distributions.draft_unit;
+    return static_cast<double>(mass_at(token, true)) * distributions.draft_unit;
   }
   __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
-    const float mass = RowMasses(distributions.target).at(token);
+    const float mass = mass_at(token, false);
     if (c == 0.0) return static_cast<double>(mass);
-    return static_cast<double>(
-        residual_mass<ScalarMath>(mass, draft_factor(distributions, c), DraftMasses(distributions).at(token)));
+    return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(distributions, c), mass_at(token, true)));
   }
 
   __device__ MassSums sums(const NodeDistributions& /*distributions()*/, double c) {
-    return sums_left(c, tried_.size, counts_drafts_);
+    return sums_left(c, tried_.size, counts_drafts_, false, -1);
   }
   __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
     return draw_left(c, u, tried_.size, counts_drafts_);
   }
 
-  __device__ double entropy(const NodeDistributions& /*distributions()*/) { return entropy_of_target(); }
+  __device__ double entropy(const NodeDistributions& distributions) {
+    return entropy_of(distributions.total, sums_left(0.0, 0, false, true, -1).residual);
+  }
 
   __device__ void clear_tried() { tried_.size = 0; }
   __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
@@ -201,10 +208,22 @@ class Rows {
  private:
   // What rules do with rows in several places is not inlined there: it is most of a kernel's code.
 
-  static __device__ __attribute__((noinline)) MassSums sums_left(double c, int32_t num_tried, bool counts_drafts) {
+  static __device__ __attribute__((noinline)) float mass_at(int64_t token, bool of_draft) {
+    const NodeDistributions& distributions = ptx::shared<RulesShared>().distributions;
+    const RowDistribution& distribution = of_draft ? distributions.draft : distributions.target;
+    if (distribution.row.logits == nullptr) return 0.0f;
+    const RowMasses masses(distribution);
+    return of_draft && distributions.draft_is_probs ? DraftMasses::clean(masses.row.raw(token)) : masses.at(token);
+  }
+
+  static __device__ __attribute__((noinline)) MassSums sums_left(double c, int32_t num_tried, bool counts_drafts,
+                                                                 bool of_entropy, int only_block) {
     auto& shared = ptx::shared<RulesShared>();
     const NodeDistributions& distributions = shared.distributions;
-    const ResidualMasses masses(distributions, c, {shared.tried, num_tried}, counts_drafts);
+    ResidualMasses masses(distributions, c, {shared.tried, num_tried}, counts_drafts);
+    masses.of_entropy = of_entropy;
+    masses.only_block = only_block;
+    masses.block = shared.block;
     sum_blocks(masses, shared.residuals, shared.drafts);
     const int64_t vocab = distributions.target.row.vocab;
     MassSums all{shared.residuals.total(vocab)};
@@ -215,31 +234,16 @@ class Rows {
   static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<RulesShared>();
-    const NodeDistributions& distributions = shared.distributions;
-    const int64_t vocab = distributions.target.row.vocab;
+    const int64_t vocab = shared.distributions.target.row.vocab;
     MassSearch search{u * shared.residuals.total(vocab)};
-    const int64_t begin = shared.residuals.pick_block(vocab, search) * kMassBlock;
-    const ResidualMasses masses(distributions, c, {shared.tried, num_tried}, counts_drafts);
-    for (int i = 4 * static_cast<int>(threadIdx.x); i < kMassBlock; i += 4 * static_cast<int>(blockDim.x)) {
-      float sums[2][4];
-      masses.values(begin + i, masses.load(begin + i), sums);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) shared.block[i / kMassRadix][i % kMassRadix + j] = sums[0][j];
-    }
-    __syncthreads();
+    const int block = static_cast<int>(shared.residuals.pick_block(vocab, search));
+    sums_left(c, num_tried, counts_drafts, false, block);
     if (threadIdx.x < kMassBlock / kMassRadix) {
       shared.runs[threadIdx.x] = sum_in_order(shared.block[threadIdx.x], kMassRadix);
     }
     __syncthreads();
     const int run = search.pick(shared.runs, kMassBlock / kMassRadix);
-    return begin + run * kMassRadix + search.pick(shared.block[run], kMassRadix);
-  }
-
-  static __device__ __attribute__((noinline)) double entropy_of_target() {
-    auto& shared = ptx::shared<RulesShared>();
-    const NodeDistributions& distributions = shared.distributions;
-    sum_blocks(EntropyTerms(distributions.target), shared.residuals);
-    return entropy_of(distributions.total, shared.residuals.total(distributions.target.row.vocab));
+    return int64_t{block} * kMassBlock + run * kMassRadix + search.pick(shared.block[run], kMassRadix);
   }
 
   static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, int64_t b, int64_t row,
@@ -251,25 +255,31 @@ class Rows {
     const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
     __syncthreads();
     if (leads_cta()) {
-      distributions.target.row = row_of(p.verify.options, p.verify.logits, row);
       distributions.draft = {};
       distributions.draft.row = draft_row;
       distributions.draft_is_probs = !finds_draft;
       distributions.draft_unit = 1.0;
       distributions.root_position = root_position_of(p.verify, b);
     }
-    __syncthreads();
-    // Finds the draft's distribution if it must be found, then the target's.
+    // Finds the draft's distribution if it must be found, in the target's place, then the target's.
 #pragma unroll 1
-    for (int left_to_find = finds_draft ? 2 : 1; left_to_find > 0; --left_to_find) {
-      const bool of_draft = left_to_find == 2;
-      RowDistribution& into = of_draft ? distributions.draft : distributions.target;
+    for (bool of_draft = finds_draft;; of_draft = false) {
+      if (leads_cta()) {
+        distributions.target.row = of_draft ? draft_row : row_of(p.verify.options, p.verify.logits, row);
+      }
+      __syncthreads();
       find_distribution<kAnyDType>(shared.radix, shared.masses,
-                                   sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b), into);
-      sum_blocks(RowMasses(into), shared.residuals);
-      if (!leads_cta()) continue;
-      const double total = shared.residuals.total(into.row.vocab);
-      (of_draft ? distributions.draft_unit : distributions.total) = of_draft ? 1.0 / total : total;
+                                   sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b),
+                                   distributions.target);
+      const double total = sums_left(0.0, 0, false, false, -1).residual;
+      if (leads_cta()) {
+        distributions.total = total;
+        if (of_draft) {
+          distributions.draft = distributions.target;
+          distributions.draft_unit = 1.0 / total;
+        }
+      }
+      if (!of_draft) break;
     }
     __syncthreads();
   }
