@@ -346,7 +346,6 @@ class Producer {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
-    const int32_t kv_head = shared_.walks[0].next.tile.kv_head;  // of the warp that starts the copies
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
@@ -361,7 +360,7 @@ class Producer {
       }
       if (thread() < 32 && panel < panels) {
         ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
-                         (first + panel) * 64, offset, kv_head, page, full);
+                         (first + panel) * 64, offset, shared_.walks[0].next.tile.kv_head, page, full);
       }
     }
     place_.advance(call_.stages);
