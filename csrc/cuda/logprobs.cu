@@ -23,17 +23,12 @@ static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 
 // How many logits reach this one, by all CTAs of the cluster.
 template <DType kDType>
 __device__ __forceinline__ uint64_t count_reaching(const LogitReader<kDType>& row, float logit, BlockShared& shared) {
+  if (logit == -kInfinity) return static_cast<uint64_t>(row.vocab());
+  const uint32_t least = order_key<ScalarMath>(logit + 0.0f);
   uint64_t reaching = 0;
-  row.each_group_where([&](float largest) { return __any_sync(~0u, largest >= logit) != 0; },
-                       [&](int64_t at, const Four& group) {
-                         float four[4];
-                         row.convert(group, four);
-#pragma unroll
-                         for (int i = 0; i < 4; ++i) reaching += at + i < row.vocab() && four[i] >= logit;
-                       });
-  uint64_t total;
-  sum_before_warp_of_cluster(shared, warp_sum(reaching), total);
-  return total;
+  const LogitItems<LogitReader<kDType>> items{row, {0.0f, 1.0f}, -kInfinity};
+  items.each(least, [&](uint32_t key, int64_t) { reaching += key >= least; });
+  return cluster_sum(shared, reaching);
 }
 
 template <DType kDType>

@@ -33,7 +33,7 @@ struct Writer {
     const StoredLogits<kAnyDType> stored(row.dtype);
     Four word{};
     const bool whole = count == 4 && reader.load_whole_four(column, word);
-    float four[4];
+    float four[4]{};
 #pragma unroll 1
     for (uint32_t at = column; at < column + count; ++at) {
       float value = -kInfinity;

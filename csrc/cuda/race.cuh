@@ -286,23 +286,4 @@ __device__ __forceinline__ float mass_before(const Reader& row, const Scale& sca
   return mass;
 }
 
-// Of all tokens, and of those before one.
-struct MassesOfRow {
-  float all, before;
-};
-__device__ __forceinline__ MassesOfRow cluster_sums(BlockShared& shared, MassesOfRow of_thread) {
-  const auto pack = [](MassesOfRow m) {
-    return uint64_t{ScalarMath::bits<uint32_t>(m.all)} << 32 | ScalarMath::bits<uint32_t>(m.before);
-  };
-  const auto unpack = [](uint64_t both) {
-    return MassesOfRow{ScalarMath::bits<float>(static_cast<uint32_t>(both >> 32)),
-                       ScalarMath::bits<float>(static_cast<uint32_t>(both))};
-  };
-  const auto add = [&](uint64_t a, uint64_t b) {
-    const MassesOfRow first = unpack(a), second = unpack(b);
-    return pack({first.all + second.all, first.before + second.before});
-  };
-  return unpack(cluster_fold(shared, pack(of_thread), add));
-}
-
 }  // namespace pagedtree::cuda

@@ -52,11 +52,7 @@ __device__ __forceinline__ uint32_t count_kept(const TopTokens& top, const Sampl
   for (uint32_t i = lane; i < kept; i += 32) all += weight(i);
   const uint64_t needed = top_p_mass(sampling.top_p, warp_sum(all));
   return count_while([&](uint32_t i) {
-    uint64_t reached = weight(i);
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      const uint64_t lower = __shfl_up_sync(~0u, reached, lanes);
-      if (lane >= static_cast<uint32_t>(lanes)) reached += lower;
-    }
+    const uint64_t reached = warp_scan(weight(i));
     const bool keeps = i < kept && before + reached - weight(i) < needed;
     before += __shfl_sync(~0u, reached, 31);
     return keeps;
@@ -153,13 +149,16 @@ __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, 
     if (scale(logit) >= min_x) {
       if (sampling.top_p >= 1.0f) return token;
       const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
-      const MassesOfRow sums = cluster_sums(
-          shared.radix.block, {ahead.mass * ptx::ex2(rebase), mass_before(row, scale, logit, token, maxima.keys)});
-      const float needed = sampling.top_p * sums.all;
+      const auto sum = [&](float of_thread) {
+        return static_cast<float>(cluster_sum(shared.radix.block, static_cast<uint64_t>(of_thread * 0x1p40f))) *
+               0x1p-40f;
+      };
+      const float needed = sampling.top_p * sum(ahead.mass * ptx::ex2(rebase));
+      const float before = sum(mass_before(row, scale, logit, token, maxima.keys));
       // Of floats, of which a thread adds 2^10, and of the integers that decide.
-      const float error = 0x1p-13f * (needed + sums.before) + static_cast<float>(row.vocab()) * 0x1p-31f;
-      if (sums.before == 0.0f || sums.before + error < needed) return token;
-      if (sums.before - error <= needed) return -1;
+      const float error = 0x1p-13f * (needed + before) + static_cast<float>(row.vocab()) * 0x1p-31f;
+      if (before == 0.0f || before + error < needed) return token;
+      if (before - error <= needed) return -1;
       filter = {logit, token, min_x};
     }
     if (threadIdx.x == 0) {

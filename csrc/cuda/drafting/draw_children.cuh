@@ -99,13 +99,7 @@ template <DType kDType>
 __device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int index, uint64_t own, uint64_t& before,
                                               const uint64_t* targets, const ChildrenDraw& draw) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  uint64_t reached = own;  // up to this lane
-#pragma unroll 1
-  for (int delta = 1; delta < 32; delta *= 2) {
-    const uint64_t lower = __shfl_up_sync(~0u, reached, delta);
-    if (lane >= delta) reached += lower;
-  }
-  const uint64_t all = __shfl_sync(~0u, reached, 31);
+  const uint64_t reached = warp_scan(own), all = __shfl_sync(~0u, reached, 31);
 #pragma unroll 1
   for (int32_t first = 0; first < draw.count && all > 0; first += 32) {
     const uint64_t target = first + lane < draw.count ? targets[first + lane] - before : ~uint64_t{0};

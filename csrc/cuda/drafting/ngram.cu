@@ -314,7 +314,8 @@ __device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b
     if (length >= p.min_ngram) lengths |= uint64_t{1} << (length - 1);
     return false;
   });
-  lengths = block_fold(shared.block, lengths, [](uint64_t x, uint64_t y) { return x | y; });
+  const auto or_half = [&](uint64_t half) { return block_max<~0u>(shared.block, static_cast<uint32_t>(half)); };
+  lengths = or_half(lengths) | or_half(lengths >> 32) << 32;
   RepeatCheck check{.max_depth = p.max_depth};
   uint32_t step = 0;
   for (int32_t n = p.max_ngram; n >= p.min_ngram; --n) {

@@ -120,13 +120,7 @@ __device__ __forceinline__ void find_bin(ChoiceShared& shared, uint32_t target) 
   uint32_t own = 0;
 #pragma unroll
   for (uint32_t i = 0; i < kOfLane; ++i) own += shared.bins[top - i];
-  uint32_t before = own;
-#pragma unroll 1
-  for (uint32_t delta = 1; delta < 32; delta *= 2) {
-    const uint32_t more = __shfl_up_sync(~0u, before, delta);
-    if (lane >= delta) before += more;
-  }
-  before -= own;
+  uint32_t before = static_cast<uint32_t>(warp_scan(own)) - own;
   if (before >= target || before + own < target) return;
   uint32_t bin = top;
 #pragma unroll 1

@@ -20,26 +20,19 @@ struct BlockShared {
   uint64_t ctas[kMaxCluster];
 };
 
-// `fold` is associative and commutative, and 0 changes nothing.
-template <typename Fold>
-__device__ __forceinline__ uint64_t warp_fold(uint64_t value, Fold fold) {
+__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
 #pragma unroll 1
-  for (int bits = 16; bits > 0; bits /= 2) value = fold(value, __shfl_xor_sync(~0u, value, bits));
+  for (int bits = 16; bits > 0; bits /= 2) value += __shfl_xor_sync(~0u, value, bits);
   return value;
 }
-
-__device__ __forceinline__ uint64_t warp_sum(uint64_t value) {
-  return warp_fold(value, [](uint64_t a, uint64_t b) { return a + b; });
-}
-
-template <typename Fold>
-__device__ __forceinline__ uint64_t block_fold(BlockShared& shared, uint64_t value, Fold fold) {
-  value = warp_fold(value, fold);
-  if (blockDim.x == 32) return value;
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared.warps[threadIdx.x / 32] = value;
-  __syncthreads();
-  return warp_fold(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0, fold);
+// The sum of the values up to this lane's, its own included.
+__device__ __forceinline__ uint64_t warp_scan(uint64_t value) {
+#pragma unroll 1
+  for (unsigned delta = 1; delta < 32; delta *= 2) {
+    const uint64_t before = __shfl_up_sync(~0u, value, delta);
+    if (threadIdx.x % 32 >= delta) value += before;
+  }
+  return value;
 }
 
 // Each CTA gives one value; `use` reads the values of all CTAs in shared.ctas.
@@ -49,20 +42,6 @@ __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Us
   ptx::meet_cluster();
   use();
   ptx::meet_cluster();
-}
-
-__device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {
-  return block_fold(shared, value, [](uint64_t a, uint64_t b) { return a + b; });
-}
-
-template <typename Fold>
-__device__ __forceinline__ uint64_t cluster_fold(BlockShared& shared, uint64_t value, Fold fold) {
-  value = block_fold(shared, value, fold);
-  if (ptx::cluster_size() == 1) return value;
-  exchange(shared, value, [&] {
-    value = warp_fold(threadIdx.x % 32 < ptx::cluster_size() ? shared.ctas[threadIdx.x % 32] : 0, fold);
-  });
-  return value;
 }
 
 // The largest value of a warp, of a CTA, of a cluster. Bits of kFlags, all below bit 32, do not take part: they are set
@@ -126,12 +105,21 @@ __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shar
   return before;
 }
 
+// The sum over a CTA, over a cluster.
+__device__ __forceinline__ uint64_t block_sum(BlockShared& shared, uint64_t value) {
+  uint64_t total;
+  sum_before_warp(shared, warp_sum(value), total);
+  return total;
+}
+__device__ __forceinline__ uint64_t cluster_sum(BlockShared& shared, uint64_t value) {
+  uint64_t total;
+  sum_before_warp_of_cluster(shared, warp_sum(value), total);
+  return total;
+}
+
 // The sum of the values up to this thread's, its own included; `total` is the sum of all.
 __device__ __forceinline__ uint64_t block_scan(BlockShared& shared, uint64_t value, uint64_t& total) {
-  for (unsigned delta = 1; delta < 32; delta *= 2) {
-    const uint64_t before = __shfl_up_sync(~0u, value, delta);
-    if (threadIdx.x % 32 >= delta) value += before;
-  }
+  value = warp_scan(value);
   return sum_before_warp(shared, __shfl_sync(~0u, value, 31), total) + value;
 }
 

@@ -119,12 +119,7 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
       mine.count += totals[top - i].count;
       mine.mass += totals[top - i].mass;
     }
-    Totals reached = mine;
-#pragma unroll 1
-    for (int delta = 1; delta < 32; delta *= 2) {
-      const uint64_t count = __shfl_up_sync(~0u, reached.count, delta), mass = __shfl_up_sync(~0u, reached.mass, delta);
-      if (lane >= delta) reached = {reached.count + count, reached.mass + mass};
-    }
+    Totals reached{warp_scan(mine.count), warp_scan(mine.mass)};
     if (is_first) cut.target = target(Totals{__shfl_sync(~0u, reached.count, 31), __shfl_sync(~0u, reached.mass, 31)});
     reached = {cut.above.count + reached.count, cut.above.mass + reached.mass};
     const uint32_t lanes = __ballot_sync(~0u, (by_mass ? reached.mass : reached.count) >= cut.target);
