@@ -28,7 +28,14 @@ struct MassesOfDType {
   }
 
   __device__ int64_t vocab() const { return row.vocab(); }
-  __device__ Loaded load(int64_t token) const { return row.load_four(token); }
+  __device__ __forceinline__ Loaded load(int64_t token) const {
+    Four four;
+    return row.load_whole_four(token, four) ? four : load_odd(row, token);
+  }
+  // Not inlined, as few rows need it more than at their ends.
+  static __device__ __attribute__((noinline)) Four load_odd(LogitReader<kDType> row, int64_t token) {
+    return row.load_four(token);
+  }
   // Zeros past the vocabulary.
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
     uint32_t kept = 0;
@@ -131,9 +138,10 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& firs
     group = 0;
   }
   ptx::meet_cluster();
-  const int64_t num_groups = MassTable::num_groups(vocab);
+  const unsigned num_groups = static_cast<unsigned>(MassTable::num_groups(vocab));
   if (threadIdx.x < Masses::kSums * num_groups) {
-    (threadIdx.x < num_groups ? first : last).add_group(vocab, threadIdx.x % num_groups);
+    const bool of_first = threadIdx.x < num_groups;
+    (of_first ? first : last).add_group(vocab, threadIdx.x - (of_first ? 0 : num_groups));
   }
   __syncthreads();
 }

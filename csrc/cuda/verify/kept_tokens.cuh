@@ -112,11 +112,12 @@ __device__ __forceinline__ uint64_t note_tokens(const Reader& row, KeptList& lis
       rough += static_cast<double>(
           row.sum_of_word(word, [&](float logit) { return ptx::ex2((logit - scale.peak) * factor); }));
     } else if (counts(most)) {
-      row.sum_of_word(word, [&](float logit) {
-        const float x = scale(logit);
+      uint4 left = word;
+#pragma unroll 1
+      for (int i = 0; i < row.of_word(); ++i, left = row.without_first(left)) {
+        const float x = scale(row.first_of(left));
         exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
-        return 0.0f;
-      });
+      }
     }
     if (most < bound) return;
     for (uint32_t near = row.reaching(word, bound); near != 0; near &= near - 1) {
