@@ -16,7 +16,7 @@ from tuner_case import Machine, fresh, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of
-from pagedtree.generation.tree_tuner import Outcome, Plan, TreeTuner
+from pagedtree.generation.tree_tuner import Outcome, Plan, StepCosts, TreeTuner
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,7 +51,6 @@ def seconds_of(parameters: dict, tokens: int = 96) -> tuple[float, float, float]
 @pytest.mark.parametrize("machine", LOSERS)
 def test_drafts_that_do_not_pay_cost_little(machine):
     plain, chosen, whole = seconds_of(machine)
-    print(chosen / plain, whole / plain)
     assert chosen < 1.1 * plain < whole
 
 
@@ -59,8 +58,17 @@ def test_drafts_that_do_not_pay_cost_little(machine):
 def test_drafts_that_pay_are_used_from_the_start(machine):
     """At least 70 % of what the fixed tree gains, within 96 tokens and from scratch."""
     plain, chosen, whole = seconds_of(machine)
-    print((plain / chosen - 1) / (plain / whole - 1), plain / chosen)
     assert plain / chosen - 1 > 0.7 * (plain / whole - 1) > 0
+
+
+def test_each_token_saves_its_row_and_counts_of_rows_are_few():
+    tuner = TreeTuner(4)
+    tuner.costs[2] = StepCosts(plain=1.0, once=0.0, row=0.1, level=1e-9)
+    plan = tuner.plan([30, 10])
+    assert plan.weights == pytest.approx([0.8 * 0.75 + 0.1, 0.8 * 0.25 + 0.1])
+    assert plan.count([0.9] * 12) == 12 and plan.count([0.9] * 12 + [0.0] * 20) == 8
+    tuner.found = 1e9  # accepted drafts, which never let the batch end earlier
+    assert tuner.plan([30, 10]).weights == pytest.approx([0.1, 0.1])
 
 
 def test_a_change_of_the_text_shows():

@@ -43,8 +43,8 @@ KINDS = 12
 SURPRISE, SUREST = 0.5, 0.97
 # Share of the time spent on probes: drafts that the estimates do not justify.
 LOOK_SHARE = 0.01
-# A token counts by this power of its sequence's remaining tokens: the batch ends with its last sequence.
-BEHIND = 2.0
+# Drafted rows of a step: all, at most FIRST_ROWS or a multiple of this, as oneDNN compiles each new number of rows.
+ROWS = 16
 
 
 class Odds:
@@ -193,7 +193,7 @@ class Plan:
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
             promised += gain
             rate = (1.0 + promised) / (sunk + costs.target(i))
-            if rate > best:
+            if rate > best and (i <= FIRST_ROWS or i % ROWS == 0 or i == len(worth)):
                 best, count = rate, i
         return count
 
@@ -220,16 +220,18 @@ class TreeTuner:
         target. others_wait: whether sequences wait for a place in the batch.
         """
         costs, size = self._costs_of(len(remaining)), len(remaining)
-        shares = [1.0 if others_wait else (left / max(remaining)) ** BEHIND for left in remaining]
-        # Speeding up single sequences saves the batch less than it saves them.
+        # A token saves its sequence's row in a later plain step. The rest of that step is saved if the batch ends
+        # earlier, with its last sequence: the further behind, the likelier; `trust` has how often it was so.
+        shares = [1.0 if others_wait else left for left in remaining]
         trust = (self.saved + PRIOR) / (self.found + PRIOR)
-        weights = [trust * share / sum(shares) for share in shares]
+        rows = min(size * costs.row / costs.plain, 1.0)
+        weights = [trust * (1.0 - rows) * share / sum(shares) + rows / size for share in shares]
         plan = Plan(remaining, others_wait, weights, costs, self.odds, unread * self.seconds_of_token)
         if costs.level == 0.0:  # the cost of a level is unknown
             return replace(plan, depth=1 if self.grows_by_level else self.max_depth)
         if plan.reading + costs.drafter(self.max_depth) <= LOOK_SHARE * costs.plain:
             return replace(plan, depth=self.max_depth)
-        best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, trust, 0.0
+        best, depth, reached, promised = 1.0 / costs.optimistic_plain, 0, sum(weights), 0.0
         for level in range(1, self.max_depth + 1):
             reached *= self.by_depth.of(level, math.exp(-SURPRISE))
             promised += reached
