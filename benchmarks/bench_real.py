@@ -1,11 +1,13 @@
 """Whole answers of a real model, SmolLM2-135M-Instruct, to 48 chat prompts of three kinds, by number of sequences.
 
-python -m pagedtree bench real [--sequences 1 2 4 8 16] [--dtypes bfloat16 float32] [--kinds edits summaries stories]
-    [--prompts 16] [--max-new-tokens 128] [--ways NAME ...] [--missing] [--device cuda] [--json PATH]
+python -m pagedtree bench real [--sequences 1 2 4 8 16] [--dtypes bfloat16 float32]
+    [--kinds edits summaries stories queue] [--prompts 16] [--max-new-tokens 128] [--ways NAME ...] [--missing]
+    [--device cuda] [--json PATH]
 
 Edits repeat the file that they were given, summaries quote from a text, stories repeat nothing. Each prompt, or batch
 of prompts, is answered in every way in turn, each time in another order; an answer ends where the model ends it. A rate
-is that of a whole call, the prompt's reading included.
+is that of a whole call, the prompt's reading included. The queue has all prompts: at most --sequences run at once, and
+one enters as another ends. It is answered TURNS times.
 
 "plain" is our generation without drafts. "chain" and "tree" draft the same number of tokens in each step, "auto" is
 `generate(tree="auto")`, whose drafter knows nothing when a call begins. Weights of the model and of a head are packed
@@ -30,6 +32,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,7 @@ import torch
 import transformers
 from measure import RESULTS, machine_facts, seconds_of
 from real_peers import Source, ready, takes_one, versions
-from real_rows import PLAIN, Call, Difference, Key, Table
+from real_rows import PLAIN, QUEUE, Call, Difference, Key, Table
 from suite import Progress
 
 from pagedtree.integrations.transformers import Drafter, NgramDrafter, generate, packed_weights
@@ -45,9 +48,9 @@ from pagedtree.integrations.transformers import Drafter, NgramDrafter, generate,
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 
 import real_model
-from real_prompts import KINDS, chat_ids, held_out
+from real_prompts import KINDS, Prompt, chat_ids, held_out
 
-THEIRS = "transformers"
+THEIRS, TURNS = "transformers", 3
 PASS_ROWS = (1, 2, 4, 8, 16, 32, 64)
 Tokens = list[list[int]]
 # The texts, tokens that a sequence gained in a pass (0: not known), and seconds.
@@ -56,11 +59,11 @@ Maker = Callable[[], Drafter | None]
 
 
 class Ways:
-    """The ways in which the model answers prompts. alone: those that take one sequence."""
+    """The ways in which the model answers prompts, at most `sequences` at once. alone: those that take one sequence."""
 
-    def __init__(self, dtype: torch.dtype, device: str, count: int, folder: Path) -> None:
+    def __init__(self, dtype: torch.dtype, device: str, count: int, sequences: int, folder: Path) -> None:
         self.model, self.tokenizer = real_model.load(dtype, device)
-        self.count = count
+        self.count, self.sequences = count, sequences
         self.every: dict[str, Callable[[Tokens], Answers]] = {
             THEIRS: self.theirs,
             f"{THEIRS}, prompt lookup": lambda batch: self.theirs(batch, prompt_lookup_num_tokens=8),
@@ -71,7 +74,8 @@ class Ways:
             self.every[name] = lambda batch, make=make, tree=tree: self.ours(batch, make, tree)  # type: ignore[misc]
         if device == "cpu" and dtype == torch.bfloat16:
             files = real_model.checkpoint(), real_model.gguf_file(), real_model.HEAD
-            for name, generation in ready(Source(self.model, *files, folder, torch.get_num_threads())).items():
+            source = Source(self.model, *files, folder, torch.get_num_threads(), sequences)
+            for name, generation in ready(source).items():
                 self.every[name] = lambda batch, generation=generation: self.others(batch, generation)  # type: ignore[misc]
                 self.alone |= {name} if takes_one(name) else set()
 
@@ -93,9 +97,8 @@ class Ways:
         networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, torch.nn.Module)]
         with packed_weights(self.model, *networks) if is_packed else nullcontext():
             begin = time.perf_counter()
-            out, stats = generate(
-                self.model, batch, drafter=drafter, max_new_tokens=self.count, tree=tree, pack_weights=False
-            )
+            limits = {"max_new_tokens": self.count, "max_sequences": self.sequences}
+            out, stats = generate(self.model, batch, drafter=drafter, tree=tree, pack_weights=False, **limits)
             seconds = time.perf_counter() - begin
         new = [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)]
         return new, stats.tokens_per_step, seconds
@@ -104,9 +107,11 @@ class Ways:
         begin = time.perf_counter()
         return generation(batch, self.count), 0.0, time.perf_counter() - begin
 
-    def wanted(self, patterns: list[str] | None, sequences: int) -> list[str]:
+    def wanted(self, patterns: list[str] | None, kind: str) -> list[str]:
         """The names that one of the patterns fits; plain decoding is always among them."""
-        names = [name for name in self.every if sequences == 1 or name not in self.alone]
+        names = [name for name in self.every if name not in self.alone or self.sequences == 1]
+        if kind == QUEUE:
+            names = [name for name in names if name not in self.alone and not name.startswith(THEIRS)]
         return [
             name
             for name in names
@@ -155,18 +160,26 @@ def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
     return found
 
 
-def measured(ways: Ways, sequences: int, args: argparse.Namespace, table: Table, bar: Progress) -> None:
+def batches(kind: str, prompts: int, sequences: int) -> list[list[Prompt]]:
+    """Batches of a kind's prompts; of the queue the whole, in another order each turn."""
+    found = held_out(None if kind == QUEUE else kind, prompts)
+    if kind == QUEUE:
+        return [random.Random(turn).sample(found, len(found)) for turn in range(TURNS)]
+    return [found[first : first + sequences] for first in range(0, len(found), sequences)]
+
+
+def measured(ways: Ways, args: argparse.Namespace, table: Table, bar: Progress) -> None:
     dtype, order = str(ways.model.dtype).removeprefix("torch."), random.Random(0)
-    names = ways.wanted(args.ways, sequences)
     for kind in args.kinds:
-        ids = [chat_ids(ways.tokenizer, prompt.text) for prompt in held_out(kind, args.prompts)]
-        for number, first in enumerate(range(0, len(ids), sequences)):
-            keys = {name: Key(dtype, sequences, kind, name) for name in names}
+        names, first = ways.wanted(args.ways, kind), 0
+        for number, prompts in enumerate(batches(kind, args.prompts, ways.sequences)):
+            keys = {name: Key(dtype, ways.sequences, kind, name) for name in names}
             lacking = [name for name in names if not (args.missing and table.has(keys[name], number))]
             chosen = [name for name in names if lacking and (name in lacking or name == PLAIN)]
-            batch, answers = ids[first : first + sequences], dict[str, Answers]()
+            batch = [chat_ids(ways.tokenizer, prompt.text) for prompt in prompts]
+            answers = dict[str, Answers]()
             for name in order.sample(chosen, len(chosen)):
-                bar.show(f"{dtype}, {sequences} sequences, {kind}, {name}")
+                bar.show(f"{dtype}, {ways.sequences} sequences, {kind}, {name}")
                 answers[name] = ways.every[name](batch)
                 bar.clear()
             bar.done += 1
@@ -178,6 +191,7 @@ def measured(ways: Ways, sequences: int, args: argparse.Namespace, table: Table,
                 different = ways.differences(first, batch, answers[PLAIN][0], texts)
                 gain = rates[name] / rates[PLAIN]
                 table.add(keys[name], number, Call(len(texts), rates[name], gain, per_step, different))
+            first += len(batch)
             table.write(args.json, f"real_{args.device}")
 
 
@@ -197,7 +211,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, QUEUE), default=[*KINDS])
     parser.add_argument("--prompts", type=int, default=16, help="of each kind (default %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--ways", nargs="*", help='those wanted beside plain, as "n-gram tree", "*auto"; default all')
@@ -218,17 +232,17 @@ def main() -> int:
         table = Table.opened(args.json, facts | {"pass_ms": {}, "packed_pass_ms": {}})
     except ValueError as error:
         parser.error(f"--json: {error}")
-    bar = Progress(len(args.dtypes) * sum(-(-args.prompts // count) for count in args.sequences) * len(args.kinds))
-    for dtype in args.dtypes:
+    each = product(args.kinds, args.sequences)
+    bar = Progress(len(args.dtypes) * sum(len(batches(kind, args.prompts, count)) for kind, count in each))
+    for dtype, sequences in product(args.dtypes, args.sequences):
         with tempfile.TemporaryDirectory() as folder:
-            ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens, Path(folder))
+            ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens, sequences, Path(folder))
             table.facts["pass_ms"][dtype] = ways.pass_ms()
             with packed_weights(ways.model):
                 table.facts["packed_pass_ms"][dtype] = ways.pass_ms()
-            for name in ways.wanted(args.ways, min(args.sequences)):
+            for name in dict.fromkeys(name for kind in args.kinds for name in ways.wanted(args.ways, kind)):
                 ways.every[name]([[1, 2, 3] * 8])  # what is done once
-            for sequences in args.sequences:
-                measured(ways, sequences, args, table, bar)
+            measured(ways, args, table, bar)
     rows = [row for row in table.rows() if row["dtype"] in args.dtypes and row["sequences"] in args.sequences]
     show(rows)
     whole = (row["texts_equal"].split("/") for row in rows if row["dtype"] == "float32")

@@ -41,6 +41,7 @@ class Source:
     """What the libraries generate with; files are written into `folder`.
 
     checkpoint: the model's own folder. original: the file that it was made from. head: the folder of an EAGLE-3 head.
+    sequences: the most that run at once.
     """
 
     model: Any
@@ -49,6 +50,7 @@ class Source:
     head: Path
     folder: Path
     threads: int
+    sequences: int
 
     @property
     def end(self) -> int:
@@ -124,6 +126,7 @@ def llama_cpp(source: Source, path: Path, has_lookup: bool = False) -> Generate:
 def vllm(source: Source, drafter: str = "", num_drafts: int = 0, **options: Any) -> Generate:
     """drafter: vLLM's method "ngram", or the name of one of our classes. options: the drafter's."""
     settings: dict[str, Any] = {"model": str(source.checkpoint), "dtype": "bfloat16"}
+    settings["max_num_seqs"] = source.sequences
     if drafter == "ngram":
         settings["speculative_config"] = {"method": drafter, "num_speculative_tokens": num_drafts} | options
     elif drafter:

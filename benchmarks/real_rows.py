@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from measure import median_interval, write_json
 
-__all__ = ["ALL", "PLAIN", "Call", "Difference", "Key", "Table"]
+__all__ = ["ALL", "PLAIN", "QUEUE", "Call", "Difference", "Key", "Table"]
 
-PLAIN, ALL = "plain", "all"
+PLAIN, ALL, QUEUE = "plain", "all", "queue"
 # Rows of runs that differ in one of these facts do not belong into one file.
 CONDITIONS = ("processor", "threads", "torch", "model", "max_new_tokens")
 
@@ -100,7 +100,7 @@ class Table:
         write_json(path, {"benchmark": name, "machine": self.facts, "rows": self.rows()})
 
     def rows(self) -> list[Row]:
-        """Lists, for each number of sequences, the rows of each kind, then those of all kinds together."""
+        """Lists, for each number of sequences, the rows of each kind, then of all kinds' batches together."""
         places: dict[tuple[str, int], None] = dict.fromkeys((key.dtype, key.sequences) for key in sorted(self.calls))
         found = []
         for place in places:
@@ -109,6 +109,7 @@ class Table:
             for kind in kinds:
                 keys = [key for way in ways if (key := Key(*place, kind, way)) in mine]
                 found += [self._row(key, [key]) | _lists(mine[key]) for key in keys]
+            kinds.pop(QUEUE, None)
             for way in ways if len(kinds) > 1 else ():
                 keys = [Key(*place, kind, way) for kind in kinds]
                 if all(key in mine for key in keys):
@@ -175,6 +176,6 @@ def _lists(calls: dict[int, Call]) -> Row:
 def _calls(row: Row) -> dict[int, Call]:
     of_batch: dict[int, list[Difference]] = {batch: [] for batch in row["batches"]}
     for each in row["differences"]:
-        of_batch[each[0] // row["sequences"]].append(Difference(*each))
+        of_batch[each[0] // max(row["texts"])].append(Difference(*each))
     columns = zip(*(row[name] for name in ("batches", "texts", "rates", "gains", "per_step")), strict=True)
     return {batch: Call(texts, *figures, of_batch[batch]) for batch, texts, *figures in columns}

@@ -23,7 +23,7 @@ def main() -> None:
     from vllm import LLM, SamplingParams
 
     # Without prefix caching: else the engine would know the prompts from batches of another size.
-    llm = LLM(**{"max_model_len": 2048, "max_num_seqs": 16, "enable_prefix_caching": False} | json.loads(sys.argv[1]))
+    llm = LLM(**{"max_model_len": 2048, "enable_prefix_caching": False} | json.loads(sys.argv[1]))
     for line in sys.stdin:
         asked = json.loads(line)
         params = SamplingParams(temperature=0, max_tokens=asked["count"])

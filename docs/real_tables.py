@@ -36,21 +36,22 @@ def gains(result: Result, name: str) -> str:
         ("over_stock", "over vLLM without drafts"),
     ):
         compared = [row for row in rows if figure in row and (figure == "over_best" or row["way"].startswith("vLLM"))]
-        if of_all := [row for row in compared if row["kind"] == "all"]:
+        if of_all := [row for row in compared if row["kind"] in ("all", "queue")]:
             parts.append(in_columns(corner, of_all, interval(figure)))
     return "\n\n".join([*parts, texts(result)])
 
 
 def by_kind(rows: list[Row]) -> str:
     """The medians of each kind in one cell."""
-    found: dict[tuple[str, int], dict[str, Row]] = {}
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
-        found.setdefault((row["way"], row["sequences"]), {})[row["kind"]] = row
+        found.setdefault((row["way"], column(row)), {})[row["kind"]] = row
 
     def cell(row: Row) -> str:
         key, form = ("tokens_per_second", ".0f") if row["way"] == "plain" else ("over_plain", ".2f")
-        of = found[row["way"], row["sequences"]]
-        return "/".join(format(of[kind][key][1], form) if kind in of else "-" for kind in KINDS)
+        of = found[row["way"], column(row)]
+        kinds = KINDS if row["kind"] != "queue" else ["queue"]
+        return "/".join(format(of[kind][key][1], form) if kind in of else "-" for kind in kinds)
 
     return in_columns("way", [next(iter(of.values())) for of in found.values()], cell)
 
@@ -60,9 +61,11 @@ def interval(figure: str) -> Show:
 
 
 def in_columns(corner: str, rows: list[Row], cell: Show) -> str:
-    """A column for each number of sequences."""
-    rows = sorted(rows, key=field("sequences", "3"))
-    return pivot(corner, rows, field("way"), lambda row: f"batch {row['sequences']}", cell)
+    return pivot(corner, sorted(rows, key=field("sequences", "3")), field("way"), column, cell)
+
+
+def column(row: Row) -> str:
+    return f"{'queue' if row['kind'] == 'queue' else 'batch'} {row['sequences']}"
 
 
 def texts(result: Result) -> str:
