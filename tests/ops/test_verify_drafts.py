@@ -185,7 +185,7 @@ FILTERS = [
 @pytest.mark.parametrize("name", LISTED)
 def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     """Peaked rows, half of them with ties, all under masks and at odd addresses, are verified without the kernels over
-    whole rows; flat ones and NaN are left to these."""
+    whole rows, also where drafts have logits; flat ones and NaN are left to these."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", f"32:227:{ctas}")
     op, laws = LISTED[name]
     parents = [-1, 0, 1, 2] if name == "block" else [-1, 0, 0, 0, 1, 1, 5]
@@ -199,7 +199,7 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
     hostile[1::4, ::2], hostile[2::7, 5], hostile[3::5] = math.nan, math.inf, 0.25
     above = torch.arange(rows) // len(parents) * len(parents) + torch.tensor(parents * 3).clamp(min=0)
     drafts = likely[above, torch.randint(3, (rows,), generator=generator)]
-    probs = torch.softmax(peaked + torch.randn(rows, vocab, generator=generator), 1).to(dtype)
+    guesses = peaked + torch.randn(rows, vocab, generator=generator)
     trees, library = batch_of([parents] * 3, CPU), simt_library()
 
     def leave_out(kernel, *_):
@@ -208,9 +208,12 @@ def test_lists_of_kept_tokens(monkeypatch, name, dtype, ctas):
 
     for law in laws:
         words = ({} if name == "typical" else streams(3, CPU)) | ({"draft_law": law} if law else {})
-        words |= {"draft_probs": probs} if law in ("iid", "swor") else {}
         words["grammar_mask"] = torch.rand(rows, vocab, generator=generator) < 0.9
         for params in FILTERS:
+            if law in ("iid", "swor"):
+                of_logits = "top_k" in params
+                words["draft_probs"] = (guesses if of_logits else torch.softmax(guesses, 1)).to(dtype)
+                words["draft_params"] = SamplingParams(**params) if of_logits else None
             for logits in (peaked, hostile):
                 call = (logits.to(dtype), drafts, trees, SamplingParams(**params))
                 with use_backend("cpu"):

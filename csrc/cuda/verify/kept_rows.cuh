@@ -55,10 +55,10 @@ struct UntriedDrafts {
   __device__ int64_t vocab() const { return draft.masses.vocab(); }
   __device__ Loaded load(int64_t token) const { return draft.masses.load(token); }
   __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    draft.masses.row.convert(loaded, sums[0]);
+    draft.values(token, loaded, sums[0]);
     const uint32_t gone = tried_of_four(tried, token);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums[0][i] = gone >> i & 1u ? 0.0f : DraftMasses::clean(sums[0][i]);
+    for (int i = 0; i < 4; ++i) sums[0][i] = gone >> i & 1u ? 0.0f : sums[0][i];
   }
 };
 
@@ -155,28 +155,40 @@ class KeptRows {
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                        NodeDistributions& distributions) {
     clear_tried();
-    __syncthreads();
-    if (leads_cta()) distributions.target.row = logit_row(p.verify.logits, row);
-    failed_ = failed_ || !find_kept<kDType>(p.verify, b, false);
+    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
+    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
     __syncthreads();
     if (leads_cta()) {
       distributions.draft = {};
-      if (with_draft) distributions.draft.row = draft_row_of(p, row);
-      distributions.draft_is_probs = true;
+      if (!finds_draft) distributions.draft.row = draft_row;
+      distributions.draft_is_probs = !finds_draft;
       distributions.draft_unit = 1.0;
       distributions.root_position = root_position_of(p.verify, b);
-      if (failed_) distributions.target.bad = false;
     }
-    __syncthreads();
-    touch_drafts();
-    weigh();
-    const double total = sums(distributions, 0.0).residual;
-    if (leads_cta()) distributions.total = total;
-    __syncthreads();
+    // As in find_distributions(), the draft's is found in the target's place.
+#pragma unroll 1
+    for (bool of_draft = finds_draft;; of_draft = false) {
+      if (leads_cta()) distributions.target.row = of_draft ? draft_row : logit_row(p.verify.logits, row);
+      failed_ = failed_ || !find_kept<kDType>(of_draft ? p.draft_sampling : p.verify.sampling, b, false);
+      __syncthreads();
+      if (failed_ && leads_cta()) distributions.target.bad = false;
+      touch_drafts();
+      weigh();
+      const double total = sums(distributions, 0.0).residual;
+      if (leads_cta()) {
+        distributions.total = total;
+        if (of_draft && !failed_) {
+          distributions.draft = distributions.target;
+          distributions.draft_unit = 1.0 / total;
+        }
+      }
+      __syncthreads();
+      if (!of_draft) return;
+    }
   }
 
   __device__ void open_again(const RatioParams& p, int64_t b, int64_t /*row*/) {
-    failed_ = failed_ || !find_kept<kDType>(p.verify, b, true);
+    failed_ = failed_ || !find_kept<kDType>(p.verify.sampling, b, true);
     weigh();
   }
 
@@ -185,7 +197,7 @@ class KeptRows {
     return at < 0 ? 0.0 : static_cast<double>(shared_.list.masses[at]);
   }
   __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
-    return static_cast<double>(draft_of(distributions.draft.row, token));
+    return static_cast<double>(draft_of(token)) * distributions.draft_unit;
   }
   __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
     const int64_t at = place_of(token);
@@ -201,7 +213,7 @@ class KeptRows {
     if (failed_) return all;
     all.residual = sum_left(c, tried_.size, counts_drafts_);
     if (sums_drafts_ && tried_.size > 0 && c != 0.0 && distributions.draft.row.logits != nullptr) {
-      all.draft = sum_drafts(tried_.size, last_block_);
+      all.draft = sum_drafts(tried_.size, last_block_) * distributions.draft_unit;
       last_block_ = 0;
     }
     return all;
@@ -227,10 +239,8 @@ class KeptRows {
   }
 
  private:
-  static __device__ float draft_of(const LogitRow& row, int64_t token) {
-    if (row.logits == nullptr) return 0.0f;
-    const StoredLogits<kAnyDType> stored(row.dtype);
-    return DraftMasses::clean(stored.value(stored.bits(row.logits, token)));
+  static __device__ __attribute__((noinline)) float draft_of(int64_t token) {
+    return DraftMasses(ptx::shared<KeptShared>().list.distributions).at(token);
   }
 
   // Loads what the draft's row has at the kept tokens and at the tree's, before anything waits for it.
@@ -262,7 +272,7 @@ class KeptRows {
     const NodeDistributions& distributions = shared_.list.distributions;
     for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
       shared_.list.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));
-      shared_.list.drafts[i] = draft_of(distributions.draft.row, shared_.list.token(i));
+      shared_.list.drafts[i] = draft_of(shared_.list.token(i));
     }
     const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(distributions.target.row.vocab));
     for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x) {

@@ -294,13 +294,14 @@ __device__ __forceinline__ void sort_kept(KeptList& list) {
 // Lists the tokens that sequence b keeps of the row that the target's distribution has, and writes the distribution;
 // `again`: it is known. Returns whether it could.
 template <DType kDType>
-__device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64_t b, bool again) {
+__device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int64_t b, bool again) {
   KeptList& list = ptx::shared<KeptList>();
   if (threadIdx.x == 0) list.num_own = 0;
   __syncthreads();
   LogitReader<kDType> row(list.distributions.target.row);
-  const Sampling sampling = sampling_of(p.sampling, b);
-  const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < p.logits.vocab;
+  const int64_t vocab = row.vocab();
+  const Sampling sampling = sampling_of(p, b);
+  const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < vocab;
   Scale scale = list.distributions.target.scale;
   Filter filter = list.distributions.target.filter;
   float bound = filter.min_logit, min_x = filter.min_x;
@@ -331,12 +332,12 @@ __device__ __attribute__((noinline)) bool find_kept(const VerifyParams& p, int64
     Found found = Found::kYes;
     filter = {.min_x = min_x};
     if (greedy) {
-      const uint32_t last = ~static_cast<uint32_t>(p.logits.vocab - 1);
+      const uint32_t last = ~static_cast<uint32_t>(vocab - 1);
       cut_notes(last, ~0u, 0, order_key<ScalarMath>(scale.peak), false, 1);
       filter = {.min_logit = scale.peak, .tie_end = int64_t{~list.cut.least} + 1};
     } else {
-      const uint64_t error = weighs == Weighs::kRoughly ? error_of(mass, p.logits.vocab) : 0;
-      found = cut_by_filters(list, sampling, scale, mass, error, bound, row.digits(), p.logits.vocab, filter);
+      const uint64_t error = weighs == Weighs::kRoughly ? error_of(mass, vocab) : 0;
+      found = cut_by_filters(list, sampling, scale, mass, error, bound, row.digits(), vocab, filter);
     }
     if (found == Found::kYes) {
       filter.min_logit = max_of(filter.min_logit, bound);

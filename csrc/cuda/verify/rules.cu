@@ -36,10 +36,10 @@ __global__ void __launch_bounds__(kRulesThreads, 1)
   if (walks) walk_by<kRule>(p, b, Rows(p, ptx::shared<RulesShared>()));
 }
 
-// Whether rules may work on lists. Drafts' logits would need a list of their own.
+// Whether rules may work on lists. One of drafts' logits is found by the same code.
 bool lists_suffice(const RatioParams& p) {
   return sizeof(KeptShared) <= static_cast<size_t>(device_limits().max_shared_bytes) && !p.verify.options.used &&
-         p.draft_sampling.temperature == nullptr;
+         (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype);
 }
 
 template <Rule kRule>

@@ -76,7 +76,7 @@ __device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk&
   const LogitRow row = row_of<kDType>(p.options, p.logits, walk.row());
   __syncthreads();
   if (threadIdx.x == 0) shared.list.distributions.target.row = row;
-  if (p.sampling.temperature != nullptr && find_kept<kDType>(p, walk.b, false)) {
+  if (p.sampling.temperature != nullptr && find_kept<kDType>(p.sampling, walk.b, false)) {
     return draw_kept(p, walk.b, walk.depth, shared.list);
   }
   return draw_at<kDType, false>(p, walk.b, row, walk.depth, shared.sampling);
