@@ -49,6 +49,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       const unsigned bin = threadIdx.x;
       if (bin >= kShardBins || ptx::cluster_rank() != 0) break;
       uint64_t sum = 0;
+#pragma unroll 1
       for (unsigned i = 0; i < (first ? kShardBins : 1); ++i) {
         const Totals& totals =
             shared.radix.totals[first ? bin * kShardBins + i : row.key % kShardBins * kShardBins + bin];

@@ -264,19 +264,22 @@ class KeptRows {
     return at < shared_.list.size && shared_.list.token(at) == token ? int64_t{at} : -1;
   }
 
-  // Sorts the kept tokens, and weighs them by target and draft.
   __device__ void weigh() {
-    if (failed_) return;
     last_block_ = -1;
-    sort_kept(shared_.list);
-    const NodeDistributions& distributions = shared_.list.distributions;
-    for (uint32_t i = threadIdx.x; i < shared_.list.size; i += blockDim.x) {
-      shared_.list.masses[i] = mass_of<ScalarMath>(distributions.target.scale(shared_.list.logit(i)));
-      shared_.list.drafts[i] = draft_of(shared_.list.token(i));
+    if (!failed_) weigh_list();
+  }
+  // Sorts the kept tokens, and weighs them by target and draft.
+  static __device__ __attribute__((noinline)) void weigh_list() {
+    auto& shared = ptx::shared<KeptShared>();
+    KeptList& list = shared.list;
+    sort_kept(list);
+    for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
+      list.masses[i] = mass_of<ScalarMath>(list.distributions.target.scale(list.logit(i)));
+      list.drafts[i] = draft_of(list.token(i));
     }
-    const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(distributions.target.row.vocab));
+    const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(list.distributions.target.row.vocab));
     for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x) {
-      shared_.first_of_block[block] = static_cast<uint16_t>(shared_.list.place_of(int64_t{block} * kMassBlock));
+      shared.first_of_block[block] = static_cast<uint16_t>(list.place_of(int64_t{block} * kMassBlock));
     }
     __syncthreads();
   }
