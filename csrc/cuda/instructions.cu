@@ -202,8 +202,7 @@ struct Cluster {  // what the next CTA of the cluster has in shared memory, and 
 template <typename Function>
 __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_constant__ Call call) {
   ptx::let_next_kernel_start();
-  ptx::wait_for_kernels_before();                                             // outside such launches both do nothing
-  ptx::touch(reinterpret_cast<const int32_t*>(call.in) + threadIdx.x * kIn);  // nothing is to be seen of it
+  ptx::wait_for_kernels_before();  // outside such launches both do nothing
   uint32_t out[kOut];
   Function::run(call.in + threadIdx.x * kIn, out);
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];

@@ -175,8 +175,6 @@ uint32_t max_nan(uint32_t a, uint32_t b) {
 inline void let_next_kernel_start() {}
 inline void wait_for_kernels_before() {}
 
-inline void touch(const int32_t*) {}
-
 // ---- clusters
 
 inline uint32_t cluster_size() { return static_cast<uint32_t>(simt::machine().cluster_size()); }

@@ -209,11 +209,6 @@ struct PlaceWalk {
     left = trie.path_length(place) - path.depth;
     token = left > 0 ? *rest : -1;
     wants = token >= 0 && trie.can_add(path.node);
-    // All lanes will read the rest, most of which is in other sectors than its first token.
-    constexpr int kSector = 32 / sizeof(int64_t), kSectors = 4;
-    for (int i = kSector; i < kSector * kSectors; i += kSector) {
-      if (wants && i < left) ptx::touch(reinterpret_cast<const int32_t*>(rest + i));
-    }
   }
 
   // Goes on to the next place that would add a node, if there is one.

@@ -183,12 +183,6 @@ PT_DEVICE unsigned load_acquire(const unsigned* word) {
   return value;
 }
 
-// Loads a word for nobody: who reads its line next finds it in the L1 cache.
-PT_DEVICE void touch(const int32_t* at) {
-  [[maybe_unused]] uint32_t word;
-  asm volatile("ld.global.b32 %0, [%1];" : "=r"(word) : "l"(at));
-}
-
 // threadIdx.x, read again: values computed from it are not kept in registers from before.
 PT_DEVICE uint32_t thread_index() {
   uint32_t thread;

@@ -141,10 +141,7 @@ class KeptRows {
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
   static __device__ void sync() { ptx::meet_cluster(); }
-  __device__ void begin(TreeWalk& walk) {
-    begin_near(walk, shared_.tree);
-    num_nodes_ = walk.num_nodes;
-  }
+  __device__ void begin(TreeWalk& walk) { begin_near(walk, shared_.tree); }
   __device__ void finish(TreeWalk& walk) const {
     if (failed_) walk.status = kLeftToOthers;
     if (leads()) walk.finish();
@@ -172,7 +169,6 @@ class KeptRows {
       failed_ = failed_ || !find_kept<kDType>(of_draft ? p.draft_sampling : p.verify.sampling, b, false);
       __syncthreads();
       if (failed_ && leads_cta()) distributions.target.bad = false;
-      touch_drafts();
       weigh();
       const double total = sums(distributions, 0.0).residual;
       if (leads_cta()) {
@@ -243,20 +239,6 @@ class KeptRows {
     return DraftMasses(ptx::shared<KeptShared>().list.distributions).at(token);
   }
 
-  // Loads what the draft's row has at the kept tokens and at the tree's, before anything waits for it.
-  __device__ void touch_drafts() const {
-    const LogitRow& row = shared_.list.distributions.draft.row;
-    if (row.logits == nullptr) return;
-    const int32_t kept = failed_ ? 0 : static_cast<int32_t>(shared_.list.size);
-#pragma unroll 1
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); i < kept + num_nodes_; i += blockDim.x) {
-      const int32_t token = i < kept ? shared_.list.token(static_cast<uint32_t>(i)) : shared_.tree.tokens[i - kept];
-      const int64_t byte = int64_t{max_of(token, 0)} * (row.dtype == DType::kFloat32 ? 4 : 2);
-      const uintptr_t at = reinterpret_cast<uintptr_t>(row.logits) + static_cast<uintptr_t>(byte);
-      ptx::touch(reinterpret_cast<const int32_t*>(at & ~uintptr_t{3}));
-    }
-  }
-
   // The index of a token in the list, -1 if it is not kept.
   __device__ int64_t place_of(int64_t token) const {
     if (failed_) return -1;
@@ -313,7 +295,6 @@ class KeptRows {
 
   KeptShared& shared_;
   TriedTokens tried_;
-  int32_t num_nodes_ = 0;
   int32_t last_block_ = -1;  // of the token that was tried last; -1: the draft's row is not summed yet
   bool counts_drafts_, sums_drafts_, failed_ = false;
 };
