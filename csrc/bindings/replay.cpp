@@ -164,10 +164,9 @@ class Replayer {
                height = static_cast<uint32_t>(work_.m_tile);
     const uint32_t first_row = m * sequence.tile_rows + static_cast<uint32_t>(cta.part) * height;
     if (first_row >= sequence.rows) return;
-    const TileSpan seen = seen_tiles(work_, sequence, cta.at.sequence, first_row, first_row + height - 1);
     const int32_t end = cta.at.same_row(cta.stop) ? cta.stop.kv_tile : sequence.kv_tiles;
-    cta.tile = max_of(cta.at.kv_tile, seen.first);
-    cta.end = sequence.seq_len > 0 ? min_of(end, seen.end) : 0;
+    cta.tile = max_of(cta.at.kv_tile, sequence.first_seen(work_, first_row));
+    cta.end = sequence.seq_len > 0 ? min_of(end, sequence.end_seen(work_, first_row + height - 1)) : 0;
     const int32_t head = cta.at.row_tile / sequence.m_tiles;
     const auto [known, is_new] = blocks_.try_emplace(int64_t{cta.at.sequence} << 32 | head, 0);
     if (is_new) known->second = l2_.add(ceil_div(sequence.kv_tiles, grain_));

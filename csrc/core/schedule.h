@@ -41,7 +41,7 @@ constexpr int kPieceCost = 1;  // the cost of one more piece in a range, in KV t
 
 // A row tile without keys still has one KV tile, because its output must be written.
 PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) {
-  return static_cast<int32_t>(static_cast<uint32_t>(max_of(seq_len, 1) - 1) / kKvTile + 1);
+  return static_cast<int32_t>((static_cast<uint32_t>(max_of(seq_len, 1)) + kKvTile - 1) / kKvTile);
 }
 
 struct WorkShape {
@@ -51,7 +51,7 @@ struct WorkShape {
   int64_t batch;
   int64_t num_tokens;   // T, padding included
   int64_t max_seq_len;  // seq_lens are clamped to it
-  int64_t window;       // 0: none
+  int32_t window;       // INT32_MAX: none
   int32_t num_kv_heads;
   int32_t group_size;  // query heads per KV head
   SmallDivisor by_group_size;
@@ -81,7 +81,7 @@ PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList li
   shape.batch = p.batch;
   shape.num_tokens = p.num_tokens;
   shape.max_seq_len = max_seq_len_of(p);
-  shape.window = p.window;
+  shape.window = static_cast<int32_t>(p.window > 0 ? min_of<int64_t>(p.window, INT32_MAX) : INT32_MAX);
   shape.num_kv_heads = p.num_kv_heads;
   shape.group_size = p.group_size;
   shape.by_group_size = SmallDivisor(p.group_size);
@@ -90,107 +90,92 @@ PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList li
   return shape;
 }
 
-// The KV tiles [first, end), at least one, because the output of a row tile without keys must be written, too.
-struct TileSpan {
-  int32_t first;
-  int32_t end;
-
-  PT_HOST_DEVICE int32_t size() const { return end - first; }
-};
-
 // The work of one sequence; no row tiles if the sequence belongs to another list.
 struct SequenceWork {
   NodeRange tokens;
   int32_t seq_len;
+  int32_t tree_len;    // negative: its queries are causal
   uint32_t rows;       // of a head: fewer than 2^31, as a row of Q and of the output has 256 bytes at least
   uint32_t tile_rows;  // of a row tile
   int32_t m_tiles;
+  int32_t full_tile;   // the M tile from which on all see about as many keys
   int32_t tile_heads;  // KV heads of a row tile; the last one may have fewer
+  int32_t head_tiles;  // row tiles of an M tile
   int32_t row_tiles;
   int32_t kv_tiles;
+
+  // The KV tile of the first key that a row of a head sees, and the one behind that of its last.
+  PT_HOST_DEVICE int32_t first_seen(const WorkShape& shape, uint32_t row) const {
+    const int32_t end = min_of(end_of(shape, row), tree_len < 0 ? seq_len : seq_len - tree_len);
+    return min_of(static_cast<int32_t>(static_cast<uint32_t>(max_of(end - shape.window, 0)) / kKvTile), kv_tiles - 1);
+  }
+  PT_HOST_DEVICE int32_t end_seen(const WorkShape& shape, uint32_t row) const {
+    return kv_tiles_of(max_of(end_of(shape, row), tree_len < 0 ? 0 : seq_len));
+  }
+
+ private:
+  // The end of what a causal row sees, maybe negative.
+  PT_HOST_DEVICE int32_t end_of(const WorkShape& shape, uint32_t row) const {
+    const auto count = static_cast<int32_t>(tokens.size());
+    return seq_len - count + min_of(static_cast<int32_t>(shape.by_group_size.quotient(row)) + 1, count);
+  }
 };
 
-// A row tile has m_tile rows for each of the CTAs that share it.
-PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
+// A row tile has m_tile rows for each of the CTAs that share it. `by_sharers` divides by their number.
+template <typename Divide>
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, const NodeRange& tokens, int32_t sharers,
+                                          const Divide& by_sharers) {
+  const auto m_tiles_of = [&](uint32_t rows) {
+    const uint32_t alone = (rows + static_cast<uint32_t>(shape.m_tile) - 1) >> shape.m_tile_bits();
+    return static_cast<int32_t>(by_sharers(alone + static_cast<uint32_t>(sharers) - 1));
+  };
   SequenceWork work;
+  work.tokens = tokens;
   work.tile_rows = static_cast<uint32_t>(shape.m_tile * sharers);
-  work.tokens = node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens);
-  work.seq_len = static_cast<int32_t>(clamp_to<int64_t>(shape.seq_lens[b], 0, shape.max_seq_len));
-  work.rows = static_cast<uint32_t>(min_of<int64_t>(work.tokens.size() * shape.group_size, INT32_MAX));
-  const auto rows = static_cast<int32_t>(work.rows);
+  work.seq_len = clamp_to(shape.seq_lens[b], 0, static_cast<int32_t>(shape.max_seq_len));
+  work.tree_len = shape.tree_lens == nullptr ? -1 : min_of(shape.tree_lens[b], work.seq_len);
+  work.rows = static_cast<uint32_t>(min_of<int64_t>(tokens.size() * shape.group_size, INT32_MAX));
+  const auto rows = static_cast<int32_t>(work.rows), count = static_cast<int32_t>(tokens.size());
   const bool has_few_rows = shape.few_rows_heads > 1 && rows <= shape.few_rows;
-  const int32_t head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
-  work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, head_tiles) : 1;
-  const uint32_t m_tiles = (work.rows + static_cast<uint32_t>(shape.m_tile) - 1) >> shape.m_tile_bits();
-  work.m_tiles = shape.takes(rows) ? static_cast<int32_t>(m_tiles) : 0;
-  if (sharers > 1) work.m_tiles = (work.m_tiles - 1) / sharers + 1 - (work.m_tiles == 0);
-  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * head_tiles, INT32_MAX - 1));
+  work.head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
+  work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, work.head_tiles) : 1;
+  work.m_tiles = shape.takes(rows) ? m_tiles_of(work.rows) : 0;
+  // The tokens before the window is full.
+  const auto filling = static_cast<uint32_t>(clamp_to(shape.window - max_of(work.seq_len - count, 0), 0, count));
+  const int32_t full_tile = m_tiles_of(filling * static_cast<uint32_t>(shape.group_size));
+  work.full_tile = work.tree_len < 0 ? min_of(full_tile, work.m_tiles - 1) : 0;
+  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * work.head_tiles, INT32_MAX - 1));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
-
-// The KV tiles from the first with a key that row `from` of a head sees to the last with a key that row `to` sees.
-PT_HOST_DEVICE TileSpan seen_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, uint32_t from,
-                                   uint32_t to) {
-  const int32_t tree_len = shape.tree_lens == nullptr ? -1 : min_of(shape.tree_lens[b], work.seq_len);
-  int32_t lowest = 0, highest = work.seq_len;
-  if (tree_len >= 0) {
-    const int64_t seen = shape.window > 0 ? work.seq_len - tree_len - min_of(shape.window, kMaxWindow) : 0;
-    lowest = static_cast<int32_t>(max_of<int64_t>(seen, 0));
-  } else {
-    const auto seen = [&](uint32_t row) {
-      return causal_visibility(work.seq_len, work.tokens.size(), shape.by_group_size.quotient(row), shape.window);
-    };
-    lowest = seen(from).lowest();
-    highest = seen(min_of(to, work.rows - 1)).highest();
-  }
-  const int32_t first = min_of(lowest / kKvTile, work.kv_tiles - 1);
-  return {first, max_of(highest / kKvTile + (highest % kKvTile > 0), first + 1)};
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
+  return sequence_work(shape, b, node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens), sharers,
+                       [&](uint32_t value) { return sharers > 1 ? value / static_cast<uint32_t>(sharers) : value; });
 }
 
-// Those outside which none of the rows of M tile m sees a key; or, `common`, those inside which all CTAs that share it
-// see keys.
-PT_HOST_DEVICE TileSpan visible_tiles(const WorkShape& shape, const SequenceWork& work, int64_t b, int32_t m,
-                                      bool common = false) {
-  const uint32_t first = static_cast<uint32_t>(m) * work.tile_rows, end = first + work.tile_rows;
-  if (!common) return seen_tiles(shape, work, b, first, end - 1);
-  const uint32_t last = (min_of(end, work.rows) - 1) >> shape.m_tile_bits() << shape.m_tile_bits();
-  return seen_tiles(shape, work, b, max_of(last, first), first + static_cast<uint32_t>(shape.m_tile) - 1);
-}
-
-// value / divisor, for a divisor above 0. Compilers have some hundred instructions of GPUs for each such division: this
-// is one copy of few. Each step finds 19 bits of the quotient.
-PT_SHARED_FUNCTION int64_t quotient(int64_t value, int64_t divisor) {
+// value / divisor, maybe not the nearest number on a GPU, which has no instruction for it.
+PT_HOST_DEVICE float divided(float value, float divisor) {
 #if defined(__CUDA_ARCH__)
-  const float inverse = __fdividef(0x1.fffffp-1f, static_cast<float>(divisor));
+  return __fdividef(value, divisor);
 #else
-  const float inverse = 0x1.fffffp-1f / static_cast<float>(divisor);
+  return value / divisor;
 #endif
-  int64_t left = value < 0 ? -value : value, found = 0;
-  while (left >= divisor) {
-    const int64_t step = max_of<int64_t>(static_cast<int64_t>(static_cast<float>(left) * inverse), 1);
-    found += step;
-    left -= step * divisor;
-  }
-  return value < 0 ? -found : found;
 }
-
-// value * numerator / denominator without overflow, for numerator <= denominator <= 2^32.
-PT_HOST_DEVICE int64_t scaled(int64_t value, int64_t numerator, int64_t denominator) {
-  const int64_t whole = quotient(value, denominator);
-  return whole * numerator + quotient((value - whole * denominator) * numerator, denominator);
+// 1 / value, to 40 bits.
+PT_HOST_DEVICE double reciprocal(double value) {
+  const double near = divided(1.0f, static_cast<float>(value));
+  return near * (2.0 - value * near);
 }
 
 // The work of some sequences.
 struct WorkSum {
-  int64_t cost;
-  int64_t row_tiles;
-  int64_t different;  // KV tiles, each counted once for all row tiles of a head
-  int64_t dearest;    // the cost of a row tile that no other exceeds
+  uint64_t cost;
+  int32_t row_tiles;  // if not more than there may be ranges
+  int32_t dearest;    // KV tiles of a row tile that no other exceeds, for each of its heads
   int32_t m_tiles;    // the most of a head
 
   PT_HOST_DEVICE WorkSum operator+(const WorkSum& other) const {
-    return {cost + other.cost, row_tiles + other.row_tiles, different + other.different, max_of(dearest, other.dearest),
+    return {cost + other.cost, min_of(row_tiles + other.row_tiles, kMaxPlanRanges + 1), max_of(dearest, other.dearest),
             max_of(m_tiles, other.m_tiles)};
   }
 };
@@ -198,58 +183,29 @@ struct WorkSum {
 // What the row tiles of a sequence cost. Of a causal sequence, each M tile sees more keys than the one before, until
 // the window is full: their numbers of KV tiles lie on a line, up to rounding, and then stay.
 struct RowCosts {
-  int32_t tile_heads, m_tiles, row_tiles;
-  int32_t first = 0, last = 0;  // KV tiles of the first and of the last M tile
-  int32_t knee;                 // the M tile from which on all have as many as the last
-  int64_t of_head;              // the cost of a head
+  float first, rise;  // the cost of the first M tile of a head, what each of the next ones costs more
+  int32_t rising;     // up to this one
+  WorkSum sum;
+  uint32_t of_head;
 
-  PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, int64_t b)
-      : tile_heads(work.tile_heads), m_tiles(work.m_tiles), row_tiles(work.row_tiles) {
-    knee = max_of(m_tiles - 1, 0);
-    PT_NO_UNROLL for (int32_t m = 0, end = 2; m < end; ++m) {
-      first = last;
-      last = visible_tiles(shape, work, b, m == 0 ? 0 : knee).size();
-    }
-    const int64_t prefix = work.seq_len - work.tokens.size();  // keys that the first query sees beside its own
-    if (shape.window > 0) {
-      const int64_t filling = clamp_to<int64_t>(shape.window - prefix, 0, work.tokens.size()) * shape.group_size;
-      knee = min_of<int64_t>(knee, ceil_div(static_cast<uint32_t>(filling), work.tile_rows));
-    }
-    of_head = before(m_tiles);
+  // Of equal row tiles if `each` > 0.
+  PT_HOST_DEVICE RowCosts(const WorkShape& shape, const SequenceWork& work, uint32_t each) : rising(work.full_tile) {
+    const int32_t last =
+        work.kv_tiles - work.first_seen(shape, static_cast<uint32_t>(work.m_tiles - 1) * work.tile_rows);
+    const int32_t all = work.end_seen(shape, work.tile_rows - 1), tiles = rising > 0 ? all : last;
+    first = static_cast<float>((tiles + kPieceCost) * work.tile_heads);
+    rise = divided(static_cast<float>(last - tiles), static_cast<float>(max_of(rising, 1)));
+    if (each > 0) first = static_cast<float>(each), rising = 0;
+    of_head = before(work.m_tiles);
+    sum = {uint64_t{of_head} * static_cast<uint32_t>(work.head_tiles), min_of(work.row_tiles, kMaxPlanRanges + 1),
+           work.m_tiles > 0 ? last * work.tile_heads : 0, work.m_tiles};
   }
 
-  // The cost of the first m M tiles of a head.
-  PT_HOST_DEVICE int64_t before(int32_t m) const {
-    const int32_t rising = min_of(m, knee);
-    int64_t tiles = int64_t{rising} * first + int64_t{m - rising} * last;
-    if (last != first)
-      tiles += scaled(int64_t{last - first} * rising, rising - 1, max_of<int64_t>(2 * int64_t{knee}, 1));
-    return tile_heads * (tiles + m * kPieceCost);
-  }
-  // Of the sequence; bounded, so that no sum over a batch of bad lengths overflows.
-  PT_HOST_DEVICE WorkSum sum() const {
-    const int64_t heads = m_tiles > 0 ? quotient(row_tiles, m_tiles) : 0;
-    const int64_t of_row = int64_t{tile_heads} * (max_of(first, last) + kPieceCost);
-    return {min_of<int64_t>(heads * of_head, int64_t{1} << 40), row_tiles, heads * last, m_tiles > 0 ? of_row : 0,
-            m_tiles};
-  }
-  struct Tile {
-    int32_t m;
-    int64_t before;
-  };
-  // The last M tile of a head that begins at this cost or before, and what it begins at.
-  PT_HOST_DEVICE Tile tile_at(int64_t cost) const {
-    Tile found{};
-    for (int32_t high = m_tiles; high - found.m > 1;) {
-      const int32_t middle = found.m + (high - found.m) / 2;
-      const int64_t of_middle = before(middle);
-      if (of_middle <= cost) {
-        found = {middle, of_middle};
-      } else {
-        high = middle;
-      }
-    }
-    return found;
+  // The cost of the first m M tiles of a head; bounded, so that no sum over a batch of bad lengths overflows.
+  PT_HOST_DEVICE uint32_t before(int32_t m) const {
+    const auto count = static_cast<float>(m), of_rising = static_cast<float>(min_of(m, rising));
+    const float above = of_rising * (count - (0.5f * of_rising + 0.5f));
+    return static_cast<uint32_t>(min_of(first * count + rise * above, 0x1p31f));
   }
 };
 struct WorkPosition {
@@ -257,6 +213,7 @@ struct WorkPosition {
   int32_t row_tile;
   int32_t kv_tile;
 
+  bool operator==(const WorkPosition&) const = default;
   PT_HOST_DEVICE bool before(const WorkPosition& other) const {
     if (sequence != other.sequence) return sequence < other.sequence;
     if (row_tile != other.row_tile) return row_tile < other.row_tile;
@@ -267,7 +224,7 @@ struct WorkPosition {
     return row_tile < row_tiles - 1 ? WorkPosition{sequence, row_tile + 1, 0} : WorkPosition{sequence + 1, 0, 0};
   }
   PT_HOST_DEVICE bool same_row(const WorkPosition& other) const {
-    return sequence == other.sequence && row_tile == other.row_tile;
+    return ((sequence ^ other.sequence) | (row_tile ^ other.row_tile)) == 0;
   }
 };
 
@@ -280,90 +237,114 @@ struct RangeLimits {
   int64_t held_tiles;  // that a cache keeps: nobody shares the row tiles of a list with no more KV tiles than these
 };
 
-// How many CTAs should share the row tiles of a list: as many as leave the fewest without a row at the end of a head.
-PT_HOST_DEVICE int32_t sharers_of(const WorkSum& alone, const RangeLimits& limits) {
-  if (alone.different <= limits.held_tiles) return 1;
-  int32_t best = 1, fewest = alone.m_tiles;
-  PT_NO_UNROLL for (int32_t count = min_of(min_of(kMostSharers, limits.most), alone.m_tiles); count > 1; --count) {
-    const int32_t without = ceil_div(alone.m_tiles, count) * count - alone.m_tiles;
-    if (without < fewest) best = count, fewest = without;
-  }
-  return best;
+// How little it suits a list that so many CTAs share its row tiles, for the choice of the least: by the number of those
+// without a row at the end of a head, then by kMostSharers - sharers, the last bits.
+PT_HOST_DEVICE uint32_t misfit(const WorkSum& alone, const RangeLimits& limits, int32_t sharers,
+                               const SmallDivisor& by_sharers) {
+  const auto m_tiles = static_cast<uint32_t>(alone.m_tiles), count = static_cast<uint32_t>(sharers);
+  const uint32_t without = by_sharers.quotient(m_tiles + count - 1) * count - m_tiles;
+  const float held = static_cast<float>(limits.held_tiles) * static_cast<float>(m_tiles);
+  const bool suits =
+      (sharers > 1) & (sharers <= limits.most) & (without * 32 <= m_tiles) & (static_cast<float>(alone.cost) > held);
+  return suits ? (without + 1) * kMostSharers - count : kMostSharers * kMostSharers - 1;
 }
 
 // Whether sharing costs little. CTAs wait for others of their row tile that see more keys, or have rows at all.
-PT_HOST_DEVICE bool can_share(const WorkSum& alone, const WorkSum& shared, int32_t sharers) {
-  return shared.cost <= quotient(alone.cost + alone.cost / 32, sharers);
+PT_HOST_DEVICE bool can_share(float alone, const WorkSum& shared, int32_t sharers) {
+  return static_cast<float>(shared.cost) * static_cast<float>(sharers) <= alone * (33.0f / 32.0f);
 }
 
 // How the work is cut: where row tiles are about as large, into equally many ranges of each, so that none crosses from
 // one row tile to the next; otherwise into ranges of equal cost.
 struct Cuts {
-  int64_t total = 0;  // cost
   int32_t num_ranges = 0;
-  int32_t each = 0;  // ranges of a row tile; 0: of equal cost
+  uint32_t each = 0;                 // the cost of each row tile; 0: different costs
+  double step = 0.0, inverse = 0.0;  // the cost of a range
+  // That before the first one. By cost, every range begins a piece; what row tiles cost beside their KV tiles is the
+  // further pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are
+  // not shorter. A little more, as quotients are only nearly exact.
+  double begin = 0.0;
 
   Cuts() = default;
-  PT_HOST_DEVICE Cuts(const WorkSum& work, const RangeLimits& limits, int32_t sharers) : total(work.cost) {
-    const auto parts = [](int32_t value, int32_t divisor) { return static_cast<int32_t>(quotient(value, divisor)); };
-    const auto wanted = static_cast<int32_t>(min_of<int64_t>(quotient(total, limits.min_cost), limits.most));
-    int32_t ctas = clamp_to(wanted * sharers, 1, limits.most);
-    if (ctas >= limits.multiple) ctas = parts(ctas, limits.multiple) * limits.multiple;
-    num_ranges = max_of(parts(ctas, sharers), 1);
-    if (work.row_tiles < 1 || work.row_tiles > num_ranges) return;
-    const auto row_tiles = static_cast<int32_t>(work.row_tiles);
-    int32_t even = parts(num_ranges + row_tiles / 2, row_tiles);
-    if (even * row_tiles * sharers > limits.most) --even;
-    // Ranges of equal cost have about one KV tile more than their mean, as cuts are rounded.
-    if (work.dearest * num_ranges > (total + num_ranges) * even) return;
-    each = even;
-    num_ranges = even * row_tiles;
+  PT_HOST_DEVICE Cuts(const WorkSum& work, const RangeLimits& limits, int32_t sharers, const SmallDivisor& by_sharers) {
+    const auto parts = [](int32_t value, int32_t divisor) {
+      return static_cast<int32_t>(divided(static_cast<float>(value) + 0.5f, static_cast<float>(divisor)));
+    };
+    const float total = static_cast<float>(work.cost),
+                wanted = divided(total + 0.5f, static_cast<float>(limits.min_cost));
+    int32_t ctas =
+        max_of(min_of(static_cast<int32_t>(min_of<float>(wanted, kMaxPlanRanges)) * sharers, limits.most), 1);
+    const int32_t whole = parts(ctas, limits.multiple) * limits.multiple;
+    ctas = whole > 0 ? whole : ctas;
+    num_ranges = max_of(static_cast<int32_t>(by_sharers.quotient(static_cast<uint32_t>(ctas))), 1);
+    uint64_t cost = work.cost - kPieceCost;
+    if (work.row_tiles > 0 && work.row_tiles <= num_ranges) {
+      int32_t even = parts(num_ranges + work.row_tiles / 2, work.row_tiles);
+      if (even * work.row_tiles * sharers > limits.most) --even;
+      // Ranges of equal cost have about one KV tile more than their mean, as cuts are rounded.
+      const auto count = static_cast<float>(num_ranges);
+      if (static_cast<float>(work.dearest + kPieceCost) * count <= (total + count) * static_cast<float>(even)) {
+        each = static_cast<uint32_t>(work.dearest);
+        num_ranges = even * work.row_tiles;
+        cost = uint64_t{each} * static_cast<uint32_t>(work.row_tiles);
+      }
+    }
+    begin = (each > 0 ? 0 : kPieceCost) + 0x1p-11;
+    step = static_cast<double>(cost) * reciprocal(num_ranges);
+    inverse = reciprocal(step);
   }
 
-  // What is counted up to a range's start: the ranges of row tiles, or cost.
-  PT_HOST_DEVICE int64_t progress(const WorkSum& work) const { return each > 0 ? work.row_tiles * each : work.cost; }
-  // That before range i. By cost, every range begins a piece; what row tiles cost beside their KV tiles is the further
-  // pieces'. So the first range begins behind that of its row tile, and ranges that begin with a row tile are not
-  // shorter.
-  PT_HOST_DEVICE int64_t target(int32_t i) const {
-    return each > 0 ? i : kPieceCost + scaled(total - kPieceCost, i, num_ranges);
-  }
-  // The start of a range, `offset` from the begin of the sequence's work. By cost, it is the nearest place that leaves
-  // no piece of less than `min_piece` KV tiles with a key that is seen; a row tile with few is not cut.
-  PT_HOST_DEVICE WorkPosition start(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs,
-                                    int32_t sequence, int64_t offset, int32_t min_piece) const {
-    const int64_t of_head = each > 0 ? int64_t{work.m_tiles} * each : costs.of_head;
-    const int64_t head = quotient(offset, of_head), rest = offset - head * of_head;
-    RowCosts::Tile tile{};
-    if (each > 0) {
-      tile.m = static_cast<int32_t>(quotient(rest, each));
-      tile.before = int64_t{tile.m} * each;
-    } else {
-      tile = costs.tile_at(rest);
+  // The cost before range i.
+  PT_HOST_DEVICE uint64_t target(int32_t i) const { return static_cast<uint64_t>(i * step + begin); }
+
+  // Where a range starts.
+  struct Start {
+    WorkPosition at;
+    int32_t head, m_tile;
+    int32_t number, count;  // which of its row tile's pieces begins there, and of how many
+    uint64_t next;          // the cost before the next row tile, where the range starts instead; 0: it does not
+  };
+  // The start of range i at `target`, in a sequence behind work of cost `before`; i < 0: at the begin of a row tile. By
+  // cost, it leaves no piece of less than `min_piece` KV tiles with a key that is seen; a row tile with few is not cut.
+  PT_HOST_DEVICE Start start(const WorkShape& shape, const SequenceWork& work, const RowCosts& costs, int32_t sequence,
+                             uint64_t before, uint64_t target, int32_t i, int32_t min_piece) const {
+    Start start;
+    const uint64_t offset = target - before;
+    start.head = static_cast<int32_t>((static_cast<double>(offset) + 0.5) * reciprocal(costs.of_head));
+    const uint32_t in_head = static_cast<uint32_t>(offset) - static_cast<uint32_t>(start.head) * costs.of_head;
+    start.m_tile = 0;
+    uint32_t low = 0, high = costs.of_head;  // the costs before the row tile and the next
+    PT_NO_UNROLL for (int32_t end = work.m_tiles; end - start.m_tile > 1;) {
+      const int32_t middle = (start.m_tile + end) >> 1;
+      const uint32_t cost = costs.before(middle);
+      if (cost <= in_head) {
+        start.m_tile = middle;
+        low = cost;
+      } else {
+        end = middle;
+        high = cost;
+      }
     }
-    const auto row = static_cast<int32_t>(head * work.m_tiles + tile.m);
-    TileSpan seen{}, common{};
-    PT_NO_UNROLL for (int32_t i = 0; i < 2; ++i) {
-      seen = common;
-      common = visible_tiles(shape, work, sequence, tile.m, i > 0);
-    }
-    const int32_t size = seen.size();
-    int32_t wanted = 0, low = min_piece, high = min_piece;
-    if (each > 0) {
-      const auto piece = static_cast<int32_t>(rest - tile.before);
-      const int32_t pieces = clamp_to(common.size() / min_piece, 1, each);  // the ranges behind these are empty
-      if (piece == 0 || piece >= pieces) return {sequence, row + (piece > 0), 0};
-      wanted = static_cast<int32_t>(quotient(int64_t{size} * piece, pieces));
-      low *= piece;
-      high *= pieces - piece;
-    } else {
-      wanted = static_cast<int32_t>(quotient(rest - tile.before, costs.tile_heads)) - kPieceCost;
-      const int32_t near = size < 2 * min_piece ? size : min_piece;
-      if (2 * wanted < near) return {sequence, row, 0};
-      if (2 * (size - wanted) <= near) return {sequence, row + 1, 0};
-      if (common.size() < 2 * min_piece) return {sequence, row, 0};
-    }
-    return {sequence, row, clamp_to(seen.first + wanted, common.first + low, common.end - high)};
+    // The KV tiles in which all CTAs that share the row tile see keys.
+    const uint32_t first_row = static_cast<uint32_t>(start.m_tile) * work.tile_rows,
+                   last_row = min_of(first_row + work.tile_rows, work.rows) - 1;
+    const int32_t first = work.first_seen(shape, last_row >> shape.m_tile_bits() << shape.m_tile_bits()),
+                  end = max_of(work.end_seen(shape, first_row + static_cast<uint32_t>(shape.m_tile) - 1), first + 1);
+    const int32_t size = end - first, near = size < 2 * min_piece ? size : min_piece,
+                  piece_cost = each > 0 ? 0 : kPieceCost, cut_from = work.tile_heads * (piece_cost + ((near + 1) >> 1)),
+                  cut_to =
+                      min_of(work.tile_heads * (piece_cost + size - (near >> 1)), static_cast<int32_t>(high - low) - 1);
+    const auto in_tile = static_cast<int32_t>(in_head - low);
+    const double tile_begin = static_cast<double>(target - static_cast<uint32_t>(in_tile)) - begin;
+    const auto first_cut = static_cast<int32_t>((tile_begin + cut_from) * inverse) + 1,
+               end_cut = max_of(static_cast<int32_t>((tile_begin + cut_to) * inverse) + 1, first_cut);
+    const int32_t wanted = first + in_tile / work.tile_heads - piece_cost;
+    start.next = i >= end_cut ? target - static_cast<uint32_t>(in_tile) + (high - low) : 0;
+    start.number = i < first_cut ? 0 : i - first_cut + 1;
+    start.count = end_cut - first_cut + 1;
+    start.at = {sequence, start.head * work.m_tiles + start.m_tile,
+                i < first_cut ? 0 : clamp_to(wanted, first + min_piece, end - min_piece)};
+    return start;
   }
 };
 
@@ -380,35 +361,52 @@ PT_HOST_DEVICE void set_range_start(int32_t* ranges, int32_t i, const WorkPositi
   entry[2] = start.kv_tile;
 }
 
-// Cuts the work into ranges and writes them [kListSize].
-PT_HOST_DEVICE void make_ranges(const WorkShape& shape, const RangeLimits& limits, int32_t* ranges) {
-  const auto sum_of = [&](int32_t sharers) {
+// Cuts the work into ranges and writes them [kListSize], where all is 0.
+inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ranges) {
+  int32_t sharers = 1, most_heads = 1;
+  const auto sum_of = [&] {
     WorkSum sum{};
-    for (int64_t b = 0; b < shape.batch; ++b) sum = sum + RowCosts(shape, sequence_work(shape, b, sharers), b).sum();
+    for (int64_t b = 0; b < shape.batch; ++b) {
+      const SequenceWork work = sequence_work(shape, b, sharers);
+      if (work.m_tiles > 0) most_heads = max_of(most_heads, work.tile_heads);
+      sum = sum + RowCosts(shape, work, 0).sum;
+    }
     return sum;
   };
-  WorkSum total = sum_of(1);
-  int32_t sharers = sharers_of(total, limits);
-  const WorkSum shared = sharers > 1 ? sum_of(sharers) : total;
-  if (!can_share(total, shared, sharers)) sharers = 1;
-  if (sharers > 1) total = shared;
-  const Cuts cuts(total, limits, sharers);
-  for (int32_t i = 0; i < kListSize; ++i) ranges[i] = 0;
+  const WorkSum alone = sum_of();
+  uint32_t least = UINT32_MAX;
+  for (int32_t count = 1; count <= kMostSharers; ++count)
+    least = min_of(least, misfit(alone, limits, count, SmallDivisor(count)));
+  sharers = kMostSharers - static_cast<int32_t>(least % kMostSharers);
+  WorkSum total = sharers > 1 ? sum_of() : alone;
+  if (!can_share(static_cast<float>(alone.cost), total, sharers)) sharers = 1, total = alone;
+  Cuts cuts(total, limits, sharers, SmallDivisor(sharers));
+  const int32_t piece_cost = limits.min_piece * most_heads;  // maybe more than of a range, where heads share row tiles
+  if (cuts.each > 0 && cuts.num_ranges > total.row_tiles && cuts.step < piece_cost) {
+    limits.most = total.row_tiles * max_of(total.dearest / piece_cost, 1);
+    cuts = Cuts(total, limits, sharers, SmallDivisor(sharers));
+  }
   ranges[0] = cuts.num_ranges;
   ranges[1] = sharers;
-  int32_t range = 0;
-  int64_t before = 0;
+  int32_t begun = 0;
+  uint64_t before = 0, moved = 0;  // moved: where the next row tile begins, to which the last range was moved
   for (int64_t b = 0; b < shape.batch; ++b) {
     const SequenceWork work = sequence_work(shape, b, sharers);
-    const RowCosts costs(shape, work, b);
-    const int64_t after = before + cuts.progress(costs.sum());
-    for (; range < cuts.num_ranges && cuts.target(range) < after; ++range) {
-      const auto sequence = static_cast<int32_t>(b);
-      const int64_t offset = cuts.target(range) - before;
-      set_range_start(ranges, range, cuts.start(shape, work, costs, sequence, offset, limits.min_piece));
+    const RowCosts costs(shape, work, cuts.each);
+    const uint64_t after = before + costs.sum.cost;
+    while (begun < cuts.num_ranges) {
+      const bool moves = cuts.target(begun) < moved;
+      const uint64_t target = moves ? moved : cuts.target(begun);
+      if (target >= after) break;
+      const Cuts::Start start =
+          cuts.start(shape, work, costs, static_cast<int32_t>(b), before, target, moves ? -1 : begun, limits.min_piece);
+      moved = max_of(moved, start.next);
+      if (start.next == 0) set_range_start(ranges, begun++, start.at);
     }
     before = after;
   }
+  const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
+  for (begun = max_of(begun, 1); begun < cuts.num_ranges; ++begun) set_range_start(ranges, begun, end);
 }
 
 // How many row tiles the shapes alone allow; reads no tensor.

@@ -63,7 +63,7 @@ unsigned schedule_threads(int64_t count) {
 void CudaBackend::attention_plan(const AttentionPlanParams& params, const ExecContext& ctx) const {
   const DeviceLimits limits = device_limits();
   const AttentionPlanParams p = with_engine(params, limits);
-  PlanLists lists{};
+  PlanLists lists(p.batch);
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
     const ListTile item = list_tile(p, list, limits.max_shared_bytes);

@@ -8,72 +8,32 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kScheduleThreads = 512;  // more would leave too few registers
-
-struct PlannedStart {
-  WorkPosition at;
-  int32_t row_tiles;  // of its sequence
-};
+constexpr int kScheduleThreads = kMaxPlanRanges;  // one for each range
 
 struct PlanShared {
-  WorkSum sums[kScheduleThreads];  // of the sequences up to those of a thread
-  PlannedStart starts[kMaxPlanRanges + 1];
+  WorkSum sums[kScheduleThreads];        // of the sequences up to those of a thread
+  uint64_t costs[kScheduleThreads + 1];  // of those before
+  WorkPosition starts[kMaxPlanRanges + 1];
 };
+static_assert(sizeof(PlanShared) <= 48 << 10, "more has to be asked for");
 
 // What plan_kernel needs for each list.
 struct PlanLists {
   WorkShape work[std::size(kWorkLists)];
   RangeLimits limits[std::size(kWorkLists)];
+  int32_t run, runs;  // sequences of a thread; threads that have some
+  SmallDivisor by_sharers[kMostSharers + 1];
+
+  explicit PlanLists(int64_t batch) {
+    run = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(batch, kScheduleThreads), 1));
+    runs = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(batch, run), 1));
+    for (int32_t sharers = 1; sharers <= kMostSharers; ++sharers) by_sharers[sharers] = SmallDivisor(sharers);
+  }
 };
-
-// The record of a range that begins at `start`, without what depends on the others: it has the row tile to its end.
-__device__ __forceinline__ RangeRecord record_of(const WorkShape& shape, const SequenceWork& work,
-                                                 const WorkPosition& start) {
-  RangeRecord record{};
-  record.begin = start;
-  record.kv_end = work.kv_tiles;
-  record.kv_head = static_cast<int32_t>(quotient(start.row_tile, work.m_tiles));
-  record.first_row = static_cast<uint32_t>(start.row_tile - record.kv_head * work.m_tiles) * work.tile_rows;
-  record.first_token = static_cast<int32_t>(work.tokens.begin);
-  record.num_queries = static_cast<int32_t>(work.tokens.size());
-  record.seq_len = work.seq_len;
-  record.num_kv_heads = shape.num_kv_heads;
-  return record;
-}
-
-// How many of the starts are before that of row tile `row_tile`, or of its second KV tile.
-__device__ __forceinline__ int32_t starts_before(const PlannedStart* starts, int32_t count, const WorkPosition& at) {
-  int32_t low = 0;
-  for (int32_t high = count; low < high;) {
-    const int32_t middle = (low + high) / 2;
-    starts[middle].at.before(at) ? low = middle + 1 : high = middle;
-  }
-  return low;
-}
-
-// Completes the record of range i < `count`; starts[count] is the end. A range that is empty or begins behind a
-// sequence's row tiles has no piece; the first one begins at the origin, where there may be none.
-__device__ __forceinline__ void complete(RangeRecord& record, const PlannedStart* starts, int32_t count, int32_t i,
-                                         uint32_t kind) {
-  const auto [start, row_tiles] = starts[i];
-  const WorkPosition stop = starts[i + 1].at;
-  const bool begins = i > 0 || (start.sequence == 0 && start.row_tile == 0);
-  if (begins && start.row_tile < row_tiles && start.before(stop)) record.kind = kind;
-  if (start.same_row(stop)) record.kv_end = stop.kv_tile;
-  record.has_more = start.next(row_tiles).before(stop);
-  int32_t first_cut = 0, end = 0;  // of the starts inside the row tile
-#pragma unroll 1
-  for (int32_t k = 0; k < 2; ++k) {
-    first_cut = end;
-    end = starts_before(starts, count, {start.sequence, start.row_tile + k, 1 - k});
-  }
-  record.number = start.kv_tile > 0 ? i - first_cut + 1 : 0;
-  record.count = end - first_cut + 1;
-}
 
 // make_ranges() with one CTA per list, which goes through the sequences until it knows how many ranges there are and
 // how many CTAs share each, and then once more. Each thread sums the costs of a run of sequences, and at last finds the
-// starts of some ranges.
+// start of a range.
 __global__ void __launch_bounds__(kScheduleThreads, 1)
     plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
   PlanShared& shared = ptx::shared<PlanShared>();
@@ -81,70 +41,100 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
   shape.few_rows_heads = 1;
   const RangeLimits& limits = lists.limits[blockIdx.x];
   int32_t* const ranges = ranges_of_list(plan, shape.list);
-  auto* const records = reinterpret_cast<RangeRecord*>(ranges) + 1;
-  const int32_t thread = static_cast<int32_t>(threadIdx.x), threads = static_cast<int32_t>(blockDim.x);
-  const auto batch = static_cast<int32_t>(shape.batch), run = max_of(ceil_div(batch, threads), 1),
-             runs = max_of(ceil_div(batch, run), 1), busy = threads > 32 ? 32 : 0;  // for which the others wait
-#pragma unroll 1
-  for (int32_t i = thread - busy; i < kListSize / 4 && thread >= busy; i += threads - busy)
-    reinterpret_cast<uint4*>(ranges)[i] = make_uint4(0, 0, 0, 0);
-
-  WorkSum alone{}, total{};
-  Cuts cuts;
-  const int32_t& num_ranges = cuts.num_ranges;
-  int32_t sharers = 1, wanted = 0;
-#pragma unroll 1
-  for (int pass = 0; num_ranges >= 0; ++pass) {  // alone; shared; if that costs too much, alone again
-    for (int32_t range = thread; range < (num_ranges > 0 ? num_ranges : thread + 1); range += threads) {
-      int32_t b = thread * run, end = min_of(b + run, batch);
-      int64_t target = INT64_MAX;
-      WorkSum sum{};
-      if (num_ranges > 0) {
-        target = cuts.target(range);
-        int32_t low = 0;  // finds the first run whose end is past the target
-        for (int32_t high = runs - 1; low < high;) {
-          const int32_t middle = (low + high) / 2;
-          cuts.progress(shared.sums[middle]) > target ? high = middle : low = middle + 1;
-        }
-        b = low * run;
-        end = batch;
-        if (low > 0) sum = shared.sums[low - 1];
-      }
-#pragma unroll 1
-      for (; b < end; ++b) {
-        const SequenceWork work = sequence_work(shape, b, sharers);
-        const RowCosts costs(shape, work, b);
-        const WorkSum with = sum + costs.sum();
-        if (target < cuts.progress(with)) {
-          const int64_t offset = target - cuts.progress(sum);
-          const WorkPosition start = cuts.start(shape, work, costs, b, offset, limits.min_piece);
-          shared.starts[range] = {start, work.row_tiles};
-          records[range] = record_of(shape, work, start);
-          break;
-        }
-        sum = with;
-      }
-      if (num_ranges == 0) shared.sums[thread] = sum;
-    }
-    if (num_ranges > 0) break;
-    block_scan(shared.sums, shared.sums[thread], runs, [](const WorkSum& a, const WorkSum& b) { return a + b; });
-    total = shared.sums[runs - 1];
-    __syncthreads();
-    if (pass == 0) alone = total;
-    wanted = pass == 0 ? sharers_of(alone, limits) : pass == 1 && can_share(alone, total, sharers) ? sharers : 1;
-    if (wanted == sharers) cuts = Cuts(total, limits, sharers);
-    sharers = wanted;
-  }
+  const auto thread = static_cast<int32_t>(threadIdx.x), batch = static_cast<int32_t>(shape.batch),
+             tokens = static_cast<int32_t>(shape.num_tokens);
+  shared.starts[thread + 1] = {batch, 0, 0};  // the end, if there is no other start
   if (thread == 0) {
-    ranges[0] = num_ranges;
-    ranges[1] = sharers;
-    shared.starts[num_ranges].at = {batch, 0, 0};
+    shared.starts[0] = {0, 0, 0};
+    shared.costs[0] = 0;
   }
+
+  Cuts cuts;
+  RangeRecord record;
+  float alone = -1.0f;
+  int32_t sharers = 1, run = thread, range = thread, row_tiles = 0;
+  uint64_t target = UINT64_MAX;
+#pragma unroll 1
+  while (true) {  // alone; shared; if that costs too much, alone again; at last the starts
+    WorkSum sum{};
+    if (cuts.num_ranges > 0) {
+      run = 0;  // the first one whose end is past the target
+#pragma unroll 1
+      for (int32_t end = lists.runs - 1; run < end;) {
+        const int32_t middle = (run + end) >> 1;
+        shared.costs[middle + 1] > target ? end = middle : run = middle + 1;
+      }
+      sum.cost = shared.costs[run];
+    }
+    const SmallDivisor by_sharers = lists.by_sharers[sharers];
+    const auto end = static_cast<int32_t>(min_of<uint32_t>((run + 1) * lists.run, batch));
+    uint64_t next = 0;
+#pragma unroll 1
+    for (int32_t b = run * lists.run; b < end; ++b) {
+      const int32_t first = clamp_to(shape.cu_seqlens_q[b], 0, tokens),
+                    count = clamp_to(shape.cu_seqlens_q[b + 1], first, tokens) - first;
+      const SequenceWork work = sequence_work(shape, b, {first, first + int64_t{count}}, sharers,
+                                              [&](uint32_t value) { return by_sharers.quotient(value); });
+      const RowCosts costs(shape, work, cuts.each);
+      const WorkSum with = sum + costs.sum;
+      if (target < with.cost) {
+        const Cuts::Start start = cuts.start(shape, work, costs, b, sum.cost, target, range, limits.min_piece);
+        const uint32_t first_row = static_cast<uint32_t>(start.m_tile) * work.tile_rows;
+        record = {start.at, work.kv_tiles, 0, start.head,   first_row,   first, shape.num_kv_heads,
+                  count,    work.seq_len,  0, start.number, start.count, {0, 0}};
+        row_tiles = work.row_tiles;
+        next = start.next;
+        break;
+      }
+      sum = with;
+    }
+    if (cuts.num_ranges > 0) {
+      if (next == 0) break;
+      target = next;
+      range = -1;
+      row_tiles = 0;
+      continue;
+    }
+#pragma unroll 1
+    for (int32_t i = thread; i < kListSize / 4; i += static_cast<int32_t>(blockDim.x))
+      reinterpret_cast<uint4*>(ranges)[i] = make_uint4(0, 0, 0, 0);
+    sum = block_scan(shared.sums, sum, lists.runs, [](const WorkSum& a, const WorkSum& b) { return a + b; });
+    const WorkSum total = shared.sums[lists.runs - 1];
+    int32_t wanted = sharers;
+    if (alone < 0.0f) {
+      alone = static_cast<float>(total.cost);
+      const auto most = static_cast<int32_t>(kMostSharers - threadIdx.x % kMostSharers);
+      const uint32_t least = __reduce_min_sync(kWholeWarp, misfit(total, limits, most, lists.by_sharers[most]));
+      wanted = kMostSharers - static_cast<int32_t>(least % kMostSharers);
+    } else if (!can_share(alone, total, sharers)) {
+      wanted = 1;
+    }
+    if (wanted == sharers) {
+      cuts = Cuts(total, limits, sharers, by_sharers);
+      target = cuts.target(thread);
+    }
+    sharers = wanted;
+    shared.costs[thread + 1] = cuts.each > 0 ? uint64_t{cuts.each} * static_cast<uint32_t>(sum.row_tiles) : sum.cost;
+    __syncthreads();
+  }
+  if (row_tiles > 0 && thread < cuts.num_ranges) shared.starts[thread] = record.begin;
   __syncthreads();
-  if (total.cost == 0) return;
-  for (int32_t range = thread; range < num_ranges; range += threads) {
-    complete(records[range], shared.starts, num_ranges, range, RangeRecord::kind_of(shape, shape.m_tile, sharers));
+  if (thread >= cuts.num_ranges) return;
+  if (thread == 0) {
+    ranges[0] = cuts.num_ranges;
+    ranges[1] = sharers;
   }
+  auto& planned = reinterpret_cast<RangeRecord*>(ranges)[thread + 1];
+  const WorkPosition begin = shared.starts[thread], stop = shared.starts[thread + 1];
+  planned.begin = begin;
+  if (row_tiles == 0) return;
+  const bool is_cut = begin.same_row(stop);
+  if (is_cut) record.kv_end = stop.kv_tile;
+  record.has_more = !(is_cut | (begin.next(row_tiles) == stop));
+  // Starts do not decrease. The first range begins at the origin, where there may be no piece.
+  const bool is_empty = is_cut & (begin.kv_tile == stop.kv_tile), is_elsewhere = (thread == 0) & (begin.sequence > 0);
+  record.kind = is_empty | is_elsewhere ? 0 : RangeRecord::kind_of(shape, shape.m_tile, sharers);
+  planned = record;
 }
 
 }  // namespace pagedtree::cuda
