@@ -27,7 +27,7 @@ __device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
   // A bit that tokens do not need says whether there is a NaN.
   constexpr uint32_t kNan = 0x80000000u;
   static_assert(kMaxVocab <= kNan);
-  rank = cluster_max<kNan>(shared, best.nan ? rank | kNan : rank & ~uint64_t{kNan});
+  rank = cluster_max(shared, best.nan ? rank | kNan : rank & ~uint64_t{kNan});
   const Peak peak{.logit = ranked_value(rank), .token = ranked_id(rank | kNan), .has_nan = (rank & kNan) != 0};
   row.learn(peak);
   return peak;
@@ -56,10 +56,13 @@ struct LogitItems {
                            if (!has_any(row.largest_of(group))) return;
                            float four[4];
                            row.convert(group, four);
-#pragma unroll
+#pragma unroll 1
                            for (int i = 0; i < 4; ++i) {
-                             const uint32_t key = key_of(four[i]);
+                             const uint32_t key = key_of(four[0]);
                              if (key != 0) f(key, token + i);
+                             four[0] = four[1];
+                             four[1] = four[2];
+                             four[2] = four[3];
                            }
                          });
   }

@@ -82,7 +82,7 @@ __device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& s
   __syncthreads();
   const uint32_t wanted = ceil_div<uint32_t>(static_cast<uint32_t>(sampling.top_k), ptx::cluster_size());
   const uint32_t of_cta = find_key(top, maxima.keys, wanted);
-  const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, static_cast<uint32_t>(~of_cta)));
+  const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, uint64_t{~of_cta} << 32) >> 32);
   const float least = max_of(-row.largest(), logit_of_key<ScalarMath>(least_key << 16));
   TopTokens& of_first = *ptx::of_cta(&top, 0);
   each_word_with(row, least, maxima.keys, [&](uint4 word, int id) {
@@ -135,7 +135,7 @@ __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, 
   BatchMaxima maxima{has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr};
   race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima, of_top);
   const uint32_t own = ahead.peak != ahead.peak ? ~0u : order_key<ScalarMath>(ahead.peak + 0.0f);
-  scale.peak = logit_of_key<ScalarMath>(static_cast<uint32_t>(cluster_max(shared.radix.block, own)));
+  scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
   __syncthreads();  // all have noted
   if (kFilters && of_top) return draw_of_top(row, scale, maxima, shared);

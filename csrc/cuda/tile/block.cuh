@@ -44,8 +44,8 @@ __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Us
   ptx::meet_cluster();
 }
 
-// The largest value of a warp, of a CTA, of a cluster. Bits of kFlags, all below bit 32, do not take part: they are set
-// if one of the values has them.
+// The largest value of a warp, of a CTA. Bits of kFlags, all below bit 32, do not take part: they are set if one of the
+// values has them.
 template <uint32_t kFlags = 0>
 __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   const uint32_t own = static_cast<uint32_t>(value >> 32), high = __reduce_max_sync(~0u, own);
@@ -62,13 +62,14 @@ __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t valu
   __syncthreads();
   return warp_max<kFlags>(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0);
 }
-// Not inlined, as rows are asked for it in many places, each of which would have three barriers.
-template <uint32_t kFlags = 0>
-__device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& shared, uint64_t value) {
-  value = block_max<kFlags>(shared, value);
+// Bit 31 does not take part: it is set if one of the values has it, as ranked() has. Not inlined, as rows are asked for
+// it in many places.
+inline __device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& shared, uint64_t value) {
+  constexpr uint32_t kFlag = 1u << 31;
+  value = block_max<kFlag>(shared, value);
   if (ptx::cluster_size() == 1) return value;
   exchange(shared, value, [&] {
-    value = warp_max<kFlags>(threadIdx.x % 32 < ptx::cluster_size() ? shared.ctas[threadIdx.x % 32] : 0);
+    value = warp_max<kFlag>(threadIdx.x % 32 < ptx::cluster_size() ? shared.ctas[threadIdx.x % 32] : 0);
   });
   return value;
 }
