@@ -152,35 +152,13 @@ class KeptRows {
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                        NodeDistributions& distributions) {
     clear_tried();
-    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
-    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
-    __syncthreads();
-    if (leads_cta()) {
-      distributions.draft = {};
-      if (!finds_draft) distributions.draft.row = draft_row;
-      distributions.draft_is_probs = !finds_draft;
-      distributions.draft_unit = 1.0;
-      distributions.root_position = root_position_of(p.verify, b);
-    }
-    // As in find_distributions(), the draft's is found in the target's place.
-#pragma unroll 1
-    for (bool of_draft = finds_draft;; of_draft = false) {
-      if (leads_cta()) distributions.target.row = of_draft ? draft_row : logit_row(p.verify.logits, row);
-      failed_ = failed_ || !find_kept<kDType>(of_draft ? p.draft_sampling : p.verify.sampling, b, false);
+    find_both(p, b, row, with_draft, distributions, [&](const SamplingParams& sampling) {
+      failed_ = failed_ || !find_kept<kDType>(sampling, b, false);
       __syncthreads();
       if (failed_ && leads_cta()) distributions.target.bad = false;
       weigh();
-      const double total = sums(distributions, 0.0).residual;
-      if (leads_cta()) {
-        distributions.total = total;
-        if (of_draft && !failed_) {
-          distributions.draft = distributions.target;
-          distributions.draft_unit = 1.0 / total;
-        }
-      }
-      __syncthreads();
-      if (!of_draft) return;
-    }
+      return sums(distributions, 0.0).residual;
+    });
   }
 
   __device__ void open_again(const RatioParams& p, int64_t b, int64_t /*row*/) {

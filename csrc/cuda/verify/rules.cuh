@@ -153,6 +153,39 @@ inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int6
   return num_tried + 1;
 }
 
+// Finds the distributions at a node: a draft's whose logits are given first, in the target's place. find(sampling)
+// finds the one of the row there, and returns the sum of its masses, 0 if it could not.
+template <typename Find>
+__device__ __forceinline__ void find_both(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
+                                          NodeDistributions& distributions, Find find) {
+  const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
+  const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
+  const bool leads = threadIdx.x == 0;
+  __syncthreads();
+  if (leads) {
+    distributions.draft = {};
+    if (!finds_draft) distributions.draft.row = draft_row;
+    distributions.draft_is_probs = !finds_draft;
+    distributions.draft_unit = 1.0;
+    distributions.root_position = root_position_of(p.verify, b);
+  }
+#pragma unroll 1
+  for (bool of_draft = finds_draft;; of_draft = false) {
+    if (leads) distributions.target.row = of_draft ? draft_row : row_of(p.verify.options, p.verify.logits, row);
+    __syncthreads();
+    const double total = find(of_draft ? p.draft_sampling : p.verify.sampling);
+    if (leads) {
+      distributions.total = total;
+      if (of_draft && total > 0.0) {
+        distributions.draft = distributions.target;
+        distributions.draft_unit = 1.0 / total;
+      }
+    }
+    __syncthreads();
+    if (!of_draft) return;
+  }
+}
+
 class Rows {
  public:
   __device__ Rows(const RatioParams& p, RulesShared& shared)
@@ -249,39 +282,11 @@ class Rows {
   static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, int64_t b, int64_t row,
                                                                       bool with_draft) {
     auto& shared = ptx::shared<RulesShared>();
-    NodeDistributions& distributions = shared.distributions;
     prepare_row(p.verify.options, p.verify.logits, b, row, shared.radix.block);
-    const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
-    const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
-    __syncthreads();
-    if (leads_cta()) {
-      distributions.draft = {};
-      distributions.draft.row = draft_row;
-      distributions.draft_is_probs = !finds_draft;
-      distributions.draft_unit = 1.0;
-      distributions.root_position = root_position_of(p.verify, b);
-    }
-    // Finds the draft's distribution if it must be found, in the target's place, then the target's.
-#pragma unroll 1
-    for (bool of_draft = finds_draft;; of_draft = false) {
-      if (leads_cta()) {
-        distributions.target.row = of_draft ? draft_row : row_of(p.verify.options, p.verify.logits, row);
-      }
-      __syncthreads();
-      find_distribution<kAnyDType>(shared.radix, shared.masses,
-                                   sampling_of(of_draft ? p.draft_sampling : p.verify.sampling, b),
-                                   distributions.target);
-      const double total = sums_left(0.0, 0, false, false, -1).residual;
-      if (leads_cta()) {
-        distributions.total = total;
-        if (of_draft) {
-          distributions.draft = distributions.target;
-          distributions.draft_unit = 1.0 / total;
-        }
-      }
-      if (!of_draft) break;
-    }
-    __syncthreads();
+    find_both(p, b, row, with_draft, shared.distributions, [&](const SamplingParams& sampling) {
+      find_distribution<kAnyDType>(shared.radix, shared.masses, sampling_of(sampling, b), shared.distributions.target);
+      return sums_left(0.0, 0, false, false, -1).residual;
+    });
   }
 
   RulesShared& shared_;
