@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import transformers
-from measure import RESULTS, machine_facts, seconds_of
+from measure import RESULTS, machine_facts
 from real_peers import Source, ready, takes_one, versions
 from real_rows import PLAIN, QUEUE, Call, Difference, Key, Table
 from suite import Progress
@@ -51,7 +51,6 @@ import real_model
 from real_prompts import KINDS, Prompt, chat_ids, held_out
 
 THEIRS, TURNS = "transformers", 3
-PASS_ROWS = (1, 2, 4, 8, 16, 32, 64)
 Tokens = list[list[int]]
 # The texts, tokens that a sequence gained in a pass (0: not known), and seconds.
 Answers = tuple[Tokens, float, float]
@@ -73,8 +72,7 @@ class Ways:
         for name, (make, tree) in drafting(self.model).items():
             self.every[name] = lambda batch, make=make, tree=tree: self.ours(batch, make, tree)  # type: ignore[misc]
         if device == "cpu" and dtype == torch.bfloat16:
-            files = real_model.checkpoint(), real_model.gguf_file(), real_model.HEAD
-            source = Source(self.model, *files, folder, torch.get_num_threads(), sequences)
+            source = Source(self.model, real_model.checkpoint(), folder, torch.get_num_threads(), sequences)
             for name, generation in ready(source).items():
                 self.every[name] = lambda batch, generation=generation: self.others(batch, generation)  # type: ignore[misc]
                 self.alone |= {name} if takes_one(name) else set()
@@ -134,16 +132,6 @@ class Ways:
                 margin = round(abs(float(logits[expected[at]] - logits[got[at]])), 5)
             found.append(Difference(first + i, at, margin))
         return found
-
-    @torch.no_grad()
-    def pass_ms(self) -> dict[str, float]:
-        """Milliseconds of a pass over so many rows, the best of a few."""
-        tokens = torch.zeros(1, max(PASS_ROWS), dtype=torch.int64, device=self.model.device)
-
-        def best(rows: int) -> float:
-            return min(seconds_of(lambda: self.model(tokens[:, :rows]), self.model.device) for _ in range(6)) * 1e3
-
-        return {str(rows): round(best(rows), 2) for rows in PASS_ROWS}
 
 
 def drafting(model: Any) -> dict[str, tuple[Maker, str | None]]:
@@ -229,7 +217,7 @@ def main() -> int:
     facts = machine_facts() | {"model": real_model.NAME, "max_new_tokens": args.max_new_tokens}
     facts["versions"] = {"transformers": transformers.__version__} | versions()
     try:
-        table = Table.opened(args.json, facts | {"pass_ms": {}, "packed_pass_ms": {}})
+        table = Table.opened(args.json, facts)
     except ValueError as error:
         parser.error(f"--json: {error}")
     each = product(args.kinds, args.sequences)
@@ -237,9 +225,6 @@ def main() -> int:
     for dtype, sequences in product(args.dtypes, args.sequences):
         with tempfile.TemporaryDirectory() as folder:
             ways = Ways(getattr(torch, dtype), args.device, args.max_new_tokens, sequences, Path(folder))
-            table.facts["pass_ms"][dtype] = ways.pass_ms()
-            with packed_weights(ways.model):
-                table.facts["packed_pass_ms"][dtype] = ways.pass_ms()
             for name in dict.fromkeys(name for kind in args.kinds for name in ways.wanted(args.ways, kind)):
                 ways.every[name]([[1, 2, 3] * 8])  # what is done once
             measured(ways, args, table, bar)

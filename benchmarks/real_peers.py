@@ -1,8 +1,7 @@
 """Other libraries' answers to the same prompts, plain and with drafts. None of the libraries is needed.
 
 OpenVINO GenAI and llama.cpp take one sequence. Both read a GGUF file that is written here from the model in memory: the
-same weights, in 16 bits, and the same tokens. "quantised" is the file that the model comes in, whose weights have 4 and
-8 bits: fewer bytes to read, and other texts.
+same weights, in 16 bits, and the same tokens.
 
 vLLM runs in an environment and a process of its own (vllm_worker.py), as its users get it without options, compiled by
 inductor; with its own chains from n-grams, and with our trees.
@@ -40,14 +39,11 @@ OUR_DRAFTERS = "pagedtree.integrations.vllm.drafters."
 class Source:
     """What the libraries generate with; files are written into `folder`.
 
-    checkpoint: the model's own folder. original: the file that it was made from. head: the folder of an EAGLE-3 head.
-    sequences: the most that run at once.
+    checkpoint: the model's own folder. sequences: the most that run at once.
     """
 
     model: Any
     checkpoint: Path
-    original: Path
-    head: Path
     folder: Path
     threads: int
     sequences: int
@@ -71,7 +67,7 @@ class Source:
 
 
 def openvino(source: Source, path: Path, has_lookup: bool = False) -> Generate:
-    """In bf16. Its reader of GGUF takes matrices in fp16, and quantised ones."""
+    """In bf16. Its reader of GGUF takes matrices in fp16."""
     import numpy
     import openvino
     import openvino_genai
@@ -154,18 +150,13 @@ def vllm(source: Source, drafter: str = "", num_drafts: int = 0, **options: Any)
 PEERS: dict[str, tuple[str, Callable[[Source], Generate]]] = {
     "OpenVINO GenAI": ("openvino-genai", lambda source: openvino(source, source.gguf("F16"))),
     "OpenVINO GenAI, prompt lookup": ("openvino-genai", lambda source: openvino(source, source.gguf("F16"), True)),
-    "OpenVINO GenAI, quantised": ("openvino-genai", lambda source: openvino(source, source.original)),
     "llama.cpp": ("llama-cpp-python", lambda source: llama_cpp(source, source.gguf("BF16"))),
     "llama.cpp, prompt lookup": ("llama-cpp-python", lambda source: llama_cpp(source, source.gguf("BF16"), True)),
-    "llama.cpp, quantised": ("llama-cpp-python", lambda source: llama_cpp(source, source.original)),
     STOCK: ("vllm", vllm),
     f"{STOCK}, its n-gram chain": (
         "vllm", lambda source: vllm(source, "ngram", 5, prompt_lookup_min=1, prompt_lookup_max=4),
     ),
     f"{STOCK}, our n-gram tree": ("vllm", lambda source: vllm(source, "NgramTreeDrafter", 31)),
-    f"{STOCK}, our EAGLE-3 tree": (
-        "vllm", lambda source: vllm(source, "EagleTreeDrafter", 5, head=str(source.head), depth=3, width=2),
-    ),
 }  # fmt: skip
 
 

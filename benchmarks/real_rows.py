@@ -81,9 +81,8 @@ class Table:
                 )
         commits = [*str(kept["machine"]["commit"]).split(", "), str(facts["commit"])]
         facts["commit"] = ", ".join(dict.fromkeys(commits))
-        for name in ("pass_ms", "packed_pass_ms", "versions"):
-            new = {key: value for key, value in facts[name].items() if value is not None}
-            facts[name] = facts[name] | kept["machine"][name] | new
+        new = {key: value for key, value in facts["versions"].items() if value is not None}
+        facts["versions"] = facts["versions"] | kept["machine"]["versions"] | new
         for row in kept["rows"]:
             if row["kind"] != ALL:
                 table.calls[Key(*(row[name] for name in Key._fields))] = _calls(row)
@@ -144,8 +143,7 @@ class Table:
         """Finds what an engine with drafts is compared with: the same engine without."""
         engine, comma, _ = key.way.partition(", ")
         stock = key._replace(way=engine)
-        has_drafts = comma and engine != PLAIN and not key.way.endswith("quantised")
-        return [stock] if has_drafts and stock in self.calls else []
+        return [stock] if comma and engine != PLAIN and stock in self.calls else []
 
     def _over(self, key: Key, others: list[Key]) -> list[float]:
         """The gain in each batch over the best of the others'."""

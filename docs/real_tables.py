@@ -11,8 +11,6 @@ from tables import Result, Row, Show, field, listing, machine_line, pivot
 
 KINDS = ("edits", "summaries", "stories")
 RATES = "bfloat16"
-# Ways that answer in the same precision as ours do.
-QUANTISED = "quantised"
 
 
 def rows_of(result: Result, dtype: str = RATES) -> list[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from real_tables import QUANTISED, rows_of
+from real_tables import rows_of
 from tables import Result, Row, fastest_other, field, listing, load, over_floor
 
 COLUMNS = ("measured", "ours", "vs fastest peer", "floor / time")
@@ -48,7 +48,6 @@ def real_lines(result: Result) -> Iterator[Line]:
     """Whole generations of the real model, over all its prompts: plain decoding, then the fastest way of all."""
     for batch in (1, 16):
         rows = [row for row in rows_of(result) if (row["kind"], row["sequences"]) == ("all", batch)]
-        rows = [row for row in rows if not row["way"].endswith(QUANTISED)]
         own = [row for row in rows if is_our_way(row["way"])]
         others = [row for row in rows if not is_our_way(row["way"]) and "our " not in row["way"]]
         for ours, peers in (

@@ -71,39 +71,34 @@ def test_a_slower_point_is_found(benchmarks, tmp_path, capsys):
 
 def test_a_queue_is_answered_whole_each_turn(benchmarks, tmp_path, monkeypatch):
     """At most so many prompts at once by each way that can; further turns are added, and its rows are no batch's."""
-    bench, rows, peers = (benchmarks(name) for name in ("bench_real", "real_rows", "real_peers"))
-    monkeypatch.setattr(peers.subprocess, "Popen", lambda command, **_: SimpleNamespace(stdin=command, stdout=1))
-    asked = peers.vllm(peers.Source(None, "model", None, None, tmp_path, 2, sequences=8)).__closure__
-    assert any('"max_num_seqs": 8' in str(cell.cell_contents) for cell in asked)
+    bench, rows = benchmarks("bench_real"), benchmarks("real_rows")
     seen = []
 
     def generate(model, batch, max_sequences, **_):
-        seen.append((max_sequences, [tokens[0] for tokens in batch]))
+        seen.append((max_sequences, *(tokens[0] for tokens in batch)))
         return [torch.tensor([*tokens, 7]) for tokens in batch], SimpleNamespace(tokens_per_step=1.0)
 
     monkeypatch.setattr(bench, "generate", generate)
-    monkeypatch.setattr(bench, "chat_ids", lambda tokenizer, text: [text])
-    monkeypatch.setattr(bench, "held_out", lambda kind, count: [SimpleNamespace(text=i) for i in range(3 * count)])
+    monkeypatch.setattr(bench, "chat_ids", lambda tokenizer, prompt: [len(prompt)])
     ways = object.__new__(bench.Ways)
-    ways.model, ways.tokenizer, ways.count, ways.sequences = torch.nn.Linear(1, 1), None, 4, 8
+    ways.model, ways.tokenizer, ways.count, ways.sequences, ways.alone = (
+        torch.nn.Linear(1, 1),
+        None,
+        4,
+        8,
+        {"llama.cpp"},
+    )
     ways.model.dtype = torch.bfloat16
     ways.every = dict.fromkeys(("plain", "n-gram auto", "transformers", "llama.cpp"), lambda batch: ways.ours(batch))
-    ways.alone = {"llama.cpp"}
-    facts = dict.fromkeys(("processor", "threads", "torch", "model", "max_new_tokens", "commit"), 1)
-    facts |= {name: {} for name in ("pass_ms", "packed_pass_ms", "versions")}
+    facts = dict.fromkeys((*rows.CONDITIONS, "commit"), 1) | {"versions": {}}
     args = SimpleNamespace(kinds=["queue"], prompts=5, ways=None, missing=True, device="cpu", json=tmp_path / "real")
-    bar = SimpleNamespace(show=print, clear=print, done=0)
     for _ in range(2):  # the second time nothing is missing
-        bench.measured(ways, args, rows.Table.opened(args.json, facts), bar)
-    assert len(seen) == 2 * bench.TURNS and {most for most, _ in seen} == {8}
-    assert len({tuple(order) for _, order in seen}) == bench.TURNS
-    assert all(sorted(order) == [*range(15)] for _, order in seen)
-    found = json.loads(args.json.read_text())["rows"]
-    assert [(row["kind"], row["way"]) for row in found] == [("queue", "plain"), ("queue", "n-gram auto")]
-    assert found[0]["batches"] == [*range(bench.TURNS)] and found[0]["texts_equal"] == "45/45"
-    monkeypatch.syspath_prepend(str(BENCHMARKS.parent / "docs"))
-    table = importlib.import_module("real_tables").by_kind(found)
-    assert table.startswith("| way | queue 8 |") and table.count("/") == 0
+        table = rows.Table.opened(args.json, facts)
+        bench.measured(ways, args, table, SimpleNamespace(show=print, clear=print, done=0))
+    assert len(seen) == 2 * bench.TURNS and len({*seen}) == bench.TURNS and {most for most, *_ in seen} == {8}
+    assert len({tuple(sorted(prompts)) for _, *prompts in seen}) == 1 and len(seen[0]) == 1 + 15
+    kinds = [(row["kind"], row["way"], row["texts_equal"]) for row in table.rows()]
+    assert kinds == [("queue", "plain", "45/45"), ("queue", "n-gram auto", "45/45")]
 
 
 # Takes the points that the file lacks, as bench_ops does; dies where a point's name says so.
