@@ -205,13 +205,11 @@ def main() -> int:
     parser.add_argument("--ways", nargs="*", help='those wanted beside plain, as "n-gram tree", "*auto"; default all')
     parser.add_argument("--missing", action="store_true", help="only what the file does not have yet")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--json", type=Path, help="the file; default benchmarks/results/real_DEVICE.json")
     args = parser.parse_args()
     if args.prompts < max(args.sequences):
         parser.error(f"--prompts: expected at least {max(args.sequences)}, as many as --sequences, got {args.prompts}")
     args.json = args.json or RESULTS / f"real_{args.device}.json"
-    torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     facts = machine_facts() | {"model": real_model.NAME, "max_new_tokens": args.max_new_tokens}

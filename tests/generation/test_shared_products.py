@@ -125,14 +125,6 @@ def test_a_weight_that_was_replaced_inside_stays():
     assert module.k_proj.weight is mine and torch.equal(module.q_proj.weight, old)
 
 
-def test_there_are_no_gradients():
-    module, x = projections(), torch.randn(3, 20)
-    with packed_weights(module):
-        for name in NAMES:
-            with pytest.raises(RuntimeError, match="packed_weights: packed linear layers have no gradients"):
-                getattr(module, name)(x).sum().backward()
-
-
 def one_layer_in_two_places():
     model = nn.ModuleList([projections(), projections()])
     model[1].q_proj = model[0].q_proj
