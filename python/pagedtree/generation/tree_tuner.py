@@ -45,6 +45,8 @@ SURPRISE, SUREST = 0.5, 0.97
 LOOK_SHARE = 0.01
 # Drafted rows of a step: all, at most FIRST_ROWS or a multiple of this, as oneDNN compiles each new number of rows.
 ROWS = 16
+# The least estimated gain for which a step verifies drafts.
+LEAST_GAIN = 1.05
 
 
 class Odds:
@@ -189,7 +191,7 @@ class Plan:
     def count(self, worth: list[float]) -> int:
         """Returns the number of nodes to verify. worth: descending."""
         costs, sunk = self.costs, self.reading + self.costs.drafter(self.depth or 0)
-        best, count, promised = 1.0 / (sunk + costs.optimistic_plain), 0, 0.0
+        best, count, promised = LEAST_GAIN / (sunk + costs.optimistic_plain), 0, 0.0
         for i, gain in enumerate(worth[: max(FIRST_ROWS * len(self.remaining), 2 * costs.most_rows)], 1):
             promised += gain
             rate = (1.0 + promised) / (sunk + costs.target(i))
