@@ -18,11 +18,7 @@ class SmallDivisor {
         factor_(static_cast<uint32_t>(((uint64_t{1} << (31 + bits_)) + divisor_ - 1) / divisor_)) {}
 
   PT_HOST_DEVICE uint32_t quotient(uint32_t value) const {
-#if defined(__CUDA_ARCH__)
-    return __umulhi(2 * value, factor_) >> bits_;
-#else
     return static_cast<uint32_t>(uint64_t{2 * value} * factor_ >> 32) >> bits_;
-#endif
   }
   PT_HOST_DEVICE uint32_t remainder(uint32_t value) const { return value - quotient(value) * divisor_; }
 

@@ -43,7 +43,7 @@ PT_HOST_DEVICE float logprob_of(const RowDistribution& distribution, double tota
   if (distribution.uniform) logit = 0.0f;
   const float x = distribution.scale(logit);
   if (logit == -kInfinity || !distribution.filter.keeps(token, logit, x)) return -kInfinity;
-  return x - log_exact<ScalarMath>(static_cast<float>(total));
+  return x - log_exact<ScalarMath>(static_cast<float>(total)) + 0.0f;  // never -0
 }
 
 // Entry r where there is no row.

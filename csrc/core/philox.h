@@ -34,7 +34,7 @@ PT_HOST_DEVICE void philox(uint64_t seed, int64_t position, typename M::Uint ind
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
   auto c0 = M::splat(static_cast<uint32_t>(counter)), c1 = M::splat(static_cast<uint32_t>(counter >> 32));
   auto c2 = index, c3 = M::splat(static_cast<uint32_t>(use));
-#if defined(__CUDACC__)
+#if defined(__CUDA_ARCH__)
 #pragma unroll kUnroll
 #endif
   for (int round = 0; round < 10; ++round) {

@@ -73,7 +73,7 @@ PT_HOST_DEVICE int64_t max_seq_len_of(const TreeAttentionParams& p) {
 
 // The work of one call, or of all calls that share a plan.
 template <typename Params>
-PT_HOST_DEVICE WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::kAll) {
+WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::kAll) {
   WorkShape shape{};
   shape.seq_lens = p.seq_lens;
   shape.cu_seqlens_q = p.cu_seqlens_q;

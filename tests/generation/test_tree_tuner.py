@@ -71,6 +71,19 @@ def test_each_token_saves_its_row_and_counts_of_rows_are_few():
     assert tuner.plan([30, 10]).weights == pytest.approx([0.1, 0.1])
 
 
+def test_a_change_of_the_text_shows():
+    machine = Machine([0.7, 0.15], row=0.05)
+    tuner = fresh(machine)
+    run(machine, tuner, 300)
+    machine.acceptance = [0.0, 0.0]
+    seconds, rows = run(machine, tuner, 600)
+    assert rows[-200:].count(0) > 180
+    assert seconds < 600 * machine.plain * 1.05
+    machine.acceptance = [0.8, 0.1]
+    seconds, _ = run(machine, tuner, 800)
+    assert seconds < 0.6 * 800 * machine.plain
+
+
 def test_looks_take_one_percent_of_the_time():
     """Where no guess is right, a drafter that takes a third of a step is asked once in 30 steps."""
     machine, looks = Machine([0.0], level=0.3, row=0.1), []

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   Walk& walk = shared.walk;  // in memory, as accumulators fill the registers
   if (ptx::thread_index() < 32) walk.begin<false>(p, call, I::kMTile);
   __syncthreads();
-  for (int32_t found = walk.order.count;; found = 1) {
-    if (found > 0) {
+  for (bool is_found = walk.is_planned();; is_found = true) {
+    if (is_found) {
       const WarpParts<I> parts{shared};
       {
         Accumulator<I> sums;
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       if (!walk.has_more) break;
     }
     __syncthreads();
-    if (ptx::thread_index() < 32) find_row_tile<I>(p, call, walk, found > 0);
+    if (ptx::thread_index() < 32) find_row_tile<I>(p, call, walk, is_found);
     __syncthreads();
     if (walk.tile.rows == 0) break;
   }

@@ -56,7 +56,7 @@ struct Walk {
     const Share own = kShares ? Share::of(planned_sharers(plan, capacity), cta) : Share{1, cta, cta};
     if (lane == 0) {
       order.count = 0;
-      has_more = 1;
+      if (kShares) has_more = 1;
       share = own;
       is_cut[0] = is_cut[1] = false;
     }
