@@ -121,14 +121,24 @@ struct SequenceWork {
   }
 };
 
-// A row tile has m_tile rows for each of the CTAs that share it. `by_sharers` divides by their number.
-template <typename Divide>
+// Divides by the number of CTAs that share a row tile, as a SmallDivisor does.
+struct Sharers {
+  int32_t count;
+  PT_HOST_DEVICE uint32_t quotient(uint32_t value) const {
+    return count > 1 ? value / static_cast<uint32_t>(count) : value;
+  }
+};
+
+template <typename Divisor>
+PT_HOST_DEVICE int32_t m_tiles_of(const WorkShape& shape, uint32_t rows, int32_t sharers, const Divisor& by_sharers) {
+  const uint32_t alone = (rows + static_cast<uint32_t>(shape.m_tile) - 1) >> shape.m_tile_bits();
+  return static_cast<int32_t>(by_sharers.quotient(alone + static_cast<uint32_t>(sharers) - 1));
+}
+
+// A row tile has m_tile rows for each of the CTAs that share it.
+template <typename Divisor>
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, const NodeRange& tokens, int32_t sharers,
-                                          const Divide& by_sharers) {
-  const auto m_tiles_of = [&](uint32_t rows) {
-    const uint32_t alone = (rows + static_cast<uint32_t>(shape.m_tile) - 1) >> shape.m_tile_bits();
-    return static_cast<int32_t>(by_sharers(alone + static_cast<uint32_t>(sharers) - 1));
-  };
+                                          const Divisor& by_sharers) {
   SequenceWork work;
   work.tokens = tokens;
   work.tile_rows = static_cast<uint32_t>(shape.m_tile * sharers);
@@ -139,10 +149,10 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, con
   const bool has_few_rows = shape.few_rows_heads > 1 && rows <= shape.few_rows;
   work.head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
   work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, work.head_tiles) : 1;
-  work.m_tiles = shape.takes(rows) ? m_tiles_of(work.rows) : 0;
+  work.m_tiles = shape.takes(rows) ? m_tiles_of(shape, work.rows, sharers, by_sharers) : 0;
   // The tokens before the window is full.
   const auto filling = static_cast<uint32_t>(clamp_to(shape.window - max_of(work.seq_len - count, 0), 0, count));
-  const int32_t full_tile = m_tiles_of(filling * static_cast<uint32_t>(shape.group_size));
+  const int32_t full_tile = m_tiles_of(shape, filling * static_cast<uint32_t>(shape.group_size), sharers, by_sharers);
   work.full_tile = work.tree_len < 0 ? min_of(full_tile, work.m_tiles - 1) : 0;
   work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * work.head_tiles, INT32_MAX - 1));
   work.kv_tiles = kv_tiles_of(work.seq_len);
@@ -150,7 +160,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, con
 }
 PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
   return sequence_work(shape, b, node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens), sharers,
-                       [&](uint32_t value) { return sharers > 1 ? value / static_cast<uint32_t>(sharers) : value; });
+                       Sharers{sharers});
 }
 
 // value / divisor, maybe not the nearest number on a GPU, which has no instruction for it.

@@ -73,8 +73,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
     for (int32_t b = run * lists.run; b < end; ++b) {
       const int32_t first = clamp_to(shape.cu_seqlens_q[b], 0, tokens),
                     count = clamp_to(shape.cu_seqlens_q[b + 1], first, tokens) - first;
-      const SequenceWork work = sequence_work(shape, b, {first, first + int64_t{count}}, sharers,
-                                              [&](uint32_t value) { return by_sharers.quotient(value); });
+      const SequenceWork work = sequence_work(shape, b, {first, first + int64_t{count}}, sharers, by_sharers);
       const RowCosts costs(shape, work, cuts.each);
       const WorkSum with = sum + costs.sum;
       if (target < with.cost) {
