@@ -59,7 +59,8 @@ def interval(figure: str) -> Show:
 
 
 def in_columns(corner: str, rows: list[Row], cell: Show) -> str:
-    return pivot(corner, sorted(rows, key=field("sequences", "3")), field("way"), column, cell)
+    rows = sorted(rows, key=lambda row: (row["sequences"], row["kind"] == "queue"))
+    return pivot(corner, rows, field("way"), column, cell)
 
 
 def column(row: Row) -> str:
