@@ -17,7 +17,6 @@ __all__ = ["PagedStep", "PrefixPass", "Rotation"]
 # Arguments of `tree_attention` that determine the visible keys.
 KEYS_OF_PREFIX = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q")
 KEYS = (*KEYS_OF_PREFIX, "tree_mask", "tree_lens")
-VERSIONS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
 class Rotation(NamedTuple):
@@ -90,11 +89,10 @@ class PagedStep:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
         self.layers_run.add(layer)
         k_cache, own_v_cache = self.cache.layer(layer, k, v)
-        with torch._C._ExcludeDispatchKeyGuard(VERSIONS):  # a quarter of the time of one token; nobody asks for them
-            if rotation is None:
-                append_kv(k, v, k_cache, own_v_cache, self.slots)
-            else:
-                q = rope_append(q, k, v, *rotation, k_cache, own_v_cache, self.slots)
+        if rotation is None:
+            append_kv(k, v, k_cache, own_v_cache, self.slots)
+        else:
+            q = rope_append(q, k, v, *rotation, k_cache, own_v_cache, self.slots)
         v_cache = k_cache[..., :head_dim_v] if own_v_cache is None else own_v_cache
         # Windows need positions from the start of the sequence, which the unshared pages lack.
         if self.prefix is not None and window == 0:

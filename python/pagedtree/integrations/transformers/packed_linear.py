@@ -16,26 +16,26 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         # Not by self.weight and self.bias, which take longer to look up.
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        weight, bias = cast(Tensor, self._parameters["weight"]), self._parameters["bias"]
+        if input.dtype != weight.dtype or input.shape[-1:] != weight.shape[1:]:
+            raise RuntimeError(
+                f"packed_weights: expected input of {weight.dtype} and {weight.shape[1]} columns for a packed linear"
+                f" layer, got {input.dtype} and shape {[*input.shape]}"
+                + " within torch.autocast"
+                * torch.is_autocast_enabled("cpu")
+            )
         if torch.is_grad_enabled():
             return cast(Tensor, _ForwardOnly.apply(input, weight, bias))
         return _linear(input, weight, bias)
 
 
-def _linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if type(weight) is PackedRows:
         return weight.product.of(x, weight.place)
     return _multiply(x, weight, bias)
 
 
 def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dtype != packed.dtype or x.shape[-1:] != packed.shape[1:]:
-        raise RuntimeError(
-            f"packed_weights: expected input of {packed.dtype} and {packed.shape[1]} columns for a packed linear"
-            f" layer, got {x.dtype} and shape {[*x.shape]}"
-            + " within torch.autocast"
-            * torch.is_autocast_enabled("cpu")
-        )
     out: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
     return out
 
@@ -63,7 +63,7 @@ class _ForwardOnly(torch.autograd.Function):
 class _Outputs(NamedTuple):
     input: Tensor
     state: int | Tensor
-    parts: dict[int, Tensor]  # by place, until taken
+    parts: list[Tensor | None]
 
 
 class SharedProduct:
@@ -81,13 +81,14 @@ class SharedProduct:
     def of(self, x: Tensor, place: int) -> Tensor:
         """Returns the output of layer `place` for x [..., in_features]: [..., its out_features]."""
         last = self._last  # read once, as another thread may put its own there
-        part = last.parts.pop(place, None) if last is not None and last.input is x and _is_in(x, last.state) else None
+        part = last.parts[place] if last is not None and last.input is x and _is_in(x, last.state) else None
         if last is None or part is None:
-            biases = [layer._parameters["bias"] for layer in self.layers]
-            out = _multiply(x, self.packed, None if biases[0] is None else torch.cat(cast(list[Tensor], biases)))
-            last = self._last = _Outputs(x, _state_of(x), dict(enumerate(out.split_with_sizes(self._sizes, -1))))
-            part = last.parts.pop(place)
-        if not last.parts and self._last is last:
+            biases = [cast(Tensor, layer._parameters["bias"]) for layer in self.layers]
+            out = _multiply(x, self.packed, None if biases[0] is None else torch.cat(biases))
+            last = self._last = _Outputs(x, _state_of(x), list(out.split_with_sizes(self._sizes, -1)))
+            part = cast(Tensor, last.parts[place])
+        last.parts[place] = None
+        if not any(output is not None for output in last.parts) and self._last is last:
             self._last = None
         return part
 
