@@ -10,13 +10,11 @@
 #define PT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Code that runs once on a GPU is fetched from memory: loops that are not unrolled, and one copy of a function.
+// Code that runs once on a GPU is fetched from memory: its loops are not unrolled.
 #if defined(__CUDA_ARCH__)
 #define PT_NO_UNROLL _Pragma("unroll 1")
-#define PT_SHARED_FUNCTION __device__ inline __attribute__((noinline))
 #else
 #define PT_NO_UNROLL
-#define PT_SHARED_FUNCTION PT_HOST_DEVICE
 #endif
 
 #define PT_EXPORT __attribute__((visibility("default")))
