@@ -244,7 +244,7 @@ struct RangeLimits {
   int32_t multiple;  // a number of ranges above this is a multiple of it
   int64_t min_cost;  // of a range
   int32_t min_piece;
-  int64_t held_tiles;  // that a cache keeps: nobody shares the row tiles of a list with no more KV tiles than these
+  int64_t held_tiles;  // that a cache keeps: nobody shares row tiles if an M tile of each head sees no more in all
 };
 
 // How little it suits a list that so many CTAs share its row tiles, for the choice of the least: by the number of those
