@@ -17,7 +17,7 @@ try:
 except ImportError:  # the class can be looked at and tested without SGLang
     AttentionBackend = object
 
-__all__ = ["PagedTreeBackend", "Step"]
+__all__ = ["PagedTreeBackend", "Step", "slots_of"]
 
 LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one row of the pool
 
@@ -92,20 +92,13 @@ class PagedTreeBackend(AttentionBackend):
                 max_q = max(forward_batch.extend_seq_lens_cpu, default=None)
         self.forward_metadata = Step(
             # Pages are aligned, so a page's first slot identifies the page.
-            page_table=self.slots_of(forward_batch, max_q or 0, self.page_size) // self.page_size,
+            page_table=slots_of(self, forward_batch, max_q or 0, self.page_size) // self.page_size,
             seq_lens=seq_lens.int(),
             cu_seqlens_q=torch.nn.functional.pad(lens_q.cumsum(0), (1, 0)).int(),
             tree_mask=tree_mask,
             max_seqlen_q=max_q,
             page_size=self.page_size,
         )
-
-    def slots_of(self, forward_batch: Any, new: int = 0, step: int = 1) -> Tensor:
-        """Returns every `step`-th slot of each request's text and `new` tokens, -1 for requests outside the pool."""
-        width = self.max_context_len
-        if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
-            width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
-        return rows_of(self.req_to_token_pool.req_to_token[:, :width:step], forward_batch.req_pool_indices)
 
     def forward_decode(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
@@ -179,6 +172,14 @@ class PagedTreeBackend(AttentionBackend):
 
     def support_triton(self) -> bool:
         return False
+
+
+def slots_of(backend: PagedTreeBackend, forward_batch: Any, new: int = 0, step: int = 1) -> Tensor:
+    """Returns every `step`-th slot of each request's text and `new` tokens, -1 for requests outside the pool."""
+    width = backend.max_context_len
+    if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
+        width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
+    return rows_of(backend.req_to_token_pool.req_to_token[:, :width:step], forward_batch.req_pool_indices)
 
 
 def _pages(buffer: Tensor, page_size: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pagedtree.integrations.sglang.attention import PagedTreeBackend, Step
+from pagedtree.integrations.sglang.attention import PagedTreeBackend, Step, slots_of
 
 __all__ = ["PagedTreeDraftBackend"]
 
@@ -21,7 +21,7 @@ class PagedTreeDraftBackend:
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         lens, topk = forward_batch.seq_lens.long(), self.topk
-        prefix = self.attn_backends[0].slots_of(forward_batch)
+        prefix = slots_of(self.attn_backends[0], forward_batch)
         drafts = forward_batch.out_cache_loc.view(-1, topk, self.num_steps)  # in order of branches, then steps
         table = torch.nn.functional.pad(prefix, (0, self.num_steps)).repeat_interleave(topk, 0)
         lens = lens.repeat_interleave(topk)
