@@ -34,18 +34,10 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
     case ShardRound::kCount:
     case ShardRound::kMass: {
       if (!row.searching) break;
-      const ShardView view = view_of(row, sampling, p.round);
-      const LogitItems<LogitReader<kDType>> items{logits, view.scale, view.min_x};
-      const uint32_t least = order_key<ScalarMath>(view.min_logit);
-      const auto weight = [&](uint32_t key) {
-        return key < least ? 0u : weight_of<ScalarMath>(view.scale(logit_of_key<ScalarMath>(key)));
-      };
       // The table is by bytes, each of two digits: a bin of the first digit is a sum of the table's bins, a bin of the
       // second digit is one of them.
       static_assert(kDigitBits == 2 * kShardDigitBits);
       const bool first = p.digit % 2 == 0;
-      tabulate(shared.radix, view.by_mass ? shared.masses : nullptr, items, weight, p.digit / 2,
-               first ? row.key : row.key >> kShardDigitBits);
       const unsigned bin = threadIdx.x;
       if (bin >= kShardBins || ptx::cluster_rank() != 0) break;
       uint64_t sum = 0;
@@ -53,7 +45,7 @@ __device__ __forceinline__ void tell(const ShardStepParams& p, int64_t n, int64_
       for (unsigned i = 0; i < (first ? kShardBins : 1); ++i) {
         const Totals& totals =
             shared.radix.totals[first ? bin * kShardBins + i : row.key % kShardBins * kShardBins + bin];
-        sum += view.by_mass ? totals.mass : totals.count;
+        sum += p.round == ShardRound::kMass ? totals.mass : totals.count;
       }
       words[bin] = static_cast<int64_t>(sum);
       break;
@@ -101,14 +93,23 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
   if (p.round > ShardRound::kPeak && p.round != ShardRound::kLeft) logits.learn(row.peak);
   uint64_t num_ties = 0;  // of the cluster's first thread
   if (kept_ties >= 0) row.filter.tie_end = 0;
-  if (kept_ties > 0 || (p.round == ShardRound::kTies && row.ties > 0)) {
-    const LogitItems<LogitReader<kDType>> items{logits, {0.0f, 1.0f}, -kInfinity};
-    const uint32_t key = order_key<ScalarMath>(row.filter.min_logit + 0.0f);
-    const auto no_weight = [](uint32_t) { return 0u; };
-    const Cut cut = find_cut(shared.radix, nullptr, items, no_weight, kKeyDigits, key, false, [&](const Totals& ties) {
-      num_ties = ties.count;
-      return kept_ties > 0 ? static_cast<uint64_t>(kept_ties) : 0;
-    });
+  const bool by_digit = (p.round == ShardRound::kCount || p.round == ShardRound::kMass) && row.searching;
+  if (by_digit || kept_ties > 0 || (p.round == ShardRound::kTies && row.ties > 0)) {
+    const ShardView view =
+        by_digit ? view_of(row, sampling, p.round) : ShardView{{0.0f, 1.0f}, -kInfinity, -kInfinity, false};
+    const LogitItems<LogitReader<kDType>> items{logits, view.scale, view.min_x};
+    const uint32_t least = order_key<ScalarMath>(view.min_logit);
+    const auto weight = [&](uint32_t key) {
+      return key < least ? 0u : weight_of<ScalarMath>(view.scale(logit_of_key<ScalarMath>(key)));
+    };
+    const uint32_t among = by_digit ? 0 : order_key<ScalarMath>(row.filter.min_logit + 0.0f);
+    const Cut cut = find_cut(
+        shared.radix, view.by_mass ? shared.masses : nullptr, items, weight, kKeyDigits, among, false,
+        [&](const Totals& ties) {
+          num_ties = ties.count;
+          return kept_ties > 0 ? static_cast<uint64_t>(kept_ties) : 0;
+        },
+        by_digit ? p.digit / 2 : 0, p.digit % 2 == 0 ? row.key : row.key >> kShardDigitBits);
     if (kept_ties > 0) row.filter.tie_end = int64_t{~cut.key} + 1;
   }
   tell(p, n, b, sampling, of_logits, logits, row, num_ties, p.words + n * words_of(p.round), shared);

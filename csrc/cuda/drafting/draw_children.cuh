@@ -11,6 +11,7 @@ struct ChildrenShared {
   RadixShared radix;
   MassColumns columns;
   RowDistribution distribution;
+  ChildrenDraw draw;
   TopShared top;
   uint64_t targets[kMaxTreeNodes];
 };
@@ -23,11 +24,15 @@ struct Masses {
   Scale scale;
   Filter filter;
 
+  __device__ explicit Masses(const RowDistribution& distribution)
+      : row(distribution.row), scale(distribution.scale), filter(distribution.filter) {
+    row.learn(distribution);
+  }
+
   __device__ uint32_t of(int64_t token, float logit) const {
     const float x = scale(logit);
     return logit > -kInfinity && filter.keeps(token, logit, x) ? weight_of<ScalarMath>(x) : 0;
   }
-  __device__ uint32_t at(int64_t token) const { return of(token, row.logit(token)); }
 
   __device__ bool may_keep(float largest) const {
     return largest >= filter.min_logit && scale(largest) >= max_of(filter.min_x, kWeightless);
@@ -58,34 +63,36 @@ struct Masses {
 // Draws without replacement: the best tokens by log-mass + Gumbel noise (Kool et al., ICML 2019).
 template <DType kDType>
 struct NoisyMasses {
-  const Masses<kDType>& masses;
   const LogitReader<kDType>& row;
-  const ChildrenDraw& draw;
 
-  // An upper bound of the scores in a word, given the largest of its masses.
-  __device__ __forceinline__ float bound(int index, uint32_t most) const {
+  // An upper bound of the scores in a word whose first token this is, given the largest of its masses. Not inlined, as
+  // it is used twice.
+  static __device__ __attribute__((noinline)) float bound(uint32_t token, uint32_t most) {
+    const ChildrenDraw& draw = ptx::shared<ChildrenShared>().draw;
     uint32_t words[4];
-    const uint32_t group = static_cast<uint32_t>(index * row.of_word()) / kNoiseGroup;
+    const uint32_t group = token / kNoiseGroup;
     philox<ScalarMath, 1>(draw.seed, draw.position, run_block(group), draw.use, words);
     const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(most));
     return most == 0 ? -kInfinity : log_mass + noise_bound<ScalarMath>(word_of_run(group, words));
   }
 
   // See list_best(). Not inlined, as it is long.
-  __device__ __attribute__((noinline)) uint64_t best_of(int index, uint64_t least, uint64_t end,
-                                                        TopShared* candidates) const {
-    const int64_t begin = int64_t{index} * row.of_word(), past = begin + row.of_word();
+  static __device__ __attribute__((noinline)) uint64_t best_of(int index, uint64_t least, uint64_t end,
+                                                               TopShared* candidates) {
+    const ChildrenShared& shared = ptx::shared<ChildrenShared>();
+    const Masses<kDType> masses(shared.distribution);
+    uint4 word = masses.row.clean_word_at(index);
+    const float largest = masses.row.largest_of_word(word);
+    uint32_t token = static_cast<uint32_t>(index * masses.row.of_word());
+    if (!masses.may_keep(largest)) return 0;
+    if (ranked(bound(token, weight_of<ScalarMath>(masses.scale(largest))), 0) < least) return 0;
+    const NoiseGroup group(shared.draw.seed, shared.draw.position, shared.draw.use, token / kNoiseGroup);
     uint64_t best = 0;
-    uint32_t most = 0;
 #pragma unroll 1
-    for (int64_t token = begin; token < past; ++token) most = max_of(most, masses.at(token));
-    if (ranked(bound(index, most), 0) < least) return 0;
-    const NoiseGroup group(draw.seed, draw.position, draw.use, static_cast<uint32_t>(begin) / kNoiseGroup);
-#pragma unroll 1
-    for (int64_t token = begin; token < past; ++token) {
-      const uint32_t mass = masses.at(token);
+    for (int i = 0; i < masses.row.of_word(); ++i, ++token, word = masses.row.without_first(word)) {
+      const uint32_t mass = masses.of(token, masses.row.first_of(word));
       const float log_mass = log_exact<ScalarMath>(ScalarMath::to_float(mass));
-      const uint64_t rank = ranked(log_mass + group.noise(static_cast<uint32_t>(token) % kNoiseGroup), token);
+      const uint64_t rank = ranked(log_mass + group.noise(token % kNoiseGroup), token);
       if (mass != 0 && rank >= least && rank < end) best = take_item(rank, best, candidates);
     }
     return best;
@@ -96,8 +103,8 @@ struct NoisyMasses {
 // those that fall into the words of a warp, one of each lane with the mass `own`; before them the masses are `before`,
 // which moves on.
 template <DType kDType>
-__device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int index, uint64_t own, uint64_t& before,
-                                              const uint64_t* targets, const ChildrenDraw& draw) {
+__device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int index, const uint4& word, uint64_t own,
+                                              uint64_t& before, const uint64_t* targets, const ChildrenDraw& draw) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const uint64_t reached = warp_scan(own), all = __shfl_sync(~0u, reached, 31);
 #pragma unroll 1
@@ -109,8 +116,11 @@ __device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int 
       const uint64_t wanted = __shfl_sync(~0u, target, hit);
       if (wanted >= reached || wanted < reached - own) continue;
       int64_t token = int64_t{index} * masses.row.of_word() - 1;
+      uint4 rest = word;
 #pragma unroll 1
-      for (uint64_t sum = reached - own; sum <= wanted;) sum += masses.at(++token);
+      for (uint64_t sum = reached - own; sum <= wanted; rest = masses.row.without_first(rest)) {
+        sum += masses.of(++token, masses.row.first_of(rest));
+      }
       draw.tokens[first + hit] = token;
     }
   }
@@ -119,17 +129,18 @@ __device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int 
 
 template <DType kDType>
 __device__ __forceinline__ void draw_children(const LogitRow& logits, const Sampling& sampling,
-                                              const ChildrenDraw& draw, ChildrenShared& shared) {
+                                              const ChildrenDraw& draw, float parent, ChildrenShared& shared) {
   BlockShared& block = shared.radix.block;
-  if (threadIdx.x == 0) shared.distribution.row = logits;
+  if (threadIdx.x == 0) {
+    shared.distribution.row = logits;
+    shared.draw = draw;
+  }
   ptx::meet_cluster();
   find_distribution<kDType>(shared.radix, shared.columns, sampling, shared.distribution);
-  LogitReader<kDType> row(logits);
-  row.learn(shared.distribution);
-  const Masses<kDType> masses{row, shared.distribution.scale, shared.distribution.filter};
-  const NoisyMasses<kDType> noisy{masses, masses.row, draw};
+  const Masses<kDType> masses(shared.distribution);
+  const LogitReader<kDType>& row = masses.row;
   const bool independent = draw.law == GrowthLaw::kIid;
-  const WarpRun run = run_of_warp(row.num_words());
+  const WarpRun run = run_of_warp(static_cast<uint32_t>(row.num_words()));
   const int begin = independent ? static_cast<int>(run.begin) : row.own_begin();
   const int end = independent ? static_cast<int>(run.end) : row.num_words();
   const bool by_fours = reinterpret_cast<uintptr_t>(draw.probs) % sizeof(float4) == 0;
@@ -137,20 +148,19 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   float largest = -kInfinity, scale = 0.0f;  // the largest bound
   int index_of_largest = 0;
   int32_t size = draw.count;
-  enum Look { kWeigh, kDraw, kWrite };
-  const auto has_any = [&](Look look, float most) { return look == kWrite || __any_sync(~0u, masses.may_keep(most)); };
-  // One loop, so that there is one copy of its code.
+  // Weighs all tokens, then writes them and draws independent ones. One loop, so that there is one copy of its code.
 #pragma unroll 1
-  for (Look look = kWeigh;; look = look == kWeigh && independent ? kDraw : kWrite) {
+  for (bool writes = false;; writes = true) {
     row.each_word(
-        begin, independent ? 32 : row.own_stride(), end, [&](float most) { return has_any(look, most); },
+        begin, independent ? 32 : row.own_stride(), end,
+        [&](float most) { return writes || __any_sync(~0u, masses.may_keep(most)); },
         [&](int index, const uint4& word) {
           uint64_t own = 0;
           uint32_t most = 0;
           masses.each_of_word(index, word, [&](int64_t token, const uint32_t (&four)[4]) {
             own += uint64_t{four[0]} + four[1] + four[2] + four[3];
             most = max_of(max_of(most, max_of(four[0], four[1])), max_of(four[2], four[3]));
-            if (look != kWrite) return;
+            if (!writes) return;
             float probs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) probs[i] = ScalarMath::to_float(four[i]) * scale;
@@ -163,18 +173,16 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
               if (token + i < row.vocab()) draw.probs[token + i] = probs[i];
             }
           });
-          if (look == kDraw) draw_in_words(masses, index, own, before, shared.targets, draw);
-          if (look != kWeigh) return;
+          if (writes && independent) draw_in_words(masses, index, word, own, before, shared.targets, draw);
           sum += own;
           const float could = log_exact<ScalarMath>(ScalarMath::to_float(most)) + kMaxNoise;
-          if (independent || !__any_sync(~0u, most != 0 && could > largest)) return;
-          const float bound = noisy.bound(index, most);
+          if (writes || independent || !__any_sync(~0u, most != 0 && could > largest)) return;
+          const float bound = NoisyMasses<kDType>::bound(static_cast<uint32_t>(index * row.of_word()), most);
           if (bound <= largest) return;
           largest = bound;
           index_of_largest = index;
         });
-    if (look == kWrite) break;
-    if (look == kDraw) continue;
+    if (writes) break;
     uint64_t total;
     before = sum_before_warp_of_cluster(block, warp_sum(sum), total);
     scale = static_cast<float>(1.0 / static_cast<double>(total));
@@ -187,18 +195,21 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
       __syncthreads();
     } else {
       begin_candidates(shared.top);
-      const uint64_t best = largest > -kInfinity ? noisy.best_of(index_of_largest, 0, ~uint64_t{0}, nullptr) : 0;
+      const uint64_t best =
+          largest > -kInfinity ? NoisyMasses<kDType>::best_of(index_of_largest, 0, ~uint64_t{0}, nullptr) : 0;
       find_candidate_threshold(static_cast<uint32_t>(best >> 32), draw.count, shared.top);
-      size = list_best(noisy, order_key<ScalarMath>(largest), draw.count, shared.top);
+      size = list_best(NoisyMasses<kDType>{row}, order_key<ScalarMath>(largest), draw.count, shared.top);
     }
   }
-  ptx::meet_cluster();  // all tokens are drawn
+  ptx::meet_cluster();  // all tokens are drawn, the distribution is written
   if (ptx::cluster_rank() != 0) return;
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
     if (!independent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;
     const int64_t token = draw.tokens[r];
-    const float mass = token >= 0 ? ScalarMath::to_float(masses.at(token)) : 0.0f;
-    draw.scores[r] = mass > 0.0f ? log_exact<ScalarMath>(mass * scale) : -kInfinity;
+    const float prob = token >= 0 ? draw.probs[token] : 0.0f;
+    const float score = prob > 0.0f ? child_score(parent, log_exact<ScalarMath>(prob), 0.0, 0.0) : -kInfinity;
+    draw.scores[r] = score;
+    if (!is_present(score)) draw.tokens[r] = -1;
   }
 }
 

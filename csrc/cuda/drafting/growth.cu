@@ -74,13 +74,8 @@ __global__ void __launch_bounds__(kTopThreads, 2) expand_drawn_kernel(const __gr
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,
                           .probs = p.draft_probs + int64_t{row} * p.logits.vocab};
-  draw_children<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, ptx::shared<ChildrenShared>());
-  if (ptx::cluster_rank() != 0) return;
-  for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {  // each thread's own scores
-    if (!is_present(draw.scores[k])) continue;
-    draw.scores[k] = child_score(parent, draw.scores[k], 0.0, 0.0);
-    if (!is_present(draw.scores[k])) draw.tokens[k] = -1;
-  }
+  draw_children<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, parent,
+                        ptx::shared<ChildrenShared>());
 }
 
 struct GrowShared {

@@ -35,13 +35,20 @@ void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t 
                   params);
 }
 
-// How many of `size` values come before value `i`: larger ones, and equal ones with a lower index.
+// How many of `size` values come before value `i`: larger ones, and equal ones with a lower index. There is room for
+// four values at a time.
 template <typename T>
 __device__ __forceinline__ int32_t rank_among(const T* values, int32_t size, int32_t i) {
   const T own = values[i];
   int32_t rank = 0;
-#pragma unroll 4
-  for (int32_t j = 0; j < size; ++j) rank += j < i ? values[j] >= own : values[j] > own;
+#pragma unroll 1
+  for (int32_t first = 0; first < size; first += 4) {
+#pragma unroll
+    for (int32_t j = first; j < first + 4; ++j) {
+      const T value = values[j];
+      rank += (value > own && j < size) || (value == own && j < i);
+    }
+  }
   return rank;
 }
 

@@ -133,15 +133,16 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
   return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-// Splits `size` items into one run for each warp of the cluster. All runs but the last consist of whole groups of 32.
+// Splits `size` items into one run for each warp of the cluster. All runs but the last have `length` items, a multiple
+// of 32.
 struct WarpRun {
-  int64_t begin, end;
+  uint32_t length, begin, end;
 };
-__device__ __forceinline__ WarpRun run_of_warp(int64_t size) {
-  const int64_t warps = blockDim.x / 32, warp = ptx::cluster_rank() * warps + threadIdx.x / 32;
-  const int64_t length = ceil_div<int64_t>(size, ptx::cluster_size() * warps * 32) * 32;
-  const int64_t begin = min_of<int64_t>(warp * length, size);
-  return {begin, min_of(begin + length, size)};
+__device__ __forceinline__ WarpRun run_of_warp(uint32_t size) {
+  const uint32_t warps = blockDim.x / 32, warp = ptx::cluster_rank() * warps + threadIdx.x / 32;
+  const uint32_t length = ceil_div(size, ptx::cluster_size() * warps * 32) * 32;
+  const uint32_t begin = min_of(warp * length, size);
+  return {length, begin, min_of(begin + length, size)};
 }
 
 // Sorts `values`, the largest first. `capacity` is a power of two; entries from `size` on are overwritten.

@@ -150,16 +150,18 @@ __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
 }
 
 // The cut at which the count or mass of the items reaches target(sums of all items); if that is 0, nothing is looked
-// for. See tabulate() for `among`.
+// for, and shared.totals has the sums by the first digit. See tabulate() for `among`. Without it, only items whose keys
+// begin with the `first` digits of `prefix` may take part.
 template <typename Items, typename Weight, typename Target>
 __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
-                                        int digits, uint32_t among, bool by_mass, Target target) {
-  int first = 0;
+                                        int digits, uint32_t among, bool by_mass, Target target, int first = 0,
+                                        uint32_t prefix = 0) {
   if (among != 0) {
     digits = kKeyDigits;
     while (first < digits - 1 && items.size() <= int64_t{1} << (32 - kDigitBits * (first + 1))) ++first;
+    prefix = (1u << kDigitBits * first) - 1;
   }
-  if (threadIdx.x == 0) shared.cut = {(1u << kDigitBits * first) - 1, 1, {}, {}};
+  if (threadIdx.x == 0) shared.cut = {prefix, 1, {}, {}};
   __syncthreads();
 #pragma unroll 1
   for (int digit = first; digit < digits && shared.cut.target > 0; ++digit) {
