@@ -47,13 +47,13 @@ __host__ __device__ constexpr int32_t padded_channels(int32_t key_dim) { return 
 
 struct ChunkSizes {
   int32_t words{}, weight_stride{};
-  int64_t u{}, weights{}, reads{}, masks{};  // where they begin
-  int64_t bytes{};
+  int32_t u{}, weights{}, reads{}, masks{};  // where they begin
+  int32_t bytes{};
 
   __host__ __device__ constexpr ChunkSizes(int32_t key_dim, int32_t capacity, int32_t group) {
     words = (capacity + 31) / 32;
     weight_stride = words * 32 + kBlock;
-    u = static_cast<int64_t>(sizeof(ChunkShared)) + padded_channels(key_dim) * kStateStride * 4;
+    u = static_cast<int32_t>(sizeof(ChunkShared)) + padded_channels(key_dim) * kStateStride * 4;
     weights = u + capacity * kColumns * 4;
     reads = weights + 2 * group * weight_stride * 4;
     masks = reads + 2 * group * kReadStride * 4;
@@ -90,32 +90,25 @@ __device__ __forceinline__ int64_t decay_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.g_token_stride + t.head * t.p.g_head_stride;
 }
 
-// The norm of a row, by a warp.
-__device__ __forceinline__ float row_norm(const Chunk& t, const void* data, int64_t row) {
-  if (!t.p.l2norm) return 1.0f;
-  float squares = 0.0f;
-  for (int32_t c = threadIdx.x % 32 * 4; c < t.p.key_dim; c += 128) {
-    const Four x = load_four_halves(data, t.p.dtype, row + c);
-    squares = dot(x, x, squares);
-  }
-  return norm_of(t.p, warp_sum(squares));
-}
-
-// Those of all keys.
-__device__ __forceinline__ void find_norms(const Chunk& t, int32_t count) {
-  for (int32_t i = threadIdx.x / 32; i < count; i += kWarps) {
-    const float norm = row_norm(t, t.p.k, key_row(t, i));
-    if (threadIdx.x % 32 == 0) t.shared.norms[i] = norm;
-  }
-  __syncthreads();
-}
-
-// Those of the queries begin .. begin + group - 1.
-__device__ __forceinline__ void find_query_norms(const Chunk& t, int32_t begin, int32_t count) {
-  if (t.p.out == nullptr) return;
-  for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += kWarps) {
-    const float norm = row_norm(t, t.p.q, query_row(t, begin + row));
-    if (threadIdx.x % 32 == 0) t.query_norms[row] = norm;
+// The norms of the keys and queries begin .. begin + group - 1, by a warp each.
+__device__ __forceinline__ void find_norms(const Chunk& t, int32_t begin, int32_t count) {
+  const int32_t kinds = t.p.out == nullptr ? 1 : 2, end = min_of(t.group, count - begin) * kinds;
+#pragma unroll 1
+  for (int32_t job = threadIdx.x / 32; job < end; job += kWarps) {
+    const int32_t row = job / kinds, i = begin + row;
+    const bool is_key = job % kinds == 0;
+    float norm = 1.0f;
+    if (t.p.l2norm) {
+      float squares = 0.0f;
+#pragma unroll 1
+      for (int32_t c = threadIdx.x % 32 * 4; c < t.p.key_dim; c += 128) {
+        const int64_t from = is_key ? key_row(t, i) : query_row(t, i);
+        const Four x = load_four_halves(is_key ? t.p.k : t.p.q, t.p.dtype, from + c);
+        squares = dot(x, x, squares);
+      }
+      norm = norm_of(t.p, warp_sum(squares));
+    }
+    if (threadIdx.x % 32 == 0) (is_key ? t.shared.norms[i] : t.query_norms[row]) = norm;
   }
   __syncthreads();
 }

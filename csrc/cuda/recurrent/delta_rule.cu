@@ -14,7 +14,6 @@ template <bool kChannelDecay>
 __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequence, int32_t count, bool carried) {
   __syncthreads();
   link(t.p, sequence, t.shared, t.masks, t.words, t.head, count);
-  find_norms(t, count);
   for (int32_t begin = 0; begin < count; begin += t.group) {
     weigh_by_products<kChannelDecay>(t, begin, count);
     if constexpr (kChannelDecay) weigh_by_walks(t, begin, count);
@@ -24,54 +23,68 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequen
   __syncthreads();
 }
 
-// The CTA's columns of a state in memory, whose neighbours go to neighbouring threads.
+// The CTA's columns of a state in memory, whose neighbours go to neighbouring threads. A thread has 4 elements of each
+// 32 channels; some may lie outside.
 struct StateTile {
-  float* begin;
-  int64_t channel_stride, column_stride;
-  int32_t channels, padded, columns;
+  static constexpr int kOfThread = kColumns / kWarps;
+  float* at;                  // the thread's next element
+  int64_t stride, turn;       // to the one behind it, there from the last one of 32 channels
+  int32_t channels, columns;  // from the thread's first element on
+  int32_t in_shared;          // where that one is
   bool by_channel;
 
   __device__ StateTile(const Chunk& t, int64_t state_index) {
-    const int32_t first_column = t.column - static_cast<int32_t>(threadIdx.x) % 32;
     const int64_t* const strides = t.p.state_strides;
-    begin = t.p.state + state_index * strides[0] + t.head * strides[1] + first_column * strides[3];
-    channel_stride = strides[2];
-    column_stride = strides[3];
-    channels = t.p.key_dim;
-    padded = padded_channels(channels);
-    columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
-    by_channel = channel_stride < column_stride;
+    by_channel = strides[2] < strides[3];
+    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_column = t.column - lane;
+    const int32_t channel = by_channel ? lane : warp, column = by_channel ? warp : lane;
+    at = t.p.state + state_index * strides[0] + t.head * strides[1] + channel * strides[2] +
+         (first_column + column) * strides[3];
+    stride = kWarps * strides[by_channel ? 3 : 2];
+    turn = 32 * strides[2] - (kOfThread - 1) * stride;
+    channels = t.p.key_dim - channel;
+    columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column) - column;
+    in_shared = channel * kStateStride + column;
   }
-  // A thread has elements 0 .. size() - 1; some may lie outside.
-  __device__ int32_t size() const { return by_channel ? (padded + 31) / 32 * (kColumns / kWarps) : padded / kWarps; }
-  __device__ int32_t channel(int32_t e) const {
-    return by_channel ? e / (kColumns / kWarps) * 32 + threadIdx.x % 32 : e * kWarps + threadIdx.x / 32;
+  // Element j of the channels `first` .. first + 31.
+  __device__ int32_t channel(int32_t first, int j) const { return first + (by_channel ? 0 : j * kWarps); }
+  __device__ bool contains(int32_t first, int j) const {
+    return channel(first, j) < channels && (by_channel ? j * kWarps : 0) < columns;
   }
-  __device__ int32_t column(int32_t e) const {
-    return by_channel ? e % (kColumns / kWarps) * kWarps + threadIdx.x / 32 : threadIdx.x % 32;
+  __device__ float& of_shared(const Chunk& t, int32_t first, int j) const {
+    return t.state[in_shared + first * kStateStride + j * kWarps * (by_channel ? 1 : kStateStride)];
   }
-  __device__ bool contains(int32_t e) const { return channel(e) < channels && column(e) < columns; }
-  __device__ float& at(int32_t e) const { return begin[channel(e) * channel_stride + column(e) * column_stride]; }
+  __device__ void go_on(int j) { at += j == kOfThread - 1 ? turn : stride; }
 };
 
 // Zeros where there is none.
-__device__ __forceinline__ void load_state(const Chunk& t, const StateTile& state) {
-  constexpr int kUnderWay = 8;
-  for (int32_t first = 0; first < state.size(); first += kUnderWay) {
+__device__ __forceinline__ void load_state(const Chunk& t, StateTile state) {
+  constexpr int kUnderWay = 8, kOfThread = StateTile::kOfThread;
+  const int32_t padded = state.channels + padded_channels(t.p.key_dim) - t.p.key_dim;
+#pragma unroll 1
+  for (int32_t first = 0; first < t.p.key_dim; first += kUnderWay * kWarps) {
     float values[kUnderWay];
 #pragma unroll
-    for (int j = 0; j < kUnderWay; ++j) values[j] = state.contains(first + j) ? state.at(first + j) : 0.0f;
+    for (int e = 0; e < kUnderWay; ++e) {
+      values[e] = state.contains(first + e / kOfThread * 32, e % kOfThread) ? *state.at : 0.0f;
+      state.go_on(e % kOfThread);
+    }
 #pragma unroll
-    for (int j = 0; j < kUnderWay; ++j) {
-      const int32_t channel = state.channel(first + j), column = state.column(first + j);
-      if (channel < state.padded) t.state[channel * kStateStride + column] = values[j];
+    for (int e = 0; e < kUnderWay; ++e) {
+      const int32_t of = first + e / kOfThread * 32;
+      if (state.channel(of, e % kOfThread) < padded) state.of_shared(t, of, e % kOfThread) = values[e];
     }
   }
 }
 
-__device__ __forceinline__ void store_state(const Chunk& t, const StateTile& state) {
-  for (int32_t e = 0; e < state.size(); ++e) {
-    if (state.contains(e)) state.at(e) = t.state[state.channel(e) * kStateStride + state.column(e)];
+__device__ __forceinline__ void store_state(const Chunk& t, StateTile state) {
+#pragma unroll 1
+  for (int32_t first = 0; first < t.p.key_dim; first += 32) {
+#pragma unroll
+    for (int j = 0; j < StateTile::kOfThread; ++j) {
+      if (state.contains(first, j)) *state.at = state.of_shared(t, first, j);
+      state.go_on(j);
+    }
   }
 }
 

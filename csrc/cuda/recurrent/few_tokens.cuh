@@ -385,7 +385,7 @@ __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWord
       float& x = state.x[step][c % 2 * 2 + n][c / 2];
       x = decay == 0.0f ? sum : __fmaf_rn(decay, x, sum);
     }
-    state.template copy<true>(t.p, step);
+    state.template copy<true>(t.p, step, state.x[step]);
   }
 }
 
@@ -403,10 +403,9 @@ __device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColum
     }
   }
   __syncthreads();
-#pragma unroll
-  for (int step = 0; step < kFewSteps; ++step) {
+#pragma unroll 1
+  for (int step = 0; step * kStep < p.key_dim; ++step) {  // one copy of the code: the step's elements are the first
     const int32_t channel = step * kStep + pair * 4;
-    if (step * kStep >= p.key_dim) break;
     float decay[4] = {1.0f, 1.0f, 1.0f, 1.0f}, sums[4][2] = {};
 #pragma unroll 1
     for (int32_t i = t.count - 1; i >= 0; --i) {
@@ -422,10 +421,13 @@ __device__ __forceinline__ void carry_few_decayed(const FewTokens& t, StateColum
     }
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      float& x = state.x[step][e / 2][e % 2];
+      float& x = state.x[0][e / 2][e % 2];
       x = decay[e / 2] == 0.0f ? sums[e / 2][e % 2] : __fmaf_rn(decay[e / 2], x, sums[e / 2][e % 2]);
     }
-    state.template copy<true>(p, step);
+    state.template copy<true>(p, step, state.x[0]);
+#pragma unroll
+    for (int e = 0; e < (kFewSteps - 1) * 8; ++e)
+      state.x[e / 8][e / 2 % 4][e % 2] = state.x[e / 8 + 1][e / 2 % 4][e % 2];
   }
 }
 

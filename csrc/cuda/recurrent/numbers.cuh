@@ -6,6 +6,7 @@
 namespace pagedtree::cuda {
 
 __device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll 1
   for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(~0u, x, bits);
   return x;
 }

@@ -120,7 +120,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
   const int32_t blocks = 1 << shift, block = warp & (blocks - 1), parts = kWarps >> shift;
   const int32_t row = block * kBlock + quad, i = begin + row;
   const int32_t own = begin / kBlock + block;  // among all blocks
-  find_query_norms(t, begin, count);
+  find_norms(t, begin, count);
   for (int32_t first = 0; first < t.p.key_dim && own * kBlock < count; first += kPassChannels) {
     const RowTile rows = load_rows<kChannelDecay>(t, i, count, first);
     const bool is_last = first + kPassChannels >= t.p.key_dim;
@@ -135,20 +135,19 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
         multiply_keys<kChannelDecay>(t, rows, first, other, count, sum);
       }
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        float* const to = reads ? t.reads_of(which, row) + job * 8 + pair * 2 : t.weights_of(which, row) + m;
+      for (int j = 0; j < 2; ++j) {
+        float norm = 1.0f, decay = 1.0f;
+        if (is_last && i < count) {
+          const bool is_other = !reads && m + j < count;
+          if (is_other) norm = t.shared.norms[m + j];
+          if (!kChannelDecay) decay = decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
+        }
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          float x = sum[which * 2 + j];
-          if (first > 0) x += to[j];
-          if (is_last && i < count) {
-            const bool is_other = !reads && m + j < count;
-            const float norm = which == 0 ? t.shared.norms[i] : t.query_norms[row];
-            const float decay =
-                kChannelDecay ? 1.0f : decay_between(t.shared.sums[i], is_other ? t.shared.sums[m + j] : 0);
-            x = decayed(x, norm * (is_other ? t.shared.norms[m + j] : 1.0f), decay);
-          }
-          to[j] = x;
+        for (int which = 0; which < 2; ++which) {
+          float& to = (reads ? t.reads_of(which, row) + job * 8 + pair * 2 : t.weights_of(which, row) + m)[j];
+          const float x = first > 0 ? sum[which * 2 + j] + to : sum[which * 2 + j];
+          const float own_norm = which == 0 ? t.shared.norms[i] : t.query_norms[row];
+          to = is_last && i < count ? decayed(x, own_norm * norm, decay) : x;
         }
       }
     }
@@ -160,6 +159,7 @@ __device__ __forceinline__ void weigh_by_products(const Chunk& t, int32_t begin,
 __device__ __forceinline__ void carry_by_products(const Chunk& t, int32_t count) {
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane / 4, pair = lane % 4;
   const int64_t total = t.shared.sums[count - 1];
+#pragma unroll 1
   for (int32_t i = warp; i < count; i += kWarps) {
     t.u[i * kColumns + lane] *= t.shared.norms[i] * decay_between(total, t.shared.sums[i]);
   }

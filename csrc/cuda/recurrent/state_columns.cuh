@@ -26,12 +26,11 @@ struct StateColumns {
                                                : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
                                                      channel * p.state_strides[2] + column * p.state_strides[3];
   }
-  // Copies a step's words from or to memory.
+  // Copies the words of a step, whose elements these are, from or to memory.
   template <bool kStores>
-  __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step) {
+  __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step, float (&of)[4][2]) {
     if (begin == nullptr || step * kStep >= channels) return;
     float* const at = begin + step * kStep * p.state_strides[2];
-    float (&of)[4][2] = x[step];
 #pragma unroll
     for (int j = 0; j < (kWords == StateWords::kOfColumns ? 4 : 2); ++j) {
       if constexpr (kWords == StateWords::kOfColumns) {
@@ -51,7 +50,7 @@ struct StateColumns {
 #pragma unroll
     for (int e = 0; e < kFewSteps * 8; ++e) x[e / 8][e / 2 % 4][e % 2] = 0.0f;
 #pragma unroll
-    for (int step = 0; step < kFewSteps; ++step) copy<false>(p, step);
+    for (int step = 0; step < kFewSteps; ++step) copy<false>(p, step, x[step]);
   }
 };
 
