@@ -409,7 +409,7 @@ LIMITS = [
 
 TOP = [
     of_top("NaN that nobody looks at again", "!(best.logit < stored_.largest())", "false", "cuda/logits.cuh"),
-    of_top("a threshold that too few tokens reach", "rank_of_group == count - 1", "rank_of_group == count / 2"),
+    of_top("a threshold that too few tokens reach", "shared.best[count - 1]", "shared.best[count / 2]"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
     of_top("groups that share threads", "int apart = 1 << bits >> 1;", "int apart = 16;"),
     of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),

@@ -127,7 +127,7 @@ __device__ __forceinline__ void draw_in_words(const Masses<kDType>& masses, int 
   before += all;
 }
 
-template <DType kDType>
+template <DType kDType, bool kIndependent>
 __device__ __forceinline__ void draw_children(const LogitRow& logits, const Sampling& sampling,
                                               const ChildrenDraw& draw, float parent, ChildrenShared& shared) {
   BlockShared& block = shared.radix.block;
@@ -139,10 +139,13 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   find_distribution<kDType>(shared.radix, shared.columns, sampling, shared.distribution);
   const Masses<kDType> masses(shared.distribution);
   const LogitReader<kDType>& row = masses.row;
-  const bool independent = draw.law == GrowthLaw::kIid;
-  const WarpRun run = run_of_warp(static_cast<uint32_t>(row.num_words()));
-  const int begin = independent ? static_cast<int>(run.begin) : row.own_begin();
-  const int end = independent ? static_cast<int>(run.end) : row.num_words();
+  int begin = row.own_begin(), end = row.num_words();
+  const int stride = kIndependent ? 32 : row.own_stride();
+  if constexpr (kIndependent) {
+    const WarpRun run = run_of_warp(static_cast<uint32_t>(end));
+    begin = static_cast<int>(run.begin);
+    end = static_cast<int>(run.end);
+  }
   const bool by_fours = reinterpret_cast<uintptr_t>(draw.probs) % sizeof(float4) == 0;
   uint64_t sum = 0, before = 0;
   float largest = -kInfinity, scale = 0.0f;  // the largest bound
@@ -152,8 +155,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
 #pragma unroll 1
   for (bool writes = false;; writes = true) {
     row.each_word(
-        begin, independent ? 32 : row.own_stride(), end,
-        [&](float most) { return writes || __any_sync(~0u, masses.may_keep(most)); },
+        begin, stride, end, [&](float most) { return writes || __any_sync(~0u, masses.may_keep(most)); },
         [&](int index, const uint4& word) {
           uint64_t own = 0;
           uint32_t most = 0;
@@ -173,10 +175,10 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
               if (token + i < row.vocab()) draw.probs[token + i] = probs[i];
             }
           });
-          if (writes && independent) draw_in_words(masses, index, word, own, before, shared.targets, draw);
+          if (kIndependent && writes) draw_in_words(masses, index, word, own, before, shared.targets, draw);
           sum += own;
           const float could = log_exact<ScalarMath>(ScalarMath::to_float(most)) + kMaxNoise;
-          if (writes || independent || !__any_sync(~0u, most != 0 && could > largest)) return;
+          if (kIndependent || writes || !__any_sync(~0u, most != 0 && could > largest)) return;
           const float bound = NoisyMasses<kDType>::bound(static_cast<uint32_t>(index * row.of_word()), most);
           if (bound <= largest) return;
           largest = bound;
@@ -186,7 +188,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
     uint64_t total;
     before = sum_before_warp_of_cluster(block, warp_sum(sum), total);
     scale = static_cast<float>(1.0 / static_cast<double>(total));
-    if (independent) {
+    if constexpr (kIndependent) {
       for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
         uint32_t words[4];
         philox<ScalarMath, 1>(draw.seed, draw.position, static_cast<uint32_t>(r), draw.use, words);
@@ -204,7 +206,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   ptx::meet_cluster();  // all tokens are drawn, the distribution is written
   if (ptx::cluster_rank() != 0) return;
   for (int32_t r = threadIdx.x; r < draw.count; r += blockDim.x) {
-    if (!independent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;
+    if (!kIndependent) draw.tokens[r] = r < size ? ranked_id(shared.top.best[r]) : -1;
     const int64_t token = draw.tokens[r];
     const float prob = token >= 0 ? draw.probs[token] : 0.0f;
     const float score = prob > 0.0f ? child_score(parent, log_exact<ScalarMath>(prob), 0.0, 0.0) : -kInfinity;

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const
 }
 
 // For laws "iid", "swor" and "coupled".
-template <DType kDType>
+template <DType kDType, bool kIndependent>
 __global__ void __launch_bounds__(kTopThreads, 2) expand_drawn_kernel(const __grid_constant__ ExpandTreeParams p) {
   const uint32_t row = ptx::cluster_index(), width = static_cast<uint32_t>(p.num_expanded);
   const int64_t b = row / width, f = row % width, children = first_child_of(p, b, f);
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(kTopThreads, 2) expand_drawn_kernel(const __gr
                           .tokens = p.out_tokens + children,
                           .scores = p.out_scores + children,
                           .probs = p.draft_probs + int64_t{row} * p.logits.vocab};
-  draw_children<kDType>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, parent,
-                        ptx::shared<ChildrenShared>());
+  draw_children<kDType, kIndependent>(logit_row(p.logits, row), sampling_of(p.sampling, b), draw, parent,
+                                      ptx::shared<ChildrenShared>());
 }
 
 struct GrowShared {
@@ -189,7 +189,9 @@ void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx)
     if (p.law == GrowthLaw::kTopK) {
       launch_top(expand_top_kernel<dtype>, rows, vocab, sizeof(ExpandShared), ctx.stream, p);
     } else {
-      launch_top(expand_drawn_kernel<dtype>, rows, vocab, sizeof(ChildrenShared), ctx.stream, p);
+      const auto kernel =
+          p.law == GrowthLaw::kIid ? expand_drawn_kernel<dtype, true> : expand_drawn_kernel<dtype, false>;
+      launch_top(kernel, rows, vocab, sizeof(ChildrenShared), ctx.stream, p);
     }
   });
   launch_behind(grow_kernel, dim3(static_cast<unsigned>(p.batch)), dim3(kTreeThreads), sizeof(GrowShared), ctx.stream,

@@ -16,7 +16,7 @@ constexpr int kMostGroups = 1024, kMostCandidates = 512;
 struct TopShared {
   BlockShared block;
   uint64_t best[kMaxTreeNodes];          // of the first CTA: the result
-  uint32_t groups[kMostGroups];          // the keys of the largest logits of neighbouring threads, of all CTAs
+  uint64_t groups[kMostGroups];          // ranked_key() of the largest of neighbouring threads, of all CTAs
   uint64_t candidates[kMostCandidates];  // of the first CTA
   int32_t num_candidates;
   uint32_t has_nan, too_many;  // flags
@@ -35,29 +35,22 @@ void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t 
                   params);
 }
 
-// How many of `size` values come before value `i`: larger ones, and equal ones with a lower index. There is room for
-// four values at a time.
-template <typename T>
-__device__ __forceinline__ int32_t rank_among(const T* values, int32_t size, int32_t i) {
-  const T own = values[i];
-  int32_t rank = 0;
-#pragma unroll 1
-  for (int32_t first = 0; first < size; first += 4) {
-#pragma unroll
-    for (int32_t j = first; j < first + 4; ++j) {
-      const T value = values[j];
-      rank += (value > own && j < size) || (value == own && j < i);
-    }
-  }
-  return rank;
-}
-
-// Writes the `count` largest of a few different values to `best`, the largest first. All threads of a CTA call it, and
-// meet afterwards.
+// Writes the `count` largest of a few different values to `best`, the largest first. There is room for a multiple of
+// four values. All threads of a CTA call it, and meet afterwards.
 __device__ __forceinline__ void sort_few(const uint64_t* values, int32_t size, int32_t count, uint64_t* best) {
+#pragma unroll 1
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
-    const int32_t rank = rank_among(values, size, i);
-    if (rank < count) best[rank] = values[i];
+    const uint64_t own = values[i];
+    int32_t rank = 0;
+#pragma unroll 1
+    for (int32_t first = 0; first < size; first += 4) {
+#pragma unroll
+      for (int32_t j = first; j < first + 4; ++j) {
+        const uint64_t value = values[j];
+        rank += value > own && j < size;
+      }
+    }
+    if (rank < count) best[rank] = own;
   }
 }
 
@@ -72,6 +65,12 @@ __device__ __forceinline__ void begin_candidates(TopShared& shared) {
   ptx::meet_cluster();
 }
 
+// For functions that every kernel has two of.
+inline __device__ __attribute__((noinline)) void sort_few_apart(const uint64_t* values, int32_t size, int32_t count,
+                                                                uint64_t* best) {
+  sort_few(values, size, count, best);
+}
+
 __device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
 #pragma unroll 1
   for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) atomicExch(ptx::of_cta(&flag, rank), 1u);
@@ -83,20 +82,23 @@ __device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
 __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t count, TopShared& shared) {
   const int32_t ctas = static_cast<int32_t>(ptx::cluster_size()), threads = static_cast<int32_t>(blockDim.x);
   const int32_t rank = static_cast<int32_t>(ptx::cluster_rank()), thread = static_cast<int32_t>(threadIdx.x);
+  count = max_of(count, 1);
   int32_t bits = 5;  // a group has 2^bits threads
   while (bits > 0 && (ctas * threads >> bits) < min_of(2 * count, kMostGroups / 2)) --bits;
 #pragma unroll 1
   for (int apart = 1 << bits >> 1; apart > 0; apart /= 2) key = max_of(key, __shfl_xor_sync(~0u, key, apart));
-  uint32_t* const group = &shared.groups[(rank * threads + thread) >> bits];
+  const int32_t group = (rank * threads + thread) >> bits, groups = ctas * threads >> bits;
 #pragma unroll 1
   for (int32_t cta = thread & ((1 << bits) - 1); cta < ctas; cta += 1 << bits) {
-    *ptx::of_cta(group, static_cast<uint32_t>(cta)) = key;
+    *ptx::of_cta(&shared.groups[group], static_cast<uint32_t>(cta)) = ranked_key(key, group);
   }
   ptx::meet_cluster();
-  for (int32_t i = thread; i < ctas * threads >> bits; i += threads) {
-    const int32_t rank_of_group = rank_among(shared.groups, ctas * threads >> bits, i);
-    if (rank_of_group == 0) shared.peak = shared.groups[i];
-    if (rank_of_group == count - 1) shared.threshold = max_of(shared.groups[i], shared.threshold);
+  sort_few_apart(shared.groups, groups, count, shared.best);
+  __syncthreads();
+  if (thread == 0) {
+    shared.peak = static_cast<uint32_t>(shared.best[0] >> 32);
+    if (count <= groups)
+      shared.threshold = max_of(static_cast<uint32_t>(shared.best[count - 1] >> 32), shared.threshold);
   }
   __syncthreads();
 }
@@ -156,7 +158,7 @@ __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound,
       return best;
     });
   }
-  if (ptx::cluster_rank() == 0) sort_few(shared.candidates, shared.num_candidates, count, shared.best);
+  if (ptx::cluster_rank() == 0) sort_few_apart(shared.candidates, shared.num_candidates, count, shared.best);
   __syncthreads();
   return min_of(count, shared.num_candidates);
 }
