@@ -139,13 +139,8 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
   find_distribution<kDType>(shared.radix, shared.columns, sampling, shared.distribution);
   const Masses<kDType> masses(shared.distribution);
   const LogitReader<kDType>& row = masses.row;
-  int begin = row.own_begin(), end = row.num_words();
   const int stride = kIndependent ? 32 : row.own_stride();
-  if constexpr (kIndependent) {
-    const WarpRun run = run_of_warp(static_cast<uint32_t>(end));
-    begin = static_cast<int>(run.begin);
-    end = static_cast<int>(run.end);
-  }
+  const WarpRun run = kIndependent ? run_of_warp(row.num_words()) : WarpRun{0, row.own_begin(), row.num_words()};
   const bool by_fours = reinterpret_cast<uintptr_t>(draw.probs) % sizeof(float4) == 0;
   uint64_t sum = 0, before = 0;
   float largest = -kInfinity, scale = 0.0f;  // the largest bound
@@ -155,7 +150,7 @@ __device__ __forceinline__ void draw_children(const LogitRow& logits, const Samp
 #pragma unroll 1
   for (bool writes = false;; writes = true) {
     row.each_word(
-        begin, stride, end, [&](float most) { return writes || __any_sync(~0u, masses.may_keep(most)); },
+        run.begin, stride, run.end, [&](float most) { return writes || __any_sync(~0u, masses.may_keep(most)); },
         [&](int index, const uint4& word) {
           uint64_t own = 0;
           uint32_t most = 0;

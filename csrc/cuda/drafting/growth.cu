@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const
     ptx::meet_cluster();      // all have written what the first CTA has of them
     return clear_children(p, row, children);
   }
-  const float peak = logit_of_key<ScalarMath>(top.peak);
+  const float peak = ranked_value(top.best[0]);
   if (peak > -kInfinity) sum_exp_of_blocks(reader, peak, sum);
   const int32_t size = list_best(RowItems<kDType>{reader}, bound, p.num_children, top);
   if (!is_first) return;

@@ -120,7 +120,7 @@ __device__ __forceinline__ int32_t match_length(const NgramShared& shared, const
 // cluster those of its part of the texts. Tells the first CTA how many they are.
 __device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                             const NgramTexts& texts) {
-  const WarpRun run = run_of_warp(static_cast<uint32_t>(texts.num_places()));
+  const WarpRun run = run_of_warp(static_cast<int32_t>(texts.num_places()));
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32);
   int32_t* const places = p.places + first_place(p, b) + run.begin;
   uint8_t* const lengths = p.match_lengths + first_place(p, b) + run.begin;
@@ -176,7 +176,7 @@ __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& 
   FoundPlaces found{.places = p.places + first_place(p, b),
                     .lengths = p.match_lengths + first_place(p, b),
                     .before_warp = shared.found,
-                    .run_length = run_of_warp(static_cast<uint32_t>(texts.num_places())).length,
+                    .run_length = run_of_warp(static_cast<int32_t>(texts.num_places())).length,
                     .begin = static_cast<int32_t>(min_of<int64_t>(int64_t{thread} * part, count)),
                     .end = static_cast<int32_t>(min_of<int64_t>((thread + int64_t{1}) * part, count)),
                     .first_warp = 0};

@@ -21,7 +21,6 @@ struct TopShared {
   int32_t num_candidates;
   uint32_t has_nan, too_many;  // flags
   uint32_t threshold;
-  uint32_t peak;
 };
 
 // Launches one cluster for each row. Of many rows several clusters follow each other on an SM: the larger they are, the
@@ -35,21 +34,15 @@ void launch_top(void (*kernel)(Params), int64_t num_rows, int64_t vocab, size_t 
                   params);
 }
 
-// Writes the `count` largest of a few different values to `best`, the largest first. There is room for a multiple of
-// four values. All threads of a CTA call it, and meet afterwards.
-__device__ __forceinline__ void sort_few(const uint64_t* values, int32_t size, int32_t count, uint64_t* best) {
-#pragma unroll 1
+// Writes the `count` largest of a few different values to `best`, the largest first. All threads of a CTA call it, and
+// meet afterwards. Not inlined, as most kernels call it twice.
+inline __device__ __attribute__((noinline)) void sort_few(const uint64_t* values, int32_t size, int32_t count,
+                                                          uint64_t* best) {
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {
     const uint64_t own = values[i];
     int32_t rank = 0;
-#pragma unroll 1
-    for (int32_t first = 0; first < size; first += 4) {
-#pragma unroll
-      for (int32_t j = first; j < first + 4; ++j) {
-        const uint64_t value = values[j];
-        rank += value > own && j < size;
-      }
-    }
+#pragma unroll 4
+    for (int32_t j = 0; j < size; ++j) rank += values[j] > own;
     if (rank < count) best[rank] = own;
   }
 }
@@ -65,20 +58,14 @@ __device__ __forceinline__ void begin_candidates(TopShared& shared) {
   ptx::meet_cluster();
 }
 
-// For functions that every kernel has two of.
-inline __device__ __attribute__((noinline)) void sort_few_apart(const uint64_t* values, int32_t size, int32_t count,
-                                                                uint64_t* best) {
-  sort_few(values, size, count, best);
-}
-
 __device__ __forceinline__ void raise_flag(uint32_t& flag) {  // of all CTAs
 #pragma unroll 1
   for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) atomicExch(ptx::of_cta(&flag, rank), 1u);
 }
 
-// Given the largest key of each thread, finds shared.peak, the largest of all, and shared.threshold, above -inf, which
-// `count` items reach, if there are so many: the `count`-th largest of groups of threads. These are twice as many as
-// items are wanted, if that is possible.
+// Given the largest key of each thread, finds the largest of all, that of shared.best[0], and shared.threshold, above
+// -inf, which `count` items reach, if there are so many: the `count`-th largest of groups of threads. These are twice
+// as many as items are wanted, if that is possible.
 __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t count, TopShared& shared) {
   const int32_t ctas = static_cast<int32_t>(ptx::cluster_size()), threads = static_cast<int32_t>(blockDim.x);
   const int32_t rank = static_cast<int32_t>(ptx::cluster_rank()), thread = static_cast<int32_t>(threadIdx.x);
@@ -93,12 +80,10 @@ __device__ __forceinline__ void find_candidate_threshold(uint32_t key, int32_t c
     *ptx::of_cta(&shared.groups[group], static_cast<uint32_t>(cta)) = ranked_key(key, group);
   }
   ptx::meet_cluster();
-  sort_few_apart(shared.groups, groups, count, shared.best);
+  sort_few(shared.groups, groups, count, shared.best);
   __syncthreads();
-  if (thread == 0) {
-    shared.peak = static_cast<uint32_t>(shared.best[0] >> 32);
-    if (count <= groups)
-      shared.threshold = max_of(static_cast<uint32_t>(shared.best[count - 1] >> 32), shared.threshold);
+  if (thread == 0 && count <= groups) {
+    shared.threshold = max_of(static_cast<uint32_t>(shared.best[count - 1] >> 32), shared.threshold);
   }
   __syncthreads();
 }
@@ -158,7 +143,7 @@ __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound,
       return best;
     });
   }
-  if (ptx::cluster_rank() == 0) sort_few_apart(shared.candidates, shared.num_candidates, count, shared.best);
+  if (ptx::cluster_rank() == 0) sort_few(shared.candidates, shared.num_candidates, count, shared.best);
   __syncthreads();
   return min_of(count, shared.num_candidates);
 }
@@ -182,8 +167,8 @@ struct RowItems {
   }
 };
 
-// Finds the peak, shared.peak in every CTA, and what list_best() needs; returns the largest key of this thread. From
-// now on the reader knows whether the row is clean.
+// Finds the peak, that of shared.best[0] in every CTA, and what list_best() needs; returns the largest key of this
+// thread. From now on the reader knows whether the row is clean.
 template <DType kDType>
 __device__ __forceinline__ uint32_t find_peak(LogitReader<kDType>& row, int32_t count, TopShared& shared) {
   begin_candidates(shared);
@@ -191,7 +176,7 @@ __device__ __forceinline__ uint32_t find_peak(LogitReader<kDType>& row, int32_t 
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
   if (best.nan) raise_flag(shared.has_nan);
   find_candidate_threshold(key, count, shared);
-  row.learn({.logit = logit_of_key<ScalarMath>(shared.peak), .token = 0, .has_nan = shared.has_nan != 0});
+  row.learn({.logit = ranked_value(shared.best[0]), .token = 0, .has_nan = shared.has_nan != 0});
   return key;
 }
 

@@ -23,67 +23,38 @@ __device__ __forceinline__ void run_chunk(const Chunk& t, const Sequence& sequen
   __syncthreads();
 }
 
-// The CTA's columns of a state in memory, whose neighbours go to neighbouring threads. A thread has 4 elements of each
-// 32 channels; some may lie outside.
-struct StateTile {
-  static constexpr int kOfThread = kColumns / kWarps;
-  float* at;                  // the thread's next element
-  int64_t stride, turn;       // to the one behind it, there from the last one of 32 channels
-  int32_t channels, columns;  // from the thread's first element on
-  int32_t in_shared;          // where that one is
-  bool by_channel;
-
-  __device__ StateTile(const Chunk& t, int64_t state_index) {
-    const int64_t* const strides = t.p.state_strides;
-    by_channel = strides[2] < strides[3];
-    const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_column = t.column - lane;
-    const int32_t channel = by_channel ? lane : warp, column = by_channel ? warp : lane;
-    at = t.p.state + state_index * strides[0] + t.head * strides[1] + channel * strides[2] +
-         (first_column + column) * strides[3];
-    stride = kWarps * strides[by_channel ? 3 : 2];
-    turn = 32 * strides[2] - (kOfThread - 1) * stride;
-    channels = t.p.key_dim - channel;
-    columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column) - column;
-    in_shared = channel * kStateStride + column;
-  }
-  // Element j of the channels `first` .. first + 31.
-  __device__ int32_t channel(int32_t first, int j) const { return first + (by_channel ? 0 : j * kWarps); }
-  __device__ bool contains(int32_t first, int j) const {
-    return channel(first, j) < channels && (by_channel ? j * kWarps : 0) < columns;
-  }
-  __device__ float& of_shared(const Chunk& t, int32_t first, int j) const {
-    return t.state[in_shared + first * kStateStride + j * kWarps * (by_channel ? 1 : kStateStride)];
-  }
-  __device__ void go_on(int j) { at += j == kOfThread - 1 ? turn : stride; }
-};
-
-// Zeros where there is none.
-__device__ __forceinline__ void load_state(const Chunk& t, StateTile state) {
-  constexpr int kUnderWay = 8, kOfThread = StateTile::kOfThread;
-  const int32_t padded = state.channels + padded_channels(t.p.key_dim) - t.p.key_dim;
+// Copies the CTA's columns of a state from memory, zeros where there is none, or to memory. Neighbours there go to
+// neighbouring threads. A thread has 4 elements of each 32 channels; some may lie outside.
+template <bool kStores>
+__device__ __forceinline__ void copy_state(const Chunk& t, int64_t state_index) {
+  constexpr int kOfThread = kColumns / kWarps, kUnderWay = kStores ? kOfThread : 2 * kOfThread;
+  const int64_t* const strides = t.p.state_strides;
+  const bool by_channel = strides[2] < strides[3];
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_column = t.column - lane;
+  const int32_t channel = by_channel ? lane : warp, column = by_channel ? warp : lane;
+  const int32_t columns = state_index < 0 ? 0 : min_of(kColumns, t.p.value_dim - first_column);
+  float* at = t.p.state + state_index * strides[0] + t.head * strides[1] + channel * strides[2] +
+              (first_column + column) * strides[3];
+  const int64_t next = kWarps * strides[by_channel ? 3 : 2], turn = 32 * strides[2] - (kOfThread - 1) * next;
 #pragma unroll 1
-  for (int32_t first = 0; first < t.p.key_dim; first += kUnderWay * kWarps) {
-    float values[kUnderWay];
+  for (int32_t begin = channel; begin - channel < t.p.key_dim; begin += kUnderWay * kWarps) {
+    const auto channel_of = [&](int e) {
+      return begin + e / kOfThread * 32 + (by_channel ? 0 : e % kOfThread * kWarps);
+    };
+    const auto column_of = [&](int e) { return column + (by_channel ? e % kOfThread * kWarps : 0); };
+    const auto is_there = [&](int e) { return channel_of(e) < t.p.key_dim && column_of(e) < columns; };
+    const auto in_shared = [&](int e) -> float& { return t.state[channel_of(e) * kStateStride + column_of(e)]; };
+    float values[kUnderWay], *in_memory[kUnderWay];
 #pragma unroll
     for (int e = 0; e < kUnderWay; ++e) {
-      values[e] = state.contains(first + e / kOfThread * 32, e % kOfThread) ? *state.at : 0.0f;
-      state.go_on(e % kOfThread);
+      in_memory[e] = at;
+      values[e] = !is_there(e) ? 0.0f : kStores ? in_shared(e) : *at;
+      at += e % kOfThread == kOfThread - 1 ? turn : next;
     }
 #pragma unroll
     for (int e = 0; e < kUnderWay; ++e) {
-      const int32_t of = first + e / kOfThread * 32;
-      if (state.channel(of, e % kOfThread) < padded) state.of_shared(t, of, e % kOfThread) = values[e];
-    }
-  }
-}
-
-__device__ __forceinline__ void store_state(const Chunk& t, StateTile state) {
-#pragma unroll 1
-  for (int32_t first = 0; first < t.p.key_dim; first += 32) {
-#pragma unroll
-    for (int j = 0; j < StateTile::kOfThread; ++j) {
-      if (state.contains(first, j)) *state.at = state.of_shared(t, first, j);
-      state.go_on(j);
+      if (kStores && is_there(e)) *in_memory[e] = values[e];
+      if (!kStores && channel_of(e) < padded_channels(t.p.key_dim)) in_shared(e) = values[e];
     }
   }
 }
@@ -97,13 +68,13 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
                 static_cast<int32_t>(blockIdx.x) % tiles * kColumns + threadIdx.x % 32);
   const Sequence sequence(p, b);
   if (sequence.total == 0) return;
-  load_state(t, StateTile(t, state_index_of(p.tokens, b)));
+  copy_state<false>(t, state_index_of(p.tokens, b));
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {  // one turn for a tree
     const int32_t i = threadIdx.x, count = min_of(capacity, sequence.total - begin);
     if (i < count) t.shared.rows[i] = sequence.row(begin + i);
     run_chunk<kChannelDecay>(t, sequence, count, p.out == nullptr || begin + count < sequence.total);
   }
-  if (p.out == nullptr) store_state(t, StateTile(t, state_index_of(p.tokens, b)));
+  if (p.out == nullptr) copy_state<true>(t, state_index_of(p.tokens, b));
 }
 
 // What no node writes.
@@ -121,19 +92,13 @@ int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   return group;
 }
 
-template <int kOfLane>
+// Products of decays for the kernels that follow.
 void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
-  const int32_t blocks = ceil_div(p.key_dim, kOfLane * kSignChannels), warps = decay_warps(capacity);
+  const int32_t blocks = ceil_div(p.key_dim, kSignChannels), warps = decay_warps(capacity);
   const int64_t jobs = p.tokens.batch * p.num_heads * blocks;
-  launch(path_decays_kernel<kOfLane>, grid_of(jobs, warps), dim3(static_cast<unsigned>(warps * 32)),
-         static_cast<size_t>(warps * decay_bytes(capacity, kOfLane)), ctx.stream, p, capacity, blocks,
+  launch(path_decays_kernel, grid_of(jobs, warps), dim3(static_cast<unsigned>(warps * 32)),
+         static_cast<size_t>(warps * decay_bytes(capacity)), ctx.stream, p, capacity, blocks,
          static_cast<int32_t>(jobs));
-}
-
-// Products of decays for the kernels that follow; two channels for each thread save instructions where SMs are full.
-void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
-  const bool is_large = p.tokens.batch * p.num_heads > 2 * device_limits().num_sms;
-  is_large ? find_path_decays<2>(p, capacity, ctx) : find_path_decays<1>(p, capacity, ctx);
 }
 
 // Whether four neighbours along one dimension of all states lie at multiples of 16 bytes.

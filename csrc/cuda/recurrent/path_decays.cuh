@@ -22,29 +22,25 @@ struct PathDecaysShared {
 
 // So that the products of a CTA have room.
 __host__ __device__ constexpr int32_t decay_warps(int32_t capacity) { return clamp_to(256 / capacity, 1, 4); }
-__host__ __device__ constexpr int32_t decay_bytes(int32_t capacity, int32_t of_lane) {
-  return static_cast<int32_t>(sizeof(PathDecaysShared)) + capacity * of_lane * kSignChannels * 4;
+__host__ __device__ constexpr int32_t decay_bytes(int32_t capacity) {
+  return static_cast<int32_t>(sizeof(PathDecaysShared)) + capacity * kSignChannels * 4;
 }
 
-// A warp for each sequence, value head and `blocks` of kOfLane times 32 channels, `jobs` in all.
-template <int kOfLane>
-__global__ void __launch_bounds__(128, 1)
+// A warp for each sequence, value head and `blocks` of 32 channels, `jobs` in all.
+inline __global__ void __launch_bounds__(128, 1)
     path_decays_kernel(const __grid_constant__ DeltaRuleParams p, int32_t capacity, int32_t blocks, int32_t jobs) {
-  constexpr int kAhead = 8, kChannels = kOfLane * kSignChannels;  // tokens whose decays are loaded together; of a warp
+  constexpr int kAhead = 8;  // tokens whose decays are loaded together
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int32_t job = static_cast<int32_t>(blockIdx.x * (blockDim.x / 32)) + warp;
   if (job >= jobs) return;
-  const int32_t item = job / blocks, head = item % p.num_heads, first_channel = job % blocks * kChannels + lane;
-  auto& shared = *reinterpret_cast<PathDecaysShared*>(&ptx::shared<char>() +
-                                                      warp * static_cast<size_t>(decay_bytes(capacity, kOfLane)));
+  const int32_t item = job / blocks, head = item % p.num_heads, channel = job % blocks * kSignChannels + lane;
+  auto& shared =
+      *reinterpret_cast<PathDecaysShared*>(&ptx::shared<char>() + warp * static_cast<size_t>(decay_bytes(capacity)));
   float* const products = reinterpret_cast<float*>(&shared + 1) + lane;
   const Sequence sequence(p, item / p.num_heads);
-  const float* const g = p.g + head * p.g_head_stride;  // of token 0
-  float* const decays = p.decays + head * int64_t{p.key_dim} + first_channel;
+  const float* const g = p.g + head * p.g_head_stride + min_of(channel, p.key_dim - 1);  // of token 0
+  float* const decays = p.decays + head * int64_t{p.key_dim} + channel;
   const int32_t stride = p.num_heads * p.key_dim;  // of its tokens
-  int32_t channels[kOfLane];
-#pragma unroll
-  for (int c = 0; c < kOfLane; ++c) channels[c] = min_of(first_channel + c * 32, p.key_dim - 1);
   for (int32_t begin = 0; begin < sequence.total; begin += capacity) {
     const int32_t count = min_of(capacity, sequence.total - begin);
     __syncwarp();
@@ -54,39 +50,27 @@ __global__ void __launch_bounds__(128, 1)
       shared.parents[i] = sequence.parent(i);
     }
     __syncwarp();
-    float next[kAhead][kOfLane];
+    float next[kAhead];
     const auto load_next = [&](int32_t first) {
 #pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        const float* const from = g + shared.rows[min_of(first + j, count - 1)] * p.g_token_stride;
-#pragma unroll
-        for (int c = 0; c < kOfLane; ++c) next[j][c] = from[channels[c]];
-      }
+      for (int j = 0; j < kAhead; ++j) next[j] = g[shared.rows[min_of(first + j, count - 1)] * p.g_token_stride];
     };
     load_next(0);
     for (int32_t first = 0; first < count; first += kAhead) {
-      float logarithms[kAhead][kOfLane];
+      float logarithms[kAhead];
 #pragma unroll
-      for (int j = 0; j < kAhead * kOfLane; ++j) logarithms[j / kOfLane][j % kOfLane] = next[j / kOfLane][j % kOfLane];
+      for (int j = 0; j < kAhead; ++j) logarithms[j] = next[j];
       load_next(first + kAhead);
 #pragma unroll
       for (int j = 0; j < kAhead; ++j) {
         const int32_t i = first + j;
         if (i >= count) break;
         const int32_t parent = shared.parents[i];
-        float product[kOfLane], least = 1.0f;
-#pragma unroll
-        for (int c = 0; c < kOfLane; ++c) {
-          const float decay = decay_of<ScalarMath>(logarithms[j][c]);
-          product[c] = parent < 0 ? decay : decay * products[parent * kChannels + c * 32];
-          products[i * kChannels + c * 32] = product[c];
-          least = min_of(least, product[c]);
-        }
-        const float sign = __any_sync(~0u, least < kLeastProduct) ? -1.0f : 1.0f;
-#pragma unroll
-        for (int c = 0; c < kOfLane; ++c) {
-          if (first_channel + c * 32 < p.key_dim) decays[int64_t{shared.rows[i]} * stride + c * 32] = sign * product[c];
-        }
+        const float decay = decay_of<ScalarMath>(logarithms[j]);
+        const float product = parent < 0 ? decay : decay * products[parent * kSignChannels];
+        products[i * kSignChannels] = product;
+        const float sign = __any_sync(~0u, product < kLeastProduct) ? -1.0f : 1.0f;
+        if (channel < p.key_dim) decays[int64_t{shared.rows[i]} * stride] = sign * product;
       }
     }
   }

@@ -136,12 +136,12 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
 // Splits `size` items into one run for each warp of the cluster. All runs but the last have `length` items, a multiple
 // of 32.
 struct WarpRun {
-  uint32_t length, begin, end;
+  int32_t length, begin, end;
 };
-__device__ __forceinline__ WarpRun run_of_warp(uint32_t size) {
+__device__ __forceinline__ WarpRun run_of_warp(int32_t size) {
   const uint32_t warps = blockDim.x / 32, warp = ptx::cluster_rank() * warps + threadIdx.x / 32;
-  const uint32_t length = ceil_div(size, ptx::cluster_size() * warps * 32) * 32;
-  const uint32_t begin = min_of(warp * length, size);
+  const auto length = static_cast<int32_t>(ceil_div<uint32_t>(size, ptx::cluster_size() * warps * 32) * 32);
+  const int32_t begin = min_of(static_cast<int32_t>(warp) * length, size);
   return {length, begin, min_of(begin + length, size)};
 }
 
