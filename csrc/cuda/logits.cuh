@@ -56,8 +56,9 @@ void with_logit_dtype(DType dtype, Call call) {
 }
 
 // A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
-// put together from two loads. Words whose loads would leave the row are read one logit after the other. Loads come
-// from L2, not through the read-only cache, since a row under request options was written by the same kernel.
+// put together from two loads, of which the second waits until the word is cleaned. Words whose loads would leave the
+// row are read one logit after the other. Loads come from L2, not through the read-only cache, since a row under
+// request options was written by the same kernel.
 template <DType kDType>
 class LogitReader {
  public:
@@ -189,14 +190,10 @@ class LogitReader {
   // The same with the words of any lane.
   template <typename F>
   __device__ __forceinline__ void with_batch_of(int lane, int first, int stride, F f) const {
-    const int own = first + lane;
     uint4 words[kBatch];
-    load(own, stride, words);
-    if (!stands() || first < whole_begin() || first + (kBatch - 1) * stride + 32 > whole_end()) {
-#pragma unroll 1
-      for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(*this, own + i * stride, words[0]));
-    }
-    f(own, words);
+    load(first + lane, stride, words);
+    clean_batch(lane, first, stride, words);
+    f(first + lane, words);
   }
   // Calls use(index, stride, see(words)) for the row's batches, so that a batch's words belong to groups of noise of
   // which one block has the words (core/noise.h), if the row begins with a block. The words of the next batches are
@@ -211,28 +208,19 @@ class LogitReader {
     // The first turn only loads, so that there is one copy of the code that does.
 #pragma unroll 1
     for (int next = own_begin() / 32, at = next - 2 * warps; first_of(at) < num_words(); next += 2 * warps) {
-      if (at >= 0) {
-        const int last = first_of(first_of(at + warps) < num_words() ? at + warps : at) + (kBatch - 1) * stride + 32;
-        if (!stands() || first_of(at) < whole_begin() || last > whole_end()) {
 #pragma unroll 1
-          for (int j = 0; j < 2 * kBatch; ++j) {
-            const int word = first_of(at + j / kBatch * warps) + lane + j % kBatch * stride;
-            const uint4 clean = word >= num_words()          ? clean_word(stored_, uint4{}, 0)
-                                : stands() && is_whole(word) ? words[0][0]
-                                                             : made_clean(*this, word, words[0][0]);
-            shift_in(words[0], words[1][0]);
-            shift_in(words[1], clean);
-          }
+      for (int i = at; i < next; i += warps) {
+        seen[0] = seen[1];
+        if (at >= 0 && first_of(i) < num_words()) {
+          clean_batch(lane, first_of(i), stride, words[0]);
+          seen[1] = see(words[0]);
         }
-        seen[0] = see(words[0]);
-        seen[1] = see(words[1]);
-      }
-      if (first_of(next) < num_words()) load(first_of(next) + lane, stride, words[0]);
-      if (first_of(next + warps) < num_words()) {
-        load(first_of(next + warps) + lane, stride, words[1]);
-      } else {
 #pragma unroll
-        for (uint4& word : words[1]) word = clean_word(stored_, uint4{}, 0);
+        for (int j = 0; j < kBatch; ++j) words[0][j] = words[1][j];
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (const int first = first_of(next + i * warps); first < num_words()) load(first + lane, stride, words[i]);
       }
 #pragma unroll 1
       for (; at < next && first_of(at) < num_words(); at += warps) {
@@ -376,27 +364,15 @@ class LogitReader {
   template <int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
     if (whole_end() == whole_begin()) return;
-    const int last = whole_end() - 1;
-    const auto place = [&](int i) {
-      const int at = word + i * stride;
-      return skew_ == 0 ? min_of(at, last) : clamp_to(at, 1, last);
-    };
-    if (skew_ == 0) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) loaded[i] = __ldcg(loads_ + place(i));
-      return;
-    }
-    uint4 next[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      loaded[i] = __ldcg(loads_ + place(i));
-      next[i] = __ldcg(loads_ + place(i) + 1);
-    }
+    for (int i = 0; i < kCount; ++i)
+      loaded[i] = __ldcg(loads_ + clamp_to(word + i * stride, whole_begin(), whole_end() - 1));
+  }
+  // Cleans what was loaded from `first` + lane on.
+  __device__ __forceinline__ void clean_batch(int lane, int first, int stride, uint4 (&words)[kBatch]) const {
+    if (skew_ == 0 && stands() && first + (kBatch - 1) * stride + 32 <= whole_end()) return;
 #pragma unroll 1
-    for (int i = 0; i < kCount; ++i) {  // one copy of the code
-      shift_in(loaded, bytes_from(loaded[0], next[0], skew_));
-      shift_in(next, next[0]);
-    }
+    for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(*this, first + lane + i * stride, words[0]));
   }
 
   __device__ const void* logits() const { return reinterpret_cast<const char*>(loads_) + skew_; }
@@ -438,7 +414,9 @@ class LogitReader {
   // Not inlined, as few rows need it more than at their ends. If the row is presumed clean, a word with a NaN still has
   // one.
   static __device__ __attribute__((noinline)) uint4 made_clean(LogitReader row, int word, uint4 loaded) {
-    const uint4 as_stored = row.is_whole(word) ? loaded : row.word_of_ends(word);
+    const uint4 as_stored = !row.is_whole(word) ? row.word_of_ends(word)
+                            : row.skew_ == 0    ? loaded
+                                                : bytes_from(loaded, __ldcg(row.loads_ + word + 1), row.skew_);
     const uint32_t allowed = row.allowed_of_word(word);
     if (row.clean_ && allowed == (1u << row.of_word()) - 1) return as_stored;
     uint4 clean = clean_word(row.stored_, row.uniform_ ? uint4{} : as_stored, allowed);
