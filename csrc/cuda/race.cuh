@@ -45,7 +45,7 @@ static_assert(offsetof(SamplingShared, masses) == offsetof(SamplingShared, radix
 __device__ __forceinline__ float noise_of_word(uint64_t seed, int64_t position, uint32_t id, uint32_t least) {
   uint32_t words[4];
   const uint32_t half = threadIdx.x % 32 / 16;
-  philox<ScalarMath>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
+  philox<ScalarMath, 1>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
   NoiseGroup group;
 #pragma unroll
   for (int i = 0; i < kNoiseGroup; ++i) group.words[i] = __shfl_sync(~0u, words[i % 4], i / 4 * 16);
@@ -60,6 +60,10 @@ __device__ __forceinline__ uint32_t value_now(uint32_t& word) {
 #else
   return std::atomic_ref(word).load();
 #endif
+}
+
+__device__ __forceinline__ uint16_t* maxima_in(SamplingShared& shared) {
+  return reinterpret_cast<uint16_t*>(shared.radix.counts);
 }
 
 // What a thread learns of a row in a race that is ahead of its peak.
@@ -134,8 +138,7 @@ __device__ __forceinline__ void race_ahead(const Reader& row, const Scale& scale
     Seen seen;
 #pragma unroll
     for (int i = 0; i < Reader::kBatch; ++i) seen.most[i] = row.largest_of_word(words[i]);
-    if (maxima.keys != nullptr && !only_maxima)
-      add_masses(row, words, seen.most, scale.inverse_temperature * kLog2E, ahead);
+    if (maxima.keys != nullptr && !only_maxima) add_masses(row, words, seen.most, log2_scale(scale), ahead);
     return seen;
   };
   row.each_noise_batch(see, [&](int word, int stride, const Seen& seen) {
@@ -250,37 +253,44 @@ __device__ __forceinline__ uint64_t winner_of_notes(const RaceNotes& notes, cons
   return best == kUnknown ? 0 : best;
 }
 
-// Calls f(word, its first token) for the words with a logit that is no less, in batches whose maxima this thread has.
-template <typename Reader, typename F>
-__device__ __forceinline__ void each_word_with(const Reader& row, float logit, uint16_t* maxima, F f) {
-  BatchMaxima of_batches{maxima};
+// Reads the words with a logit that is no less than this one again, in batches whose maxima this thread has. Lists
+// their tokens, or returns the mass of those before this token in the order of the filters.
+template <DType kDType>
+__device__ __attribute__((noinline)) float read_largest(SamplingShared& shared, float least, int token, bool lists) {
+  LogitReader<kDType> row(shared.distribution.row);
+  row.presume_clean();
+  const Scale scale = shared.distribution.scale;
+  const float factor = log2_scale(scale);
+  TopTokens& of_first = *ptx::of_cta(&shared.top, 0);
+  BatchMaxima of_batches{maxima_in(shared)};
+  float mass = 0.0f;
   row.each_noise_place([&](int first, int stride) {
-    const bool may_have = of_batches.may_have(logit);
+    const bool may_have = of_batches.may_have(least);
     const uint32_t lanes = __ballot_sync(~0u, may_have);
     if (lanes == 0) return;
     // Other lanes load what one of these loads.
     const int lane = static_cast<int>(may_have ? threadIdx.x % 32 : __ffs(static_cast<int>(lanes)) - 1);
-    row.with_batch_of(lane, first, stride, [&](int index, uint4(&words)[Reader::kBatch]) {
+    row.with_batch_of(lane, first, stride, [&](int index, uint4(&words)[LogitReader<kDType>::kBatch]) {
 #pragma unroll 1
-      for (int i = 0; i < Reader::kBatch; ++i, index += stride) {
-        if (may_have && row.largest_of_word(words[0]) >= logit) f(words[0], index * row.of_word());
+      for (int i = 0; i < row.kBatch; ++i, index += stride) {
+        float of_word = 0.0f;
+        uint4 word = words[0];
+        const bool has_any = may_have && row.largest_of_word(word) >= least;
+#pragma unroll 1
+        for (int id = index * row.of_word(); has_any && id < (index + 1) * row.of_word(); ++id) {
+          const float logit = row.first_of(word);
+          word = row.without_first(word);
+          if (!(logit >= least)) continue;
+          if (!lists) {
+            if (logit > least || id < token) of_word += ptx::ex2((logit - scale.peak) * factor);
+          } else if (const uint32_t place = atomicAdd(&of_first.size, 1u); place < TopTokens::kMost) {
+            of_first.ranks[place] = ranked(logit, id);
+          }
+        }
+        mass += of_word;
 #pragma unroll
-        for (int j = 0; j + 1 < Reader::kBatch; ++j) words[j] = words[j + 1];
+        for (int j = 0; j + 1 < row.kBatch; ++j) words[j] = words[j + 1];
       }
-    });
-  });
-}
-
-// The mass of the tokens before this one, in the order of the filters.
-template <typename Reader>
-__device__ __forceinline__ float mass_before(const Reader& row, const Scale& scale, float logit, int64_t token,
-                                             uint16_t* maxima) {
-  float mass = 0.0f;
-  each_word_with(row, logit, maxima, [&](const uint4& word, int id) {
-    mass += row.sum_of_word(word, [&](float other) {
-      const bool before = other > logit || (other == logit && id < token);
-      ++id;
-      return before ? ptx::ex2((other - scale.peak) * (scale.inverse_temperature * kLog2E)) : 0.0f;
     });
   });
   return mass;

@@ -27,36 +27,41 @@ __device__ __forceinline__ uint32_t find_key(TopTokens& top, const uint16_t* key
   return key;
 }
 
-// How many of the sorted tokens are kept by the filters, but for min-p under joint. Each warp counts.
-__device__ __forceinline__ uint32_t count_kept(const TopTokens& top, const Sampling& sampling, const Scale& scale,
-                                               float min_x) {
-  const uint32_t lane = threadIdx.x % 32, wanted = static_cast<uint32_t>(sampling.top_k);
-  const auto count_while = [&](auto keeps) {  // a token is kept only if those before it are
-    uint32_t kept = 0;
-    for (uint32_t i = lane; __any_sync(~0u, i < top.size); i += 32) {
-      const bool keeps_it = keeps(i);  // all lanes call it, also with what lies behind the tokens
-      kept += static_cast<uint32_t>(popcount32(__ballot_sync(~0u, i < top.size && keeps_it)));
+// The best x + noise of the listed tokens that the filters keep, ranked(). Each thread asks for its token which ones
+// are before it: first their number, which says whether it has a weight, then their weights.
+__device__ __forceinline__ uint64_t race_of_top(SamplingShared& shared, const Scale& scale, float min_x) {
+  const Sampling& sampling = shared.sampling;
+  const TopTokens& top = shared.top;
+  uint32_t* const weights = shared.masses;
+  uint64_t best = 0;
+#pragma unroll 1
+  for (int weighed = 0; weighed < 2; ++weighed) {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < top.size; i += blockDim.x) {
+      const uint64_t own = top.ranks[i];
+      const float x = scale(ranked_value(own));
+      int32_t greater = 0;
+      uint64_t before = 0, all = 0;
+#pragma unroll 1
+      for (uint32_t j = 0; j < top.size; ++j) {
+        const uint64_t other = top.ranks[j];
+        const uint64_t weight = weighed ? weights[j] : 0;
+        greater += other >> 32 > own >> 32;
+        before += other > own ? weight : 0;
+        all += weight;
+      }
+      const bool keeps = greater < sampling.top_k && (sampling.joint || x >= min_x);
+      if (!weighed) {
+        weights[i] = keeps ? weight_of<ScalarMath>(x) : 0;
+      } else if (keeps && x >= min_x && (sampling.top_p >= 1.0f || before < top_p_mass(sampling.top_p, all))) {
+        const uint32_t token = static_cast<uint32_t>(ranked_id(own));
+        const NoiseGroup group(shared.seed, shared.position, RandomUse::kGumbel, token / kNoiseGroup);
+        best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
+      }
     }
-    return kept;
-  };
-  const float least = wanted <= top.size ? ranked_value(top.ranks[wanted - 1]) : -kInfinity;
-  const uint32_t kept = count_while([&](uint32_t i) {
-    const float logit = ranked_value(top.ranks[i]);
-    return logit >= least && (sampling.joint || scale(logit) >= min_x);
-  });
-  if (sampling.top_p >= 1.0f) return kept;
-  const auto weight = [&](uint32_t i) {
-    return uint64_t{i < kept ? weight_of<ScalarMath>(scale(ranked_value(top.ranks[i]))) : 0};
-  };
-  uint64_t all = 0, before = 0;
-  for (uint32_t i = lane; i < kept; i += 32) all += weight(i);
-  const uint64_t needed = top_p_mass(sampling.top_p, warp_sum(all));
-  return count_while([&](uint32_t i) {
-    const uint64_t reached = warp_scan(weight(i));
-    const bool keeps = i < kept && before + reached - weight(i) < needed;
-    before += __shfl_sync(~0u, reached, 31);
-    return keeps;
-  });
+    __syncthreads();
+  }
+  return best;
 }
 
 // Whether the tokens that draw_of_top() lists suffice for the filters. The more CTAs share a row, the lower is the
@@ -69,8 +74,8 @@ __device__ __forceinline__ bool draws_of_top(const Sampling& sampling, int64_t v
 
 // Draws from the largest tokens of a row with top-k, given the maxima of its batches: the k-th of them is a lower bound
 // of its k-th logit. Returns -1 if the tokens above the bound are too many.
-template <typename Reader>
-__device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& scale, BatchMaxima maxima,
+template <DType kDType>
+__device__ __forceinline__ int64_t draw_of_top(float largest, const Scale& scale, float min_x, BatchMaxima maxima,
                                                SamplingShared& shared) {
   const Sampling& sampling = shared.sampling;
   TopTokens& top = shared.top;
@@ -83,40 +88,11 @@ __device__ __forceinline__ int64_t draw_of_top(const Reader& row, const Scale& s
   const uint32_t wanted = ceil_div<uint32_t>(static_cast<uint32_t>(sampling.top_k), ptx::cluster_size());
   const uint32_t of_cta = find_key(top, maxima.keys, wanted);
   const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, uint64_t{~of_cta} << 32) >> 32);
-  const float least = max_of(-row.largest(), logit_of_key<ScalarMath>(least_key << 16));
-  TopTokens& of_first = *ptx::of_cta(&top, 0);
-  each_word_with(row, least, maxima.keys, [&](uint4 word, int id) {
-#pragma unroll 1
-    for (int i = 0; i < row.of_word(); ++i, ++id) {
-      const float logit = row.first_of(word);
-      word = row.without_first(word);
-      if (!(logit >= least)) continue;
-      if (const uint32_t place = atomicAdd(&of_first.size, 1u); place < TopTokens::kMost)
-        of_first.ranks[place] = ranked(logit, id);
-    }
-  });
+  read_largest<kDType>(shared, max_of(-largest, logit_of_key<ScalarMath>(least_key << 16)), 0, true);
   ptx::meet_cluster();
   constexpr uint64_t kUnknown = ~uint64_t{0};
   uint64_t best = 0;
-  if (ptx::cluster_rank() == 0) {
-    const int32_t size = static_cast<int32_t>(min_of(top.size, TopTokens::kMost + 1));
-    if (size > static_cast<int32_t>(TopTokens::kMost)) {
-      best = kUnknown;
-    } else {
-      int32_t capacity = 2;
-      while (capacity < size) capacity *= 2;
-      block_sort(top.ranks, size, capacity);
-      const float min_x = min_p_bound(sampling.min_p);
-      const uint32_t kept = count_kept(top, sampling, scale, min_x);
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < kept; i += blockDim.x) {
-        const uint32_t token = static_cast<uint32_t>(ranked_id(top.ranks[i]));
-        const float x = scale(ranked_value(top.ranks[i]));
-        const NoiseGroup group(shared.seed, shared.position, RandomUse::kGumbel, token / kNoiseGroup);
-        if (x >= min_x) best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
-      }
-    }
-  }
+  if (ptx::cluster_rank() == 0) best = top.size > TopTokens::kMost ? kUnknown : race_of_top(shared, scale, min_x);
   best = cluster_max(shared.radix.block, best);
   return best == kUnknown || best == 0 ? -1 : ranked_id(best);
 }
@@ -132,40 +108,44 @@ __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, 
   Ahead ahead;
   Scale scale{0.0f, inverse_temperature(sampling.temperature)};
   const bool has_filters = kFilters && has_filter(sampling, row.vocab());
-  BatchMaxima maxima{has_filters ? reinterpret_cast<uint16_t*>(shared.radix.counts) : nullptr};
+  BatchMaxima maxima{has_filters ? maxima_in(shared) : nullptr};
   race_ahead(row, scale, shared.seed, shared.position, shared.notes, ahead, maxima, of_top);
   const uint32_t own = ahead.peak != ahead.peak ? ~0u : order_key<ScalarMath>(ahead.peak + 0.0f);
   scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
+  if (threadIdx.x == 0) {
+    shared.distribution.scale = scale;
+    shared.distribution.uniform = shared.distribution.bad = false;
+  }
   __syncthreads();  // all have noted
-  if (kFilters && of_top) return draw_of_top(row, scale, maxima, shared);
+  const float min_x = min_p_bound(sampling.min_p);
+  if (kFilters && of_top) return draw_of_top<kDType>(row.largest(), scale, min_x, maxima, shared);
   uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
 #pragma unroll 1
   while (best != 0) {
     const int64_t token = ranked_id(best);
     if (!has_filters) return token;
-    const float logit = row.logit(token), min_x = min_p_bound(sampling.min_p);
+    const float logit = row.logit(token);
     Filter filter{.min_x = min_x};
     if (scale(logit) >= min_x) {
       if (sampling.top_p >= 1.0f) return token;
-      const float rebase = ScalarMath::fma(-scale.peak, scale.inverse_temperature * kLog2E, ahead.reference);
-      const auto sum = [&](float of_thread) {
-        return static_cast<float>(cluster_sum(shared.radix.block, static_cast<uint64_t>(of_thread * 0x1p40f))) *
-               0x1p-40f;
-      };
-      const float needed = sampling.top_p * sum(ahead.mass * ptx::ex2(rebase));
-      const float before = sum(mass_before(row, scale, logit, token, maxima.keys));
+      const float rebase = ScalarMath::fma(-scale.peak, log2_scale(scale), ahead.reference);
+      const float mass_before = read_largest<kDType>(shared, logit, static_cast<int>(token), false);
+      float sums[] = {mass_before, ahead.mass * ptx::ex2(rebase)};
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {  // one copy of the code
+        const uint64_t sum = cluster_sum(shared.radix.block, static_cast<uint64_t>(sums[0] * 0x1p40f));
+        sums[0] = sums[1];
+        sums[1] = static_cast<float>(sum) * 0x1p-40f;
+      }
+      const float before = sums[0], needed = sampling.top_p * sums[1];
       // Of floats, of which a thread adds 2^10, and of the integers that decide.
       const float error = 0x1p-13f * (needed + before) + static_cast<float>(row.vocab()) * 0x1p-31f;
       if (before == 0.0f || before + error < needed) return token;
       if (before - error <= needed) return -1;
       filter = {logit, token, min_x};
     }
-    if (threadIdx.x == 0) {
-      shared.distribution.scale = scale;
-      shared.distribution.filter = filter;
-      shared.distribution.uniform = shared.distribution.bad = false;
-    }
+    if (threadIdx.x == 0) shared.distribution.filter = filter;
     best = race_of_kept<kDType>(shared, 0);
   }
   return -1;

@@ -27,6 +27,7 @@ SAMPLINGS = [
     {"top_k": 700, "top_p": 0.3, "min_p": 1e-4},
     {"top_k": 300, "top_p": 0.8, "temperature": 3.0, "filter_order": "joint"},
     {"top_p": 1e-6, "temperature": 0.3},
+    {"top_p": 0.5, "temperature": 1e-45},
     {"temperature": 2e-7},  # more tokens of equal rows may win than are noted
 ]
 

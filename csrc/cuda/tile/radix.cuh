@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_to_column(RadixShared& shared, uint32_t* mas
 __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, const uint32_t* masses, unsigned columns,
                                                  unsigned bin) {
   Totals sum{0, 0};
-#pragma unroll 2
+#pragma unroll 1
   for (unsigned i = 0; i < columns; ++i) {
     const unsigned cell = bin * columns + ((bin + i) & (columns - 1));  // neighbouring threads use different banks
     sum.count += shared.counts[cell];
@@ -93,6 +93,7 @@ __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, 
     ptx::meet_cluster();
     for (unsigned bin = threadIdx.x; bin < kBins; bin += blockDim.x) {
       Totals sum{0, 0};
+#pragma unroll 2
       for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
         const Totals of_cta = *ptx::of_cta(&shared.of_cta[bin], rank);
         sum = {sum.count + of_cta.count, sum.mass + of_cta.mass};

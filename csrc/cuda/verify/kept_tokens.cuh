@@ -103,7 +103,7 @@ __device__ __forceinline__ uint64_t note_tokens(const Reader& row, KeptList& lis
                                                 float min_x, Weighs weighs) {
   uint64_t exact = 0;
   double rough = 0.0;
-  const float least_x = max_of(min_x, kWeightless), factor = min_of(scale.inverse_temperature * kLog2E, kMaxFloat);
+  const float least_x = max_of(min_x, kWeightless), factor = log2_scale(scale);
   const auto counts = [&](float most) { return weighs != Weighs::kNothing && scale(most) >= least_x; };
   const auto has_any = [&](float most) { return __any_sync(~0u, most >= bound || counts(most)) != 0; };
   row.each_own_word(has_any, [&](int index, const uint4& word) {
