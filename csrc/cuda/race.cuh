@@ -68,8 +68,10 @@ __device__ __forceinline__ uint16_t* maxima_in(SamplingShared& shared) {
 
 // What a thread learns of a row in a race that is ahead of its peak.
 struct Ahead {
-  float peak = -kInfinity;                // its largest logit, NaN if there is one
-  float mass = 0.0f, reference = -1e30f;  // the sum of 2^(logit log2(e) / T - reference), if it is wanted
+  float peak = -kInfinity;  // its largest logit, NaN if there is one
+  // The sum of 2^(logit log2(e) / T - reference), if it is wanted. Less than the first reference has no mass where
+  // notes have a winner, and its rounding would be an overflow.
+  float mass = 0.0f, reference = -0x1p25f;
 };
 
 // The largest logits of lanes in batches: the upper halves of their order keys.
