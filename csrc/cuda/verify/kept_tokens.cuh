@@ -188,30 +188,29 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
     *ptx::of_cta(&list.notes_of_cta[ptx::cluster_rank()], threadIdx.x) = list.num_own;
   }
   ptx::meet_cluster();
-  // Each warp copies a slice of what a CTA has, the next warps the same of other CTAs.
-  const uint32_t ctas = ptx::cluster_size(), warps = blockDim.x / 32, slices = max_of(warps / ctas, 1u);
-  uint32_t begin = 0;
   mass = 0;
+  uint32_t size = 0;
 #pragma unroll 1
-  for (uint32_t rank = 0; rank < ctas; ++rank) {
-    const uint32_t count = list.notes_of_cta[rank], warp = (threadIdx.x / 32 + warps - rank % warps) % warps;
+  for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) {
     mass += list.mass_of_cta[rank];
-    if (begin + count <= kMostNotes && warp % ctas == 0 && warp / ctas < slices) {
-#pragma unroll 4
-      for (uint32_t i = warp / ctas * 32 + threadIdx.x % 32; i < count; i += 32 * slices) {
-        const uint64_t note = *ptx::of_cta(&list.own[i], rank);
-        list.notes[begin + i] = note;
-        list.weights[begin + i] = weight_of<ScalarMath>(max_of(scale(ranked_value(note)), 2 * kWeightless));
-      }
-    }
-    begin += count;
+    size += list.notes_of_cta[rank];
+  }
+  const bool fits = size <= kMostNotes;
+  uint32_t rank = 0, begin = 0;  // of the CTA that has note i
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; fits && i < size; i += blockDim.x) {
+#pragma unroll 1
+    for (; i - begin >= list.notes_of_cta[rank]; ++rank) begin += list.notes_of_cta[rank];
+    const uint64_t note = *ptx::of_cta(&list.own[i - begin], rank);
+    list.notes[i] = note;
+    list.weights[i] = weight_of<ScalarMath>(max_of(scale(ranked_value(note)), 2 * kWeightless));
   }
   if (threadIdx.x == 0) {
-    list.size = min_of(begin, kMostNotes);
+    list.size = min_of(size, kMostNotes);
     list.num_own = 0;
   }
   ptx::meet_cluster();  // all have read
-  return begin <= kMostNotes ? mass : ~uint64_t{0};
+  return fits ? mass : ~uint64_t{0};
 }
 
 // Finds what the filters keep among the notes, as find_filter() does in the row, given the mass of the row, which may
@@ -248,8 +247,8 @@ __device__ __forceinline__ Found cut_by_filters(KeptList& list, const Sampling& 
   const float logit = logit_of_key<ScalarMath>(whole_key(cut.least, digits));
   if (logit < filter.min_logit) return Found::kYes;
   filter.min_logit = logit;
-  const uint64_t weight = (kept - above) / equal, ties = ceil_div(needed - above, weight);
-  if (ties != ceil_div(needed_at_least - above, weight)) return Found::kTooRough;
+  const uint64_t ties = ceil_div((needed - above) * equal, kept - above);
+  if ((ties - 1) * (kept - above) >= (needed_at_least - above) * equal) return Found::kTooRough;
   if (ties < equal) {
     cut_notes(~static_cast<uint32_t>(vocab - 1), ~0u, shift, cut.least, false, ties);
     filter.tie_end = int64_t{~cut.least} + 1;
