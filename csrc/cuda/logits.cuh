@@ -74,15 +74,10 @@ class LogitReader {
 
   // Until it is known, the row is taken to have neither NaN nor +inf.
   __device__ void presume_clean() { clean_ = true; }
-  // From now on the row reads as zeros: this is the distribution of a row without finite logits.
-  __device__ void make_uniform() {
-    uniform_ = true;
-    clean_ = false;
-  }
   // Learns the result of find_peak: a row without NaN and +inf is read as it stands.
   __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
   __device__ void learn(const RowDistribution& distribution) {
-    if (distribution.uniform) make_uniform();
+    uniform_ = distribution.uniform;
     clean_ = !distribution.bad && distribution.scale.peak < stored_.largest();
   }
 
@@ -439,8 +434,8 @@ class LogitReader {
   uint32_t skew_;        // bytes of the first word before the row
   int vocab_;
   bool is_packed_;
-  bool uniform_ = false;
-  bool clean_ = false;  // no NaN, no +inf
+  bool uniform_ = false;  // the row reads as zeros, as one without finite logits does
+  bool clean_ = false;    // no NaN, no +inf
 };
 
 }  // namespace pagedtree::cuda

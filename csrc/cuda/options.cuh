@@ -72,20 +72,14 @@ __device__ __forceinline__ float* scratch_of(const OptionsParams& o) {
   return o.scratch + ptx::cluster_index() * o.scratch_stride;
 }
 
-__device__ __forceinline__ void write_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
-                                          Stops stops, BlockShared& shared) {
+// Not inlined: few arguments cost few registers where rows are read.
+inline __device__ __attribute__((noinline)) void write_row(const OptionsParams& o, const LogitsParams& logits,
+                                                           int64_t b, int64_t n, Stops stops, BlockShared& shared) {
   const RowOptions r(o, b, n, stops);
   const LogitRow row = logit_row(logits, n);
   ptx::meet_cluster();  // all have read the row before
   Writer writer{r, row, scratch_of(o), shared};
   RowPatch<Writer>(r, row, writer).run();
-}
-
-// For kernels that read rows in several places. Few arguments cost few registers there.
-inline __device__ __attribute__((noinline)) void write_row_apart(const OptionsParams& o, const LogitsParams& logits,
-                                                                 int64_t b, int64_t n, Stops stops,
-                                                                 BlockShared& shared) {
-  write_row(o, logits, b, n, stops, shared);
 }
 
 }  // namespace options
@@ -100,8 +94,7 @@ template <DType kDType = kAnyDType>
 __device__ __forceinline__ void prepare_row(const OptionsParams& o, const LogitsParams& logits, int64_t b, int64_t n,
                                             BlockShared& shared, Stops stops = Stops::kDecide) {
   if constexpr (kReadsOptions<kDType>) {
-    constexpr auto write_row = kDType == kAnyDType ? options::write_row_apart : options::write_row;
-    if (o.used) write_row(o, logits, b, n, stops, shared);
+    if (o.used) options::write_row(o, logits, b, n, stops, shared);
   }
 }
 

@@ -90,11 +90,10 @@ __device__ __forceinline__ int64_t draw_of_top(float largest, const Scale& scale
   const uint32_t least_key = ~static_cast<uint32_t>(cluster_max(shared.radix.block, uint64_t{~of_cta} << 32) >> 32);
   read_largest<kDType>(shared, max_of(-largest, logit_of_key<ScalarMath>(least_key << 16)), 0, true);
   ptx::meet_cluster();
-  constexpr uint64_t kUnknown = ~uint64_t{0};
   uint64_t best = 0;
-  if (ptx::cluster_rank() == 0) best = top.size > TopTokens::kMost ? kUnknown : race_of_top(shared, scale, min_x);
+  if (ptx::cluster_rank() == 0 && top.size <= TopTokens::kMost) best = race_of_top(shared, scale, min_x);
   best = cluster_max(shared.radix.block, best);
-  return best == kUnknown || best == 0 ? -1 : ranked_id(best);
+  return best == 0 ? -1 : ranked_id(best);
 }
 
 // Draws from a row that is read once. A race ahead of the peak has a winner, which is asked whether the filters keep

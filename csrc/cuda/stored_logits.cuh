@@ -127,18 +127,16 @@ __device__ __forceinline__ uint32_t clean_bits(const Stored& stored, uint32_t bi
 
 // Bit i of `allowed` is for number i of the word.
 template <typename Stored>
-__device__ __forceinline__ uint4 clean_word(const Stored& stored, const uint4& word, uint32_t allowed) {
-  uint32_t words[4] = {word.x, word.y, word.z, word.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (stored.wide()) {
-      words[i] = clean_bits(stored, words[i], allowed >> i & 1u);
-    } else {
-      words[i] = clean_bits(stored, words[i] & 0xffffu, allowed >> 2 * i & 1u) |
-                 clean_bits(stored, words[i] >> 16, allowed >> (2 * i + 1) & 1u) << 16;
-    }
+__device__ __forceinline__ uint4 clean_word(const Stored& stored, uint4 word, uint32_t allowed) {
+#pragma unroll 1
+  for (int i = 0; i < 4; ++i) {  // the registers move on by one
+    const uint32_t clean = stored.wide() ? clean_bits(stored, word.x, allowed & 1u)
+                                         : clean_bits(stored, word.x & 0xffffu, allowed & 1u) |
+                                               clean_bits(stored, word.x >> 16, allowed & 2u) << 16;
+    word = {word.y, word.z, word.w, clean};
+    allowed >>= stored.wide() ? 1 : 2;
   }
-  return {words[0], words[1], words[2], words[3]};
+  return word;
 }
 
 // Sixteen bytes of two neighbouring words, from byte `skew` of the first word on.

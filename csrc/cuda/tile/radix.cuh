@@ -114,8 +114,8 @@ __device__ __forceinline__ void find_bin(RadixShared& shared, bool by_mass, bool
     Cut cut = shared.cut;
     const int lane = static_cast<int>(threadIdx.x), top = kBins - 1 - kBinsPerLane * lane;
     Totals mine{0, 0};
-    // Fully unrolled, these loops would need more registers than any pass over a row.
-#pragma unroll 2
+    // Unrolled, these loops would need more registers than any pass over a row.
+#pragma unroll 1
     for (int i = 0; i < kBinsPerLane; ++i) {
       mine.count += totals[top - i].count;
       mine.mass += totals[top - i].mass;

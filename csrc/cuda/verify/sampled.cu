@@ -55,14 +55,16 @@ __global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_
   const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
   ptx::meet_cluster();
-  if (b < 0 || depth < 0) {  // no walk visits this row
-    if (leads_cluster()) p.drawn_rows[row].sequence = -1;
-    return;
-  }
+  const bool visited = b >= 0 && depth >= 0;  // by a walk
+  if (leads_cluster()) p.drawn_rows[row].sequence = visited ? static_cast<int32_t>(b) : -1;
+  if (!visited) return;
   const Draw draw = draw_at<kDType, true>(p, b, logit_row(p.logits, row), depth, ptx::shared<SamplingShared>());
   if (!leads_cluster()) return;
   const int64_t at = ptx::cluster_index();  // row and depth again, so that no registers hold them meanwhile
-  p.drawn_rows[at] = {static_cast<int32_t>(draw.token), static_cast<int32_t>(b), p.depths[at], draw.bad};
+  DrawnRow& drawn = p.drawn_rows[at];
+  drawn.token = static_cast<int32_t>(draw.token);
+  drawn.depth = p.depths[at];
+  drawn.bad = draw.bad;
 }
 
 // The token of the row at which a walk stands. Under filters it is drawn from a list, if that is possible.
