@@ -11,8 +11,8 @@ namespace pagedtree {
 // bits) / divisor, rounded up (Granlund and Montgomery, PLDI 1994). GPUs have no instruction for division.
 class SmallDivisor {
  public:
-  SmallDivisor() : SmallDivisor(1) {}
-  explicit SmallDivisor(int64_t divisor)
+  constexpr SmallDivisor() : SmallDivisor(1) {}
+  constexpr explicit SmallDivisor(int64_t divisor)
       : divisor_(static_cast<uint32_t>(clamp_to<int64_t>(divisor, 1, INT32_MAX))),
         bits_(std::bit_width(divisor_ - 1)),
         factor_(static_cast<uint32_t>(((uint64_t{1} << (31 + bits_)) + divisor_ - 1) / divisor_)) {}

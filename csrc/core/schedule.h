@@ -19,6 +19,8 @@
 // made for.
 #pragma once
 
+#include <cmath>
+
 #include "core/attention.h"
 #include "core/divisor.h"
 #include "core/tree.h"
@@ -47,7 +49,8 @@ PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) {
 struct WorkShape {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
-  const int32_t* tree_lens;     // [B] or null: queries count as causal, which trees of a few KV tiles nearly are
+  const int32_t* tree_lens;     // [B]
+  int32_t without_trees;        // -1: queries count as causal, which trees of a few KV tiles nearly are; else 0
   int64_t batch;
   int64_t num_tokens;   // T, padding included
   int64_t max_seq_len;  // seq_lens are clamped to it
@@ -59,11 +62,10 @@ struct WorkShape {
   int32_t few_rows = 0;        // if a head has at most this many rows,
   int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
   WorkList list = WorkList::kAll;
+  uint32_t least_rows = 0, more_rows = INT32_MAX;  // of its sequences: the fewest, how many more than these
 
   PT_HOST_DEVICE int m_tile_bits() const { return popcount32(static_cast<uint32_t>(m_tile) - 1); }  // a power of two
-  PT_HOST_DEVICE bool takes(int64_t rows) const {
-    return list == WorkList::kAll || (rows <= kSmallRows) == (list == WorkList::kSmall);
-  }
+  PT_HOST_DEVICE bool takes(uint32_t rows) const { return rows - least_rows <= more_rows; }
 };
 
 PT_HOST_DEVICE int64_t max_seq_len_of(const AttentionPlanParams& p) { return p.max_seq_len; }
@@ -77,7 +79,8 @@ WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::
   WorkShape shape{};
   shape.seq_lens = p.seq_lens;
   shape.cu_seqlens_q = p.cu_seqlens_q;
-  shape.tree_lens = p.tree_lens;
+  shape.tree_lens = p.tree_lens != nullptr ? p.tree_lens : p.seq_lens;
+  shape.without_trees = p.tree_lens != nullptr ? 0 : -1;
   shape.batch = p.batch;
   shape.num_tokens = p.num_tokens;
   shape.max_seq_len = max_seq_len_of(p);
@@ -87,6 +90,8 @@ WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::
   shape.by_group_size = SmallDivisor(p.group_size);
   shape.m_tile = m_tile;
   shape.list = list;
+  if (list == WorkList::kSmall) shape.more_rows = kSmallRows;
+  if (list == WorkList::kLarge) shape.least_rows = kSmallRows + 1;
   return shape;
 }
 
@@ -137,28 +142,29 @@ PT_HOST_DEVICE int32_t m_tiles_of(const WorkShape& shape, uint32_t rows, int32_t
 
 // A row tile has m_tile rows for each of the CTAs that share it.
 template <typename Divisor>
-PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, const NodeRange& tokens, int32_t sharers,
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, const NodeRange& tokens, int32_t sharers,
                                           const Divisor& by_sharers) {
   SequenceWork work;
   work.tokens = tokens;
   work.tile_rows = static_cast<uint32_t>(shape.m_tile * sharers);
   work.seq_len = clamp_to(shape.seq_lens[b], 0, static_cast<int32_t>(shape.max_seq_len));
-  work.tree_len = shape.tree_lens == nullptr ? -1 : min_of(shape.tree_lens[b], work.seq_len);
-  work.rows = static_cast<uint32_t>(min_of<int64_t>(tokens.size() * shape.group_size, INT32_MAX));
-  const auto rows = static_cast<int32_t>(work.rows), count = static_cast<int32_t>(tokens.size());
-  const bool has_few_rows = shape.few_rows_heads > 1 && rows <= shape.few_rows;
+  work.tree_len = min_of(shape.tree_lens[b], work.seq_len) | shape.without_trees;
+  const auto count = static_cast<int32_t>(tokens.size());
+  work.rows = static_cast<uint32_t>(count) * static_cast<uint32_t>(shape.group_size);
+  const bool has_few_rows = shape.few_rows_heads > 1 && work.rows <= static_cast<uint32_t>(shape.few_rows);
   work.head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
   work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, work.head_tiles) : 1;
-  work.m_tiles = shape.takes(rows) ? m_tiles_of(shape, work.rows, sharers, by_sharers) : 0;
+  work.m_tiles = shape.takes(work.rows) ? m_tiles_of(shape, work.rows, sharers, by_sharers) : 0;
   // The tokens before the window is full.
   const auto filling = static_cast<uint32_t>(clamp_to(shape.window - max_of(work.seq_len - count, 0), 0, count));
   const int32_t full_tile = m_tiles_of(shape, filling * static_cast<uint32_t>(shape.group_size), sharers, by_sharers);
   work.full_tile = work.tree_len < 0 ? min_of(full_tile, work.m_tiles - 1) : 0;
-  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * work.head_tiles, INT32_MAX - 1));
+  work.row_tiles = static_cast<int32_t>(
+      min_of<uint32_t>(static_cast<uint32_t>(work.m_tiles) * static_cast<uint32_t>(work.head_tiles), INT32_MAX - 1));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
-PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int64_t b, int32_t sharers = 1) {
+PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, int32_t sharers = 1) {
   return sequence_work(shape, b, node_range(shape.cu_seqlens_q, shape.batch, b, shape.num_tokens), sharers,
                        Sharers{sharers});
 }
@@ -174,7 +180,7 @@ PT_HOST_DEVICE float divided(float value, float divisor) {
 // 1 / value, to 40 bits.
 PT_HOST_DEVICE double reciprocal(double value) {
   const double near = divided(1.0f, static_cast<float>(value));
-  return near * (2.0 - value * near);
+  return near * fma(-value, near, 2.0);
 }
 
 // The work of some sequences.
@@ -214,8 +220,8 @@ struct RowCosts {
   // The cost of the first m M tiles of a head; bounded, so that no sum over a batch of bad lengths overflows.
   PT_HOST_DEVICE uint32_t before(int32_t m) const {
     const auto count = static_cast<float>(m), of_rising = static_cast<float>(min_of(m, rising));
-    const float above = of_rising * (count - (0.5f * of_rising + 0.5f));
-    return static_cast<uint32_t>(min_of(first * count + rise * above, 0x1p31f));
+    const float above = of_rising * fmaf(-0.5f, of_rising, count - 0.5f);
+    return static_cast<uint32_t>(min_of(fmaf(first, count, rise * above), 0x1p31f));
   }
 };
 struct WorkPosition {
@@ -231,7 +237,8 @@ struct WorkPosition {
   }
   // The next of so many row tiles of the sequence, or the next sequence.
   PT_HOST_DEVICE WorkPosition next(int32_t row_tiles) const {
-    return row_tile < row_tiles - 1 ? WorkPosition{sequence, row_tile + 1, 0} : WorkPosition{sequence + 1, 0, 0};
+    const bool is_last = row_tile >= row_tiles - 1;
+    return {sequence + is_last, is_last ? 0 : row_tile + 1, 0};
   }
   PT_HOST_DEVICE bool same_row(const WorkPosition& other) const {
     return ((sequence ^ other.sequence) | (row_tile ^ other.row_tile)) == 0;
@@ -241,10 +248,11 @@ struct WorkPosition {
 // How many ranges a backend wants.
 struct RangeLimits {
   int32_t most;
-  int32_t multiple;  // a number of ranges above this is a multiple of it
-  int64_t min_cost;  // of a range
+  SmallDivisor multiple;  // a number of ranges above this is a multiple of it
+  int64_t min_cost;       // of a range
   int32_t min_piece;
-  int64_t held_tiles;  // that a cache keeps: nobody shares row tiles if an M tile of each head sees no more in all
+  float held_tiles;  // that a cache keeps: nobody shares row tiles if an M tile of each head sees no more in all
+  float most_in_cost = 1.0f / static_cast<float>(min_cost);  // ranges
 };
 
 // How little it suits a list that so many CTAs share its row tiles, for the choice of the least: by the number of those
@@ -253,7 +261,7 @@ PT_HOST_DEVICE uint32_t misfit(const WorkSum& alone, const RangeLimits& limits, 
                                const SmallDivisor& by_sharers) {
   const auto m_tiles = static_cast<uint32_t>(alone.m_tiles), count = static_cast<uint32_t>(sharers);
   const uint32_t without = by_sharers.quotient(m_tiles + count - 1) * count - m_tiles;
-  const float held = static_cast<float>(limits.held_tiles) * static_cast<float>(m_tiles);
+  const float held = limits.held_tiles * static_cast<float>(m_tiles);
   const bool suits =
       (sharers > 1) & (sharers <= limits.most) & (without * 32 <= m_tiles) & (static_cast<float>(alone.cost) > held);
   return suits ? (without + 1) * kMostSharers - count : kMostSharers * kMostSharers - 1;
@@ -280,11 +288,10 @@ struct Cuts {
     const auto parts = [](int32_t value, int32_t divisor) {
       return static_cast<int32_t>(divided(static_cast<float>(value) + 0.5f, static_cast<float>(divisor)));
     };
-    const float total = static_cast<float>(work.cost),
-                wanted = divided(total + 0.5f, static_cast<float>(limits.min_cost));
+    const float total = static_cast<float>(work.cost), wanted = (total + 0.5f) * limits.most_in_cost;
     int32_t ctas =
         max_of(min_of(static_cast<int32_t>(min_of<float>(wanted, kMaxPlanRanges)) * sharers, limits.most), 1);
-    const int32_t whole = parts(ctas, limits.multiple) * limits.multiple;
+    const int32_t whole = ctas - static_cast<int32_t>(limits.multiple.remainder(static_cast<uint32_t>(ctas)));
     ctas = whole > 0 ? whole : ctas;
     num_ranges = max_of(static_cast<int32_t>(by_sharers.quotient(static_cast<uint32_t>(ctas))), 1);
     uint64_t cost = work.cost - kPieceCost;
@@ -300,12 +307,13 @@ struct Cuts {
       }
     }
     begin = (each > 0 ? 0 : kPieceCost) + 0x1p-11;
-    step = static_cast<double>(cost) * reciprocal(num_ranges);
-    inverse = reciprocal(step);
+    const double of_all = static_cast<double>(cost), count = num_ranges, of_both = reciprocal(of_all * count);
+    step = of_all * of_all * of_both;
+    inverse = count * count * of_both;
   }
 
   // The cost before range i.
-  PT_HOST_DEVICE uint64_t target(int32_t i) const { return static_cast<uint64_t>(i * step + begin); }
+  PT_HOST_DEVICE uint64_t target(int32_t i) const { return static_cast<uint64_t>(fma(i, step, begin)); }
 
   // Where a range starts.
   struct Start {
@@ -324,17 +332,19 @@ struct Cuts {
     const uint32_t in_head = static_cast<uint32_t>(offset) - static_cast<uint32_t>(start.head) * costs.of_head;
     start.m_tile = 0;
     uint32_t low = 0, high = costs.of_head;  // the costs before the row tile and the next
-    PT_NO_UNROLL for (int32_t end = work.m_tiles; end - start.m_tile > 1;) {
-      const int32_t middle = (start.m_tile + end) >> 1;
+    int32_t end_tile = work.m_tiles;
+    PT_NO_UNROLL
+    do {
+      const int32_t middle = (start.m_tile + end_tile) >> 1;
       const uint32_t cost = costs.before(middle);
       if (cost <= in_head) {
         start.m_tile = middle;
         low = cost;
       } else {
-        end = middle;
+        end_tile = middle;
         high = cost;
       }
-    }
+    } while (end_tile - start.m_tile > 1);
     // The KV tiles in which all CTAs that share the row tile see keys.
     const uint32_t first_row = static_cast<uint32_t>(start.m_tile) * work.tile_rows,
                    last_row = min_of(first_row + work.tile_rows, work.rows) - 1;

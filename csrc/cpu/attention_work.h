@@ -10,7 +10,7 @@ constexpr int kFewRows = 8;            // heads with at most this many rows wait
 constexpr int kMaxRanges = 256;        // more than there are threads, which pick them up one by one
 constexpr int64_t kMinRangeCost = 16;  // in KV tiles
 constexpr int32_t kMinPieceTiles = 6;
-constexpr RangeLimits kRangeLimits = {kMaxRanges, 1, kMinRangeCost, kMinPieceTiles, INT64_MAX};
+constexpr RangeLimits kRangeLimits = {kMaxRanges, SmallDivisor(1), kMinRangeCost, kMinPieceTiles, INFINITY};
 constexpr int64_t kScratchAlignment = 64;
 
 // How many KV heads share a row tile if each has few rows: together they read runs of 1024 elements.

@@ -68,9 +68,9 @@ void CudaBackend::attention_plan(const AttentionPlanParams& params, const ExecCo
   for (const WorkList list : kWorkLists) {
     const ListTile item = list_tile(p, list, limits.max_shared_bytes);
     const auto i = static_cast<size_t>(list);
-    lists.work[i] = work_shape(p, item.tile.m_tile, list);
-    lists.limits[i] = range_limits(item.tile, limits.num_sms, limits.max_shared_bytes);
-    most = max_of<int64_t>(most, lists.limits[i].most);
+    lists.lists[i].work = work_shape(p, item.tile.m_tile, list);
+    lists.lists[i].limits = range_limits(item.tile, limits.num_sms, limits.max_shared_bytes);
+    most = max_of<int64_t>(most, lists.lists[i].limits.most);
   }
   launch(plan_kernel, dim3(std::size(kWorkLists)), dim3(schedule_threads(most)), sizeof(PlanShared), ctx.stream, lists,
          p.plan);

@@ -208,11 +208,12 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
 // not know the cache's type, and equally many on each SM. They may be short: a CTA alone on an SM waits for its keys,
 // which costs more than joining more pieces. Where two cuts fall on the begin of one row tile, the range between them
 // is empty.
+constexpr int kMinPieceTiles = 2;
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_shared_bytes) {
-  constexpr int kMinRangeCost = 3, kMinPieceTiles = 2, kHeldTiles = 8;
+  constexpr int kMinRangeCost = 3, kHeldTiles = 8;
   const int ctas = residency(shape, 2, max_shared_bytes).ctas;
-  return {min_of<int32_t>(num_sms * ctas, kMaxPlanRanges), num_sms, kMinRangeCost, kMinPieceTiles,
-          int64_t{num_sms} * kHeldTiles};
+  return {min_of<int32_t>(num_sms * ctas, kMaxPlanRanges), SmallDivisor(num_sms), kMinRangeCost, kMinPieceTiles,
+          static_cast<float>(num_sms * kHeldTiles)};
 }
 
 // Whether the engine has a tile for each pair of head sizes that it has a row for, with caches of 8 and of 16 bits.

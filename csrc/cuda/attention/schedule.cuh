@@ -11,16 +11,22 @@ namespace pagedtree::cuda {
 constexpr int kScheduleThreads = kMaxPlanRanges;  // one for each range
 
 struct PlanShared {
-  WorkSum sums[kScheduleThreads];        // of the sequences up to those of a thread
-  uint64_t costs[kScheduleThreads + 1];  // of those before
-  WorkPosition starts[kMaxPlanRanges + 1];
+  union {
+    WorkSum sums[kScheduleThreads];  // of the sequences up to those of a thread
+    struct alignas(16) {
+      WorkPosition at;
+    } starts[kMaxPlanRanges];
+  };
+  uint64_t costs[kScheduleThreads + 1];  // of the sequences before those of a thread
 };
 static_assert(sizeof(PlanShared) <= 48 << 10, "more has to be asked for");
 
 // What plan_kernel needs for each list.
 struct PlanLists {
-  WorkShape work[std::size(kWorkLists)];
-  RangeLimits limits[std::size(kWorkLists)];
+  struct {
+    WorkShape work;
+    RangeLimits limits;
+  } lists[std::size(kWorkLists)];
   int32_t run, runs;  // sequences of a thread; threads that have some
   SmallDivisor by_sharers[kMostSharers + 1];
 
@@ -37,17 +43,13 @@ struct PlanLists {
 __global__ void __launch_bounds__(kScheduleThreads, 1)
     plan_kernel(const __grid_constant__ PlanLists lists, int32_t* plan) {
   PlanShared& shared = ptx::shared<PlanShared>();
-  WorkShape shape = lists.work[blockIdx.x];
+  auto [shape, limits] = lists.lists[blockIdx.x];
   shape.few_rows_heads = 1;
-  const RangeLimits& limits = lists.limits[blockIdx.x];
+  limits.min_piece = kMinPieceTiles;
   int32_t* const ranges = ranges_of_list(plan, shape.list);
   const auto thread = static_cast<int32_t>(threadIdx.x), batch = static_cast<int32_t>(shape.batch),
              tokens = static_cast<int32_t>(shape.num_tokens);
-  shared.starts[thread + 1] = {batch, 0, 0};  // the end, if there is no other start
-  if (thread == 0) {
-    shared.starts[0] = {0, 0, 0};
-    shared.costs[0] = 0;
-  }
+  if (thread == 0) shared.costs[0] = 0;
 
   Cuts cuts;
   RangeRecord record;
@@ -59,11 +61,12 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
     WorkSum sum{};
     if (cuts.num_ranges > 0) {
       run = 0;  // the first one whose end is past the target
+      int32_t end = lists.runs - 1;
 #pragma unroll 1
-      for (int32_t end = lists.runs - 1; run < end;) {
+      do {
         const int32_t middle = (run + end) >> 1;
         shared.costs[middle + 1] > target ? end = middle : run = middle + 1;
-      }
+      } while (run < end);
       sum.cost = shared.costs[run];
     }
     const SmallDivisor by_sharers = lists.by_sharers[sharers];
@@ -94,9 +97,11 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
       row_tiles = 0;
       continue;
     }
+    int32_t i = thread;
 #pragma unroll 1
-    for (int32_t i = thread; i < kListSize / 4; i += static_cast<int32_t>(blockDim.x))
+    do {
       reinterpret_cast<uint4*>(ranges)[i] = make_uint4(0, 0, 0, 0);
+    } while ((i += static_cast<int32_t>(blockDim.x)) < kListSize / 4);
     sum = block_scan(shared.sums, sum, lists.runs, [](const WorkSum& a, const WorkSum& b) { return a + b; });
     const WorkSum total = shared.sums[lists.runs - 1];
     int32_t wanted = sharers;
@@ -116,7 +121,8 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
     shared.costs[thread + 1] = cuts.each > 0 ? uint64_t{cuts.each} * static_cast<uint32_t>(sum.row_tiles) : sum.cost;
     __syncthreads();
   }
-  if (row_tiles > 0 && thread < cuts.num_ranges) shared.starts[thread] = record.begin;
+  if (row_tiles == 0 || thread >= cuts.num_ranges) record.begin = {thread > 0 ? batch : 0, 0, 0};
+  shared.starts[thread] = {record.begin};
   __syncthreads();
   if (thread >= cuts.num_ranges) return;
   if (thread == 0) {
@@ -124,7 +130,9 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
     ranges[1] = sharers;
   }
   auto& planned = reinterpret_cast<RangeRecord*>(ranges)[thread + 1];
-  const WorkPosition begin = shared.starts[thread], stop = shared.starts[thread + 1];
+  const WorkPosition begin = record.begin;
+  WorkPosition stop{batch, 0, 0};
+  if (thread + 1 < cuts.num_ranges) stop = shared.starts[thread + 1].at;
   planned.begin = begin;
   if (row_tiles == 0) return;
   const bool is_cut = begin.same_row(stop);

@@ -31,13 +31,15 @@ __device__ T block_scan(T* values, T value, int32_t count, const Op& op) {
   const auto thread = static_cast<int32_t>(threadIdx.x);
   values[thread] = value;
   __syncthreads();
-  for (int32_t step = 1; step < count; step *= 2) {
+  int32_t step = 1;
+#pragma unroll 1
+  do {
     const bool has_left = thread >= step;
     if (has_left) value = op(values[thread - step], value);
     __syncthreads();
     values[thread] = value;
     __syncthreads();
-  }
+  } while ((step *= 2) < count);
   return value;
 }
 
