@@ -59,7 +59,7 @@ WGMMA = [
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
     of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
-    of_wgmma("boxes of the first head", "stage", "shared_.walks[0].next.tile.kv_head, page, full", "0, page, full"),
+    of_wgmma("boxes of the first head", "stage", "tile.kv_head, page, full", "0, page, full"),
     of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
     of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),

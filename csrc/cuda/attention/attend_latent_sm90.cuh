@@ -27,7 +27,8 @@ class LatentConsumer : public ConsumerBase<I> {
 
   // Computes the warp's rows against the given KV tiles.
   __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
-    const auto& [position, kv_end, tile, bounds] = given;
+    const RowTile& tile = given.tile;
+    const KeyBounds& bounds = given.bounds;
     const StageRange stages = given.stages<I>();
     sums.clear();
     if (stages.first >= stages.end) return give_back();

@@ -192,7 +192,8 @@ class Consumer : public ConsumerBase<I> {
 
   // Computes the warp's rows against the given KV tiles. `sums` are undefined if the warp has no rows.
   __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
-    const auto& [position, kv_end, tile, bounds] = given;
+    const RowTile& tile = given.tile;
+    const KeyBounds& bounds = given.bounds;
     const StageRange stages = given.stages<I>();
     const auto is_plain = [&](int32_t stage) { return bounds.all_see(stage * kKvTile, I::kShape.keys); };
     if (stages.first >= stages.end) {
@@ -205,7 +206,7 @@ class Consumer : public ConsumerBase<I> {
     }
     const bool both = tile.rows > I::kGroupRows;
     const uint32_t own = row() + own_row(ptx::thread_index() % 32);
-    const RowView view = shared_.given_rows[own].view(p_, tile, own);
+    const GivenRow given_row = shared_.given_rows[own];
     // Found anew, where the compiler would keep all descriptors in registers.
     const auto q = [&] { return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
     RowFactors<I> row_factors;
@@ -218,7 +219,8 @@ class Consumer : public ConsumerBase<I> {
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
-        VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(view.expand(p_, tile), reader, stage * kKvTile);
+        VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(
+            given_row.view(p_, tile, row() + own_row(reader)).expand(p_, tile), reader, stage * kKvTile);
         if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
         mask_scores(scores[0], keys, reader);
       }

@@ -93,17 +93,11 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
                                                         bool is_behind) {
   if (!is_behind) walk.begin<true>(p, call, I::kMTile);
   if (ptx::thread_index() != 0 || (!is_behind && walk.is_planned())) return;
-  const WorkShape shape = work_of<I>(call.work);
-  if (walk.is_planned() || !is_behind) walk.find(p, call, is_behind, walk.at, walk.stop);
-  walk.order.count = 0;
-  walk.advance(p, shape, is_behind);
+  walk.advance(p, call, work_of<I>(call.work), is_behind);
 }
 
 // A reference to `pieces` would be kept in local memory.
-__device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) {
-  note_cut(walk, pieces, walk.at, walk.tile,
-           walk.is_planned() ? walk.order : order_of(walk, pieces, walk.at, walk.tile));
-}
+__device__ inline __attribute__((noinline)) void note_own_cut(Walk& walk, Pieces pieces) { note_cut(walk, pieces); }
 
 template <typename I>
 __device__ __attribute__((noinline)) void join_rare_cuts(const AttentionParams& p, const CallShape& call,

@@ -11,11 +11,6 @@
 
 namespace pagedtree::cuda {
 
-// One past the last KV tile of the row tile at `at` that belongs to a range which ends at `stop`.
-__device__ __forceinline__ int32_t kv_end_of(const RowTile& tile, const WorkPosition& at, const WorkPosition& stop) {
-  return at.same_row(stop) ? stop.kv_tile : tile.kv_tiles();
-}
-
 template <typename I>
 __device__ __forceinline__ void consume_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
@@ -30,11 +25,11 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
                     ToOutput<typename I::T>{p, tile, call.out_aligned});
     } else {
       store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{pieces_of<I>(call).of(shared.walk.share, given->at.kv_tile == 0), I::kHeadDimV});
+                    ToPiece{pieces_of<I>(call).of(shared.walks[0].share, given->at.kv_tile == 0), I::kHeadDimV});
     }
   }
   consumer.finish();
-  join_cuts<I>(p, call, shared.walk, shared.q(0), I::kConsumers, meet);
+  join_cuts<I>(p, call, shared.walks[0], shared.q(0), I::kConsumers, meet);
 }
 
 // Each warp walks for itself.
@@ -42,35 +37,23 @@ template <typename I>
 __device__ __forceinline__ void produce_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
   Producer<I> producer(p, call, maps, shared);
-  const Walk& range = shared.walk;
-  OwnWalk& own = shared.walks[(ptx::thread_index() - I::kConsumers) / 32];
-  const auto go_to = [&](const WorkPosition& at, int32_t kv_end, const WorkPosition& stop, const RowTile& tile,
-                         bool is_next) {
-    __syncwarp();
-    if (ptx::thread_index() % 32 == 0) own = {{at, kv_end, tile, {}}, stop, is_next};
-    __syncwarp();
-  };
-  go_to(range.at, range.kv_end, range.stop, range.tile, range.is_planned());
-  for (bool is_first = true;; is_first = false) {
-    if (own.is_next) {
-      producer.produce(own.next);
-      if (own.next.tile.rows == 0) break;
+  // Looked up again, instead of being kept in a register.
+  const auto own = [&]() -> Walk& { return shared.walks[(ptx::thread_index() - I::kConsumers) / 32]; };
+  for (bool is_behind = own().is_planned();; is_behind = true) {
+    if (is_behind) {
+      producer.produce(own());
+      if (own().tile.rows == 0) break;
     }
-    bool has_work = own.is_next;
-    WorkPosition at = own.next.at, stop = own.stop;
-    if (is_first && range.has_more) range.find(p, call, has_work, at, stop);
-    RowTile found{};
-    if (at.before(stop) && (!has_work || range.has_more)) {
-      const SequenceWork sequence = sequence_work(work_of<I>(call.work), at.sequence, range.share.sharers);
-      if (!has_work && at.row_tile < sequence.row_tiles) {
-        found = row_tile(p, sequence, at.sequence, at.row_tile, I::kMTile, range.share.part());
+    __syncwarp();
+    if (ptx::thread_index() % 32 == 0) {
+      Walk& walk = own();
+      if (walk.has_more) {
+        walk.advance(p, call, work_of<I>(call.work), is_behind);
+      } else {
+        walk.tile.rows = 0;
       }
-      has_work = found.rows > 0;
-      if (!has_work) at = at.next(sequence.row_tiles);  // a sequence without any may lie between two others
-    } else {
-      has_work = true;  // a tile without rows ends the range
     }
-    go_to(at, kv_end_of(found, at, stop), stop, found, has_work);
+    __syncwarp();
   }
   producer.finish();
 }
@@ -84,15 +67,15 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
   ptx::wait_for_kernels_before();
   ptx::let_next_kernel_start();
   Sm90Shared<I>& shared = ptx::shared<Sm90Shared<I>>();
-  Walk& walk = shared.walk;
-  if (threadIdx.x == 32) shared.init_barriers(call.stages);
-  if (threadIdx.x < 32) walk.begin<true>(p, call, I::kMTile);
-  __syncthreads();
   if (ptx::thread_index() < I::kConsumers) {
+    if (threadIdx.x == 0) shared.init_barriers(call.stages);
+    ptx::barrier_sync(kAllMeet, I::kThreads);
     ptx::setmaxnreg_inc<I::kConsumerRegisters>();
     consume_range<I>(p, call, maps, shared);
-    if (has_padding(p)) clear_padding<I>(p, walk.share.cta, I::kConsumers);
+    if (has_padding(p)) clear_padding<I>(p, shared.walks[0].share.cta, I::kConsumers);
   } else {
+    shared.walks[(ptx::thread_index() - I::kConsumers) / 32].template begin<true>(p, call, I::kMTile);
+    ptx::barrier_sync(kAllMeet, I::kThreads);
     ptx::setmaxnreg_dec<I::kProducerRegisters>();
     produce_range<I>(p, call, maps, shared);
   }

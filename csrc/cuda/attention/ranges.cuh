@@ -28,11 +28,17 @@ struct alignas(16) RangeRecord {
 };
 static_assert(sizeof(RangeRecord) == kPlanEntry * sizeof(int32_t));
 
-// Where a CTA is in its range. One thread changes it.
-struct Walk {
+// KV tiles [at.kv_tile, kv_end) of a row tile, and the CTA's rows of it; none at the end of the range.
+struct RowPiece {
   WorkPosition at;
-  int32_t kv_end;    // of the row tile that begins at `at`
-  RowTile tile;      // the CTA's rows of it; none at the end of the range
+  int32_t kv_end;
+  RowTile tile;
+
+  __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
+};
+
+// Where a CTA is in its range. One thread changes it.
+struct Walk : RowPiece {
   PieceOrder order;  // of the record's piece; without pieces if the row tile is not the record's
   int32_t has_more;  // whether other row tiles may follow
   Share share;
@@ -42,7 +48,6 @@ struct Walk {
   uint16_t part[2];   // of that row tile, that the CTA joins
 
   __device__ __forceinline__ bool is_planned() const { return order.count > 0; }
-  __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
 
   // Called by a warp. Begins with the row tile of the CTA's record, if lengths are those that it is for; if not, all
   // records of the sequence are void, and is_planned() is false. Whatever a plan says, that has rows and pages of the
@@ -120,14 +125,17 @@ struct Walk {
     return start;
   }
   // Finds the range's bounds, or only the second one, from the starts in the plan.
-  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, int32_t first,
-                                       WorkPosition& begin, WorkPosition& end) const {
+  __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, int32_t first) {
 #pragma unroll 1
-    for (int32_t i = first; i < 2; ++i) (i == 0 ? begin : end) = start_of(p, share.range + i, call);
+    for (int32_t i = first; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
   }
 
-  // Goes to the next row tile that has rows for the CTA, from `at` on or behind it.
-  __device__ __forceinline__ void advance(const AttentionParams& p, const WorkShape& shape, bool is_behind) {
+  // Goes to the next row tile that has rows for the CTA, from the begin of the range on or behind the one that it is
+  // at.
+  __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
+                                          bool is_behind) {
+    if (is_planned() || !is_behind) find(p, call, is_behind);
+    order.count = 0;
     tile.rows = 0;
     for (WorkPosition now = at; now.before(stop); is_behind = false) {
       const SequenceWork work = sequence_work(shape, now.sequence, share.sharers);
@@ -142,10 +150,11 @@ struct Walk {
   }
 };
 
-// Where the CTA's piece of a row tile, from `at` on, stands among the others. Empty ranges have none. The record of the
-// next range has it, too, if its lengths are the row tile's; to go from range to range takes long.
-__device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces, const WorkPosition& at,
-                                               const RowTile& tile) {
+// Where the CTA's piece of the row tile stands among the others. Empty ranges have none. The record of the next range
+// has it, too, if its lengths are the row tile's; to go from range to range takes long.
+__device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& pieces) {
+  const WorkPosition& at = walk.at;
+  const RowTile& tile = walk.tile;
   const auto [sharers, cta, own] = walk.share;
   const int32_t ranges = planned_ranges(pieces.plan, pieces.capacity / sharers), kv_tiles = tile.kv_tiles();
   if (own + 1 < ranges && at.kv_tile == 0 && planned_start(pieces.plan, own + 1).same_row(at)) {
@@ -179,12 +188,11 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
   return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
 }
 
-// Writes down that the CTA has a piece of `tile`, from `at` on.
-__device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces, const WorkPosition& at, const RowTile& tile,
-                                         const PieceOrder& order) {
-  const bool is_first = at.kv_tile == 0;
+// Writes down that the CTA has a piece of the row tile.
+__device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces) {
+  const bool is_first = walk.at.kv_tile == 0;
   walk.is_cut[is_first] = true;
-  pieces.cuts(walk.share.cta)[is_first] = {tile, order};
+  pieces.cuts(walk.share.cta)[is_first] = {walk.tile, walk.is_planned() ? walk.order : order_of(walk, pieces)};
 }
 
 }  // namespace pagedtree::cuda

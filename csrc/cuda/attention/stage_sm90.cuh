@@ -80,17 +80,13 @@ struct CacheMaps {
 };
 
 // Named barriers; 0 is that of __syncthreads().
-enum Sm90Barrier : unsigned { kProducersMeet = 1, kTurns = 2, kGroupsMeet = 4, kWeightsGiven = 6, kJoinersMeet = 8 };
+enum Sm90Barrier : unsigned { kProducersMeet = 1, kJoinersMeet, kAllMeet, kTurns, kGroupsMeet = 6, kWeightsGiven = 8 };
 
 // A row tile that is given to the multiplying warps, which look it up in shared memory, because accumulators fill their
-// registers. They multiply its rows, none at the end of the range, with KV tiles [at.kv_tile, kv_end).
-struct GivenTile {
-  WorkPosition at;
-  int32_t kv_end;
-  RowTile tile;
+// registers.
+struct GivenTile : RowPiece {
   KeyBounds bounds;
 
-  __device__ __forceinline__ bool is_whole() const { return at.kv_tile == 0 && kv_end == tile.kv_tiles(); }
   template <typename I>
   __device__ __forceinline__ StageRange stages() const {
     return StageRange::of<I>(bounds, at.kv_tile, kv_end);
@@ -101,21 +97,14 @@ struct GivenTile {
 struct GivenRow {
   int32_t begin, end_or_bit;  // of a tree's rows the first bit: their prefix ends where the tree starts
 
-  __device__ __forceinline__ static GivenRow of(const RowView& view) {
-    return {view.begin, view.words == nullptr ? view.end : view.first_bit};
+  __device__ __forceinline__ static GivenRow of(const Visibility& v) {
+    return {v.begin, v.words == nullptr ? v.end : v.first_bit};
   }
   __device__ __forceinline__ RowView view(const AttentionParams& p, const RowTile& tile, uint32_t row) const {
     if (tile.tree_len < 0) return {begin, end_or_bit, 0, nullptr};
     return {begin, tile.seq_len - tile.tree_len, end_or_bit,
             p.tree_mask + tile.token(p, min_of(row, tile.rows - 1)) * p.mask_stride};
   }
-};
-
-// Where a producing warp is in the CTA's range, as few registers are left to it.
-struct OwnWalk {
-  GivenTile next;
-  WorkPosition stop;
-  bool is_next;  // `next` is to be given
 };
 
 // Eight columns of Q, which is not aligned.
@@ -131,10 +120,9 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
 // The launch adds the memory of Q and of the stages.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  Walk walk;           // at the begin of the CTA's range
-  GivenTile given[2];  // the newest and the one before, whose output may not be written yet
+  Walk walks[I::kShape.producer_warps()];  // each warp walks for itself; the first one's has what the CTA joins
+  GivenTile given[2];                      // the newest and the one before, whose output may not be written yet
   GivenRow given_rows[I::kMTile];
-  OwnWalk walks[I::kShape.producer_warps()];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
   uint64_t is_given, is_used;  // Q and given_rows
@@ -183,7 +171,7 @@ struct RingPlace {
 // warp finds it for itself.
 struct TileView {
   KeyBounds bounds;
-  RowView row;
+  GivenRow row;
 
   __device__ __forceinline__ static TileView of(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
                                                 uint32_t first, uint32_t lane) {
@@ -192,7 +180,7 @@ struct TileView {
     for (uint32_t block = 0; block < tile.rows; block += 32) {
       const Visibility seen = row_visibility<false>(p, tile, min_of(block + lane, tile.rows - 1));
       found.bounds = found.bounds.join(KeyBounds::of(seen));
-      if (block == first) found.row = RowView::of(seen);
+      if (block == first) found.row = GivenRow::of(seen);
     }
     found.bounds = found.bounds.over_warp();
     // A stage that goes beyond the last KV tile has keys that do not count.
@@ -211,12 +199,11 @@ class Producer {
                                       Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
-  // `own` is the warp's, but for the bounds. A tile without rows ends the range.
-  __device__ __forceinline__ void produce(GivenTile& own) {
+  // A tile without rows ends the range.
+  __device__ __forceinline__ void produce(Walk& own) {
     const RowTile& tile = own.tile;
-    const auto [bounds, view] = TileView::of(p_, tile, own.kv_end, thread() / 32 * 32, thread() % 32);
+    const auto [bounds, row] = TileView::of(p_, tile, own.kv_end, thread() / 32 * 32, thread() % 32);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
-    if (thread() == 0) own.bounds = bounds;
     stages.first = min_of(stages.first, stages.end);
     KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
     __syncwarp();                                        // that of the row tile before is not read any more
@@ -227,15 +214,14 @@ class Producer {
     const int32_t last_boxes = maps_.box > 0 ? bounds.plain_end / kKvTile - kTiles : -1;
     const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage <= last_boxes; };
     const auto find_page = [&](int32_t stage) {
-      if (!has_boxes(stage)) return reader.page(p_, stage * kKvTile + own_key());
-      return thread() < 32 ? reader.page(p_, stage * kKvTile + key_of_box()) : -1;
+      return reader.page(p_, stage * kKvTile + (has_boxes(stage) ? key_of_box() : own_key()));
     };
     // V of keys that no row sees may hold anything: it is not read. K may, because their scores are not used.
     const auto write_rows = [&](int32_t stage, int32_t page) {
       if (has_boxes(stage)) return;
       const int32_t first_key = stage * kKvTile, key = own_key();
       bool is_seen = true;
-      if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(view.expand(p_, tile), first_key, key);
+      if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(tile, row, first_key, key);
       __syncwarp();  // the rows that stood here before are read
       if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
@@ -249,11 +235,11 @@ class Producer {
       const int32_t last = stage - kTiles, next = stage + kTiles;
       const int32_t next_page = next < stages.end ? find_page(next) : -1;
       if (stages.first <= stage && stage < stages.end) {
-        has_boxes(stage) ? fill_boxes(maps_.k, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
+        has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
-      if (stage == stages.first) give(own, GivenRow::of(view), stage < stages.end);
+      if (stage == stages.first) give(own, bounds, row, stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
-        has_boxes(last) ? fill_boxes(maps_.v, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
+        has_boxes(last) ? fill_boxes(maps_.v, tile, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
       if (next < stages.end) write_rows(next, next_page);
       page_before = page;
@@ -266,18 +252,11 @@ class Producer {
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
-  __device__ __forceinline__ void note(const GivenTile& given) {
-    if (given.tile.rows == 0 || given.is_whole()) return;
-    Walk& walk = shared_.walk;
-    const bool is_planned = walk.is_planned() && given.at.same_row(walk.at);
-    note_cut(walk, call_.pieces, given.at, given.tile,
-             is_planned ? walk.order : order_of(walk, call_.pieces, given.at, given.tile));
-  }
   // Once the scores of the row tile before are used up.
-  __device__ __forceinline__ void give(const GivenTile& own, const GivenRow& row, bool with_q) {
-    if (thread() == 0) note(own);
+  __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const GivenRow& row, bool with_q) {
+    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole()) note_cut(own, call_.pieces);
     ptx::mbar_wait(&shared_.is_used, given_ ^ 1);
-    if (thread() == 0) shared_.given[given_] = own;
+    if (thread() == 0) shared_.given[given_] = {own, bounds};
     given_ ^= 1;
     if (thread() < I::kMTile) shared_.given_rows[thread()] = row;
     if (with_q) copy_q(own.tile);
@@ -326,11 +305,13 @@ class Producer {
   }
 
   // Whether a row of the tile sees the key; each thread knows what its own row sees. All producers meet.
-  __device__ __forceinline__ bool any_row_sees(const Visibility& mine, int32_t first_key, int32_t key) {
+  __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const GivenRow& row, int32_t first_key,
+                                               int32_t key) {
+    const Visibility mine = row.view(p_, tile, thread()).expand(p_, tile);
     auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
 #pragma unroll 1
     for (int w = 0; w < I::kWords; ++w) {
-      const uint32_t word = thread() < I::kMTile ? mine.visible32(first_key + w * kMaskWordBits) : 0;
+      const uint32_t word = thread() < tile.rows ? mine.visible32(first_key + w * kMaskWordBits) : 0;
       const uint32_t of_warp = __reduce_or_sync(kWholeWarp, word);
       if (thread() % 32 == 0) seen[thread() / 32][w] = of_warp;
     }
@@ -345,7 +326,8 @@ class Producer {
   __device__ __forceinline__ int32_t key_of_box() const {
     return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
   }
-  __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, int32_t stage, int32_t page) {
+  __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, const RowTile& tile, int32_t stage,
+                                             int32_t page) {
     const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
@@ -360,7 +342,7 @@ class Producer {
       }
       if (thread() < 32 && panel < panels) {
         ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
-                         (first + panel) * 64, offset, shared_.walks[0].next.tile.kv_head, page, full);
+                         (first + panel) * 64, offset, tile.kv_head, page, full);
       }
     }
     place_.advance(call_.stages);
