@@ -65,10 +65,10 @@ PT_HOST_DEVICE LogitRow logit_row(const LogitsParams& p, int64_t row) {
   };
 }
 
-// x = (logit - max) / T, at most 0, is what everything below compares. The inverse stays normal, so that x is never
-// NaN: 0 at the maximum, -inf at -inf, whatever the temperature.
+// x = (logit - max) / T, at most 0, is what everything below compares. The inverse stays normal, and finite times
+// log2(e), so that x is never NaN: 0 at the maximum, -inf at -inf, whatever the temperature.
 PT_HOST_DEVICE float inverse_temperature(float temperature) {
-  return clamp_to(1.0f / temperature, kMinNormal, kMaxFloat);
+  return clamp_to(1.0f / temperature, kMinNormal, 0x1p127f);
 }
 
 // The largest logit of a row.

@@ -47,6 +47,7 @@ def rows_of(vocab: int) -> dict[str, Tensor]:
         "far below": normal - 40,
         "the last are far below": torch.where(torch.arange(vocab) < vocab - 3, normal, -3.2e14),
         "with zeros": torch.where(normal > 0.5, normal, math.copysign(0.0, -1.0)),
+        "denormal": normal * 1e-40,
         "with both zeros": torch.where(normal > 0, 0.0, math.copysign(0.0, -1.0)),
         "zeros carry it": normal - 30,
         "mostly forbidden": normal.clone(),

@@ -30,6 +30,9 @@ def test_thresholds_among_close_logits(device: torch.device, dtype: torch.dtype)
         mask = token_logprobs(rows, rows.argmax(1), params=SamplingParams(top_k=k), top_n=7)[3] > -torch.inf
         kth = rows.sort(descending=True).values.gather(1, k[:, None].long() - 1)
         assert mask.sum(1).tolist() == (rows >= kth).sum(1).clamp(max=7).tolist()
+        flat = SamplingParams(temperature=1e30, min_p=1.0)  # whose distances from the peak round to 0
+        probs = token_logprobs(rows * 1e-30, rows.argmax(1), params=flat)[0].exp()
+        assert torch.allclose(probs, torch.full_like(probs, 1 / vocab))
 
 
 def test_a_threshold_among_more_logits_than_are_sorted(device: torch.device) -> None:

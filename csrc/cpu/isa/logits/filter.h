@@ -11,7 +11,8 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 // A logit below which the filter keeps no token.
 static inline float least_kept(const Filter& filter, const Scale& scale) {
   if (filter.min_x == -kInfinity) return filter.min_logit;
-  const double peak = scale.peak, below = static_cast<double>(filter.min_x) / scale.inverse_temperature;
+  // x of what is less below the peak may round to 0.
+  const double peak = scale.peak, below = (static_cast<double>(filter.min_x) - 0x1p-120) / scale.inverse_temperature;
   const float least = static_cast<float>(peak + 1.001 * below - 1e-6 * (peak < 0.0 ? -peak : peak));
   return least > filter.min_logit ? least : filter.min_logit;
 }
