@@ -17,9 +17,7 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
 }
 
 // What a logit is multiplied by for a power of two; finite, so that it leaves zeros as they are.
-__device__ __forceinline__ float log2_scale(const Scale& scale) {
-  return scale.inverse_temperature * kLog2E;
-}
+__device__ __forceinline__ float log2_scale(const Scale& scale) { return scale.inverse_temperature * kLog2E; }
 
 // Each thread looks for its largest logit; only the best of each warp look for the token that has it. From now on the
 // reader knows whether the row is clean.
