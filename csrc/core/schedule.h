@@ -150,7 +150,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, con
   work.seq_len = clamp_to(shape.seq_lens[b], 0, static_cast<int32_t>(shape.max_seq_len));
   work.tree_len = min_of(shape.tree_lens[b], work.seq_len) | shape.without_trees;
   const auto count = static_cast<int32_t>(tokens.size());
-  work.rows = static_cast<uint32_t>(count) * static_cast<uint32_t>(shape.group_size);
+  work.rows = static_cast<uint32_t>(min_of<int64_t>(int64_t{count} * shape.group_size, INT32_MAX));
   const bool has_few_rows = shape.few_rows_heads > 1 && work.rows <= static_cast<uint32_t>(shape.few_rows);
   work.head_tiles = has_few_rows ? ceil_div(shape.num_kv_heads, shape.few_rows_heads) : shape.num_kv_heads;
   work.tile_heads = has_few_rows ? ceil_div(shape.num_kv_heads, work.head_tiles) : 1;
@@ -159,8 +159,7 @@ PT_HOST_DEVICE SequenceWork sequence_work(const WorkShape& shape, int32_t b, con
   const auto filling = static_cast<uint32_t>(clamp_to(shape.window - max_of(work.seq_len - count, 0), 0, count));
   const int32_t full_tile = m_tiles_of(shape, filling * static_cast<uint32_t>(shape.group_size), sharers, by_sharers);
   work.full_tile = work.tree_len < 0 ? min_of(full_tile, work.m_tiles - 1) : 0;
-  work.row_tiles = static_cast<int32_t>(
-      min_of<uint32_t>(static_cast<uint32_t>(work.m_tiles) * static_cast<uint32_t>(work.head_tiles), INT32_MAX - 1));
+  work.row_tiles = static_cast<int32_t>(min_of<int64_t>(int64_t{work.m_tiles} * work.head_tiles, INT32_MAX - 1));
   work.kv_tiles = kv_tiles_of(work.seq_len);
   return work;
 }
