@@ -6,10 +6,8 @@
 // Always inlined: the CPU backend compiles these once per instruction set, and no copy may be shared by the linker.
 #if defined(__CUDACC__)
 #define PT_HOST_DEVICE __host__ __device__ __forceinline__
-#define PT_HOST_DEVICE_CALL inline __host__ __device__ __noinline__  // one copy of the code for all places
 #else
 #define PT_HOST_DEVICE inline __attribute__((always_inline))
-#define PT_HOST_DEVICE_CALL PT_HOST_DEVICE
 #endif
 
 // Code that runs once on a GPU is fetched from memory: its loops are not unrolled.

@@ -40,11 +40,6 @@ PT_HOST_DEVICE typename M::Float noise_bound(typename M::Uint word) {
   return M::fma(log2_bits, M::splat(-kLn2 / 8388608.0f), M::splat((32 + 3 + 127) * kLn2 + 1e-3f));
 }
 
-// The noise of a member whose exponential is the least, or above it by that of a word.
-PT_HOST_DEVICE_CALL float noise_of_member(float least, bool is_least, uint32_t word) {
-  return noise_of<ScalarMath>(least + (is_least ? 0.0f : exponential_of_word<ScalarMath>(word)));
-}
-
 // What the noises of a group's tokens are made of.
 struct NoiseGroup {
   uint32_t words[kNoiseGroup]{};
@@ -70,7 +65,7 @@ struct NoiseGroup {
     uint32_t four[4];
     for (int i = 0; i < 4; ++i) four[i] = pick(at & 4, words[i], words[i + 4]);
     const uint32_t word = pick(at & 1, pick(at & 2, four[0], four[2]), pick(at & 2, four[1], four[3]));
-    return noise_of_member(least, member == first(), word);
+    return noise_of<ScalarMath>(least + (member == first() ? 0.0f : exponential_of_word<ScalarMath>(word)));
   }
 };
 

@@ -45,7 +45,7 @@ static_assert(offsetof(SamplingShared, masses) == offsetof(SamplingShared, radix
 __device__ __forceinline__ float noise_of_word(uint64_t seed, int64_t position, uint32_t id, uint32_t least) {
   uint32_t words[4];
   const uint32_t half = threadIdx.x % 32 / 16;
-  philox<ScalarMath, 1>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
+  philox<ScalarMath>(seed, position, 2 * (id / kNoiseGroup) + half, use_of_others(RandomUse::kGumbel), words);
   NoiseGroup group;
 #pragma unroll
   for (int i = 0; i < kNoiseGroup; ++i) group.words[i] = __shfl_sync(~0u, words[i % 4], i / 4 * 16);
@@ -275,21 +275,24 @@ __device__ __attribute__((noinline)) float read_largest(SamplingShared& shared, 
     row.with_batch_of(lane, first, stride, [&](int index, uint4(&words)[LogitReader<kDType>::kBatch]) {
 #pragma unroll 1
       for (int i = 0; i < row.kBatch; ++i, index += stride) {
-        float of_word = 0.0f;
         uint4 word = words[0];
         const bool has_any = may_have && row.largest_of_word(word) >= least;
+        int id = index * row.of_word();
+        if (has_any && !lists) {
+          mass += row.sum_of_word(word, [&](float logit) {
+            const bool before = logit > least || (logit == least && id < token);
+            ++id;
+            return before ? ptx::ex2((logit - scale.peak) * factor) : 0.0f;
+          });
+        }
 #pragma unroll 1
-        for (int id = index * row.of_word(); has_any && id < (index + 1) * row.of_word(); ++id) {
+        for (const int end = id + row.of_word(); has_any && lists && id < end; ++id) {
           const float logit = row.first_of(word);
           word = row.without_first(word);
           if (!(logit >= least)) continue;
-          if (!lists) {
-            if (logit > least || id < token) of_word += ptx::ex2((logit - scale.peak) * factor);
-          } else if (const uint32_t place = atomicAdd(&of_first.size, 1u); place < TopTokens::kMost) {
+          if (const uint32_t place = atomicAdd(&of_first.size, 1u); place < TopTokens::kMost)
             of_first.ranks[place] = ranked(logit, id);
-          }
         }
-        mass += of_word;
 #pragma unroll
         for (int j = 0; j + 1 < row.kBatch; ++j) words[j] = words[j + 1];
       }
