@@ -1,4 +1,4 @@
-"""What NVIDIA's CuTe and libcu++ say, as `make witness` keeps it."""
+"""What NVIDIA's CuTe says, as `make witness` keeps it."""
 
 from __future__ import annotations
 

@@ -9,22 +9,13 @@
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 namespace {
 
-// Prefetches the part of the rows that belongs to row r of the tile: spread over the arithmetic of all rows, no
-// prefetch has to wait.
-void prefetch_for_row(const TreeAttentionParams& p, const RowTile& tile, int32_t r, const KeyRows& next) {
-  const int64_t size = element_size(p.kv_dtype), k_bytes = p.head_dim * size;
-  const int64_t v_bytes = p.latent ? 0 : p.head_dim_v * size;
-  for (int64_t key = r * kKvTile / tile.rows; key < (r + 1) * kKvTile / tile.rows; ++key) {
-    for (int64_t i = 0; i < k_bytes; i += 64) __builtin_prefetch(next.k[key] + i, 0, 2);
-    for (int64_t i = 0; i < v_bytes; i += 64) __builtin_prefetch(next.v[key] + i, 0, 2);
-  }
-}
-
 template <typename Engine>
 void softmax_tile(const TreeAttentionParams& p, const RowTile& tile, const ScoreMap& score, const uint64_t* visible,
                   const Workspace& ws, const Engine& engine, const KeyRows& next) {
+  TilePrefetch prefetch(p, next);
+  const int64_t share = ceil_div<int64_t>(prefetch.lines(), tile.rows);
   for (int32_t r = 0; r < tile.rows; ++r) {
-    if constexpr (Engine::kPacks) prefetch_for_row(p, tile, r, next);
+    if constexpr (Engine::kPacks) prefetch.step(share);
     const float* row = ws.scores + r * kKvTile;
     const auto keep = [&](int64_t key, vfloat weights) { engine.store_weights(r, key, weights); };
     if (visible == nullptr) {
@@ -76,9 +67,13 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
       if (h > 0) step_head(p, now);
       KeyRows share;
       prefetch_share(p, h, tile.heads, t + 1 < seen_end ? next : now, share);
-      engine.scores(now, share);
-      softmax_tile(p, head, score_map(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
-      engine.accumulate(now, share);
+      if constexpr (requires { engine.attend(now, share, visible); }) {
+        engine.attend(now, share, plain ? nullptr : visible);
+      } else {
+        engine.scores(now, share);
+        softmax_tile(p, head, score_map(p, head.kv_head), plain ? nullptr : visible, head_ws, engine, share);
+        engine.accumulate(now, share);
+      }
     });
   }
   each_head([](int32_t, const RowTile&, const Workspace&, const Engine& engine) { engine.finish(); });

@@ -2,8 +2,8 @@
 //
 // An engine computes for one head of a row tile, in that head's part of the workspace, and has no other state. The
 // caller calls load_q() once; then for each KV tile scores() = Q K^T and, after the softmax has replaced the scores by
-// weights (store_weights), accumulate(): out = factor * out + weights V; at last finish(). If the engine packs K and V
-// (kPacks), the caller prefetches.
+// weights (store_weights), accumulate(): out = factor * out + weights V; or attend() for all three; at last finish().
+// If the engine packs K and V (kPacks), the caller prefetches.
 #pragma once
 
 #include "cpu/isa/attention/workspace.h"

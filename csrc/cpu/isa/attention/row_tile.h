@@ -127,6 +127,28 @@ static inline void find_key_rows(const TreeAttentionParams& p, const RowTile& ti
   }
 }
 
+// Prefetches the rows of a KV tile in equal shares: spread over the arithmetic of the tile before, none has to wait.
+struct TilePrefetch {
+  const KeyRows& rows;
+  int64_t k_bytes, v_bytes;
+  int64_t key = 0, offset = 0;
+
+  TilePrefetch(const TreeAttentionParams& p, const KeyRows& next)
+      : rows(next),
+        k_bytes(p.head_dim * element_size(p.kv_dtype)),
+        v_bytes(p.latent ? 0 : p.head_dim_v * element_size(p.kv_dtype)) {}
+
+  int64_t lines() const { return kKvTile * (k_bytes + v_bytes) / 64; }
+
+  void step(int64_t lines) {
+    for (; lines > 0 && key < kKvTile; --lines) {
+      __builtin_prefetch(offset < k_bytes ? rows.k[key] + offset : rows.v[key] + offset - k_bytes, 0, 2);
+      offset += 64;
+      if (offset >= k_bytes + v_bytes) offset = 0, ++key;
+    }
+  }
+};
+
 // Moves on to the K and V rows of the tile's next head.
 static inline void step_head(const TreeAttentionParams& p, KeyRows& rows) {
   const int64_t size = element_size(p.kv_dtype);

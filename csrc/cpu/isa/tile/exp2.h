@@ -22,4 +22,19 @@ static inline vfloat exp2(vfloat x) {
   return p * bits<vfloat>(exponent << 23);
 }
 
+// 2^x for weights that are rounded to bf16: to 3e-6 of it, 0 below 2^-125; NaN stays NaN. x: at most 127.
+static inline vfloat exp2_weight(vfloat x) {
+  constexpr float kRound = 12582912.0f;  // see exp2
+  const vfloat shifted = x + kRound;
+  const vfloat f = x - (shifted - kRound);
+  // 2^f on [-1/2, 1/2], minimax in relative error.
+  vfloat p = splat(9.58284e-03f);
+  p = muladd(p, f, splat(5.590643e-02f));
+  p = muladd(p, f, splat(2.4024099e-01f));
+  p = muladd(p, f, splat(6.9312419e-01f));
+  p = muladd(p, f, splat(1.0f));
+  const vfloat value = bits<vfloat>(bits<vint>(p) + (bits<vint>(shifted) << 23));
+  return x <= -125.0f ? splat(0.0f) : value;
+}
+
 }  // namespace pagedtree::cpu::PAGEDTREE_ISA

@@ -1,11 +1,13 @@
-// C = A x B, or factor[row] * C + A x B, for bf16 A and B and fp32 C: with AMX tiles, or with AVX-512's dot product of
-// pairs. Both read B in panels of 16 columns whose neighbouring depths are paired: [columns / 16, depth / 2, 16, 2].
+// Products of bf16 tiles in fp32, with AMX tiles or with AVX-512's dot product of pairs: multiply_tall,
+// C[64, 16] = A[64, depth] x B[depth, 16], gives scores of 16 rows; add_wide, C[16, columns] += A[16, 64] x
+// B[64, columns], adds values.
+//
+// A lies in tiles of 16 rows x 32 of the depth: [depth / 32, 64, 32] and [64 / 32, 16, 32]. B lies in panels of 16
+// columns whose neighbouring depths are paired: [columns / 16, depth / 2, 16, 2]. Columns are a multiple of 32.
 //
 // Each special instruction is written here once, beside a plain version: a test build compiles these kernels for any
 // machine (PAGEDTREE_EMULATE_AVX512, PAGEDTREE_EMULATE_AMX; see CMakeLists.txt).
 #pragma once
-
-#include <algorithm>
 
 #include "cpu/isa/tile/vec.h"
 
@@ -17,8 +19,11 @@
 
 namespace pagedtree::cpu::PAGEDTREE_ISA {
 
-constexpr int kBf16Panel = 16;
-constexpr int kBf16Rows = 32;  // C is written in blocks of this many rows: the memory of A and C must hold full blocks
+constexpr int kTileRows = 16;                       // of A and C, and columns of C
+constexpr int kTileDepth = 32;                      // of the product
+constexpr int kTileSize = kTileRows * kTileDepth;   // of A and B, in elements
+constexpr int kTileFloats = kTileRows * kTileRows;  // of C
+constexpr int kTallRows = 64;                       // of A for scores, and depth of the product with values
 
 // acc + the dot products of pairs of bf16.
 static inline vfloat dot_pairs(vfloat acc, vuint a, vuint b) {
@@ -28,11 +33,6 @@ static inline vfloat dot_pairs(vfloat acc, vuint a, vuint b) {
   acc += bits<vfloat>(a & 0xffff0000u) * bits<vfloat>(b & 0xffff0000u);
   return acc + bits<vfloat>(a << 16) * bits<vfloat>(b << 16);
 #endif
-}
-
-template <bool kAccumulate>
-static inline void write_row(float* c, vfloat product, float factor) {
-  store(c, kAccumulate ? muladd(load(c), splat(factor), product) : product);
 }
 
 #if defined(__AMX_BF16__) || defined(PAGEDTREE_EMULATE_AMX)
@@ -82,58 +82,44 @@ struct TileSession {
 };
 #endif
 
-// A block of 32 x 32 of C: 2 x 2 tiles, 32 of the depth per step.
-template <bool kAccumulate>
-static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t depth, const float* factors,
-                             float* c, int64_t ldc, int64_t rows, int64_t columns) {
-  constexpr int64_t kTileBytes = 16 * 64;
-  for (int64_t n = 0; n < columns; n += 2 * kBf16Panel) {
-    const uint16_t *left = b + n * depth, *right = left + kBf16Panel * depth;
-    for (int64_t r = 0; r < rows; r += kBf16Rows) {
-      const uint16_t* block = a + r * lda;
-      float* const to = c + r * ldc + n;
-      // Few rows find a new maximum, so that factors are 1: then products are added to C in the tiles.
-      const int64_t of_c = min_of<int64_t>(kBf16Rows, rows - r);
-      const bool adds = kAccumulate && of_c == kBf16Rows &&
-                        std::all_of(factors + r, factors + r + of_c, [](float f) { return f == 1.0f; });
-      if (adds) {
-        PT_TILE_LOAD(0, to, ldc * 4);
-        PT_TILE_LOAD(1, to + 16, ldc * 4);
-        PT_TILE_LOAD(2, to + 16 * ldc, ldc * 4);
-        PT_TILE_LOAD(3, to + 16 * ldc + 16, ldc * 4);
-      } else {
-        PT_TILE_ZERO(0);
-        PT_TILE_ZERO(1);
-        PT_TILE_ZERO(2);
-        PT_TILE_ZERO(3);
-      }
-      for (int64_t k = 0; k < depth; k += 32) {
-        PT_TILE_LOAD(4, block + k, lda * 2);
-        PT_TILE_LOAD(5, block + 16 * lda + k, lda * 2);
-        PT_TILE_LOAD(6, left + k * kBf16Panel, 64);
-        PT_TILE_LOAD(7, right + k * kBf16Panel, 64);
-        PT_TILE_DOT(0, 4, 6);
-        PT_TILE_DOT(1, 4, 7);
-        PT_TILE_DOT(2, 5, 6);
-        PT_TILE_DOT(3, 5, 7);
-      }
-      if (!kAccumulate || adds) {
-        PT_TILE_STORE(0, to, ldc * 4);
-        PT_TILE_STORE(1, to + 16, ldc * 4);
-        PT_TILE_STORE(2, to + 16 * ldc, ldc * 4);
-        PT_TILE_STORE(3, to + 16 * ldc + 16, ldc * 4);
-        continue;
-      }
-      alignas(64) float products[4 * kTileBytes / sizeof(float)];
-      PT_TILE_STORE(0, products, 128);
-      PT_TILE_STORE(1, products + 16, 128);
-      PT_TILE_STORE(2, products + 16 * 32, 128);
-      PT_TILE_STORE(3, products + 16 * 32 + 16, 128);
-      for (int64_t i = 0; i < of_c; ++i) {
-        write_row<true>(to + i * ldc, load(products + i * 32), factors[r + i]);
-        write_row<true>(to + i * ldc + 16, load(products + i * 32 + 16), factors[r + i]);
-      }
-    }
+static inline void multiply_tall(const uint16_t* a, const uint16_t* b, int64_t depth, float* c) {
+  PT_TILE_ZERO(0);
+  PT_TILE_ZERO(1);
+  PT_TILE_ZERO(2);
+  PT_TILE_ZERO(3);
+  for (int64_t k = 0; k < depth; k += kTileDepth, a += kTallRows * kTileDepth, b += kTileSize) {
+    PT_TILE_LOAD(4, b, 64);
+    PT_TILE_LOAD(5, a, 64);
+    PT_TILE_DOT(0, 5, 4);
+    PT_TILE_LOAD(6, a + kTileSize, 64);
+    PT_TILE_DOT(1, 6, 4);
+    PT_TILE_LOAD(7, a + 2 * kTileSize, 64);
+    PT_TILE_DOT(2, 7, 4);
+    PT_TILE_LOAD(5, a + 3 * kTileSize, 64);
+    PT_TILE_DOT(3, 5, 4);
+  }
+  PT_TILE_STORE(0, c, 64);
+  PT_TILE_STORE(1, c + kTileFloats, 64);
+  PT_TILE_STORE(2, c + 2 * kTileFloats, 64);
+  PT_TILE_STORE(3, c + 3 * kTileFloats, 64);
+}
+
+static inline void add_wide(const uint16_t* a, const uint16_t* b, float* c, int64_t columns) {
+  PT_TILE_LOAD(6, a, 64);
+  PT_TILE_LOAD(7, a + kTileSize, 64);
+  for (int64_t n = 0; n < columns; n += 2 * kTileRows, b += 4 * kTileSize, c += 2 * kTileRows) {
+    PT_TILE_LOAD(0, c, columns * 4);
+    PT_TILE_LOAD(2, b, 64);
+    PT_TILE_DOT(0, 6, 2);
+    PT_TILE_LOAD(1, c + kTileRows, columns * 4);
+    PT_TILE_LOAD(3, b + 2 * kTileSize, 64);
+    PT_TILE_DOT(1, 6, 3);
+    PT_TILE_LOAD(4, b + kTileSize, 64);
+    PT_TILE_DOT(0, 7, 4);
+    PT_TILE_LOAD(5, b + 3 * kTileSize, 64);
+    PT_TILE_DOT(1, 7, 5);
+    PT_TILE_STORE(0, c, columns * 4);
+    PT_TILE_STORE(1, c + kTileRows, columns * 4);
   }
 }
 
@@ -141,50 +127,35 @@ static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, 
 
 struct TileSession {};
 
-constexpr int kDotRows = 12;  // 24 accumulators of 32 registers
-
-template <int kRows, bool kAccumulate>
-static inline void dot_block(const uint16_t* a, int64_t lda, const uint16_t* left, const uint16_t* right, int64_t depth,
-                             const float* factors, float* c, int64_t ldc) {
-  vfloat acc[kRows][2];
-  for (int r = 0; r < kRows; ++r) acc[r][0] = acc[r][1] = splat(0.0f);
-  for (int64_t k = 0; k < depth; k += 2) {
-    const vuint b0 = load_as<vuint>(left + k * kBf16Panel), b1 = load_as<vuint>(right + k * kBf16Panel);
+// acc += 16 rows of A x a panel, over one tile of A.
+static inline void dot_tile(vfloat (&acc)[kTileRows], const uint16_t* a, const uint16_t* b) {
+  for (int k = 0; k < kTileDepth; k += 2) {
+    const auto panel = load_as<vuint>(b + k * kTileRows);
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < kTileRows; ++r) {
       uint32_t pair;
-      std::memcpy(&pair, a + r * lda + k, sizeof(pair));
-      acc[r][0] = dot_pairs(acc[r][0], splat(pair), b0);
-      acc[r][1] = dot_pairs(acc[r][1], splat(pair), b1);
+      std::memcpy(&pair, a + r * kTileDepth + k, sizeof(pair));
+      acc[r] = dot_pairs(acc[r], splat(pair), panel);
     }
-  }
-  for (int r = 0; r < kRows; ++r) {
-    const float factor = kAccumulate ? factors[r] : 0.0f;
-    write_row<kAccumulate>(c + r * ldc, acc[r][0], factor);
-    write_row<kAccumulate>(c + r * ldc + kBf16Panel, acc[r][1], factor);
   }
 }
 
-template <int kRows, bool kAccumulate>
-static inline void dot_last_rows(int64_t rows, const uint16_t* a, int64_t lda, const uint16_t* left,
-                                 const uint16_t* right, int64_t depth, const float* factors, float* c, int64_t ldc) {
-  if constexpr (kRows > 0) {
-    if (rows == kRows) return dot_block<kRows, kAccumulate>(a, lda, left, right, depth, factors, c, ldc);
-    dot_last_rows<kRows - 1, kAccumulate>(rows, a, lda, left, right, depth, factors, c, ldc);
+static inline void multiply_tall(const uint16_t* a, const uint16_t* b, int64_t depth, float* c) {
+  for (int tile = 0; tile < kTallRows / kTileRows; ++tile, a += kTileSize, c += kTileFloats) {
+    vfloat acc[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) acc[r] = splat(0.0f);
+    for (int64_t k = 0; k < depth; k += kTileDepth) dot_tile(acc, a + k * kTallRows, b + k * kTileRows);
+    for (int r = 0; r < kTileRows; ++r) store(c + r * kTileRows, acc[r]);
   }
 }
 
-template <bool kAccumulate>
-static inline void gemm_bf16(const uint16_t* a, int64_t lda, const uint16_t* b, int64_t depth, const float* factors,
-                             float* c, int64_t ldc, int64_t rows, int64_t columns) {
-  for (int64_t n = 0; n < columns; n += 2 * kBf16Panel) {
-    const uint16_t *left = b + n * depth, *right = left + kBf16Panel * depth;
-    int64_t r = 0;
-    for (; r + kDotRows <= rows; r += kDotRows) {
-      dot_block<kDotRows, kAccumulate>(a + r * lda, lda, left, right, depth, factors + r, c + r * ldc + n, ldc);
-    }
-    dot_last_rows<kDotRows - 1, kAccumulate>(rows - r, a + r * lda, lda, left, right, depth, factors + r,
-                                             c + r * ldc + n, ldc);
+static inline void add_wide(const uint16_t* a, const uint16_t* b, float* c, int64_t columns) {
+  for (int64_t n = 0; n < columns; n += kTileRows, b += kTallRows * kTileRows) {
+    vfloat acc[kTileRows];
+    for (int r = 0; r < kTileRows; ++r) acc[r] = load(c + r * columns + n);
+    dot_tile(acc, a, b);
+    dot_tile(acc, a + kTileSize, b + kTileSize);
+    for (int r = 0; r < kTileRows; ++r) store(c + r * columns + n, acc[r]);
   }
 }
 
