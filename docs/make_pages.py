@@ -12,7 +12,9 @@ import summary
 from tables import DOCS, Result, load
 
 SAME_RUN = "The run of [attention](#attention-on-the-cpu)."
-RECURRENT = of_runs.family("recurrent_", points=("base", "tree binary 8", "tree binary 128", "rule kimi delta"))
+AMX_RUN = "The run of [attention with AMX](#attention-on-the-cpu)."
+OF_RECURRENT = ("base", "tree binary 8", "tree binary 128", "rule kimi delta")
+RECURRENT = of_runs.family("recurrent_", points=OF_RECURRENT, run=AMX_RUN)
 VERIFICATION = of_runs.family("verify_", "sample", points=("base", "tree chain 32"), run=SAME_RUN)
 OPS = ("append_kv", "rope_append", "compact_kv", "merge_states", "build", "expand", "ngram")
 DRAFTING = of_runs.family(*OPS, run=SAME_RUN)
@@ -35,12 +37,14 @@ PAGES = {
     DOCS / "performance.md": {
         "summary": summary.measured,
         "attention": kept("ops_avx512", of_runs.family("tree_attention", plot="Time against context, tree and batch")),
-        "latent": kept("latent_cpu", of_runs.family("latent_attention")),
-        "recurrent": kept("recurrent_cpu", RECURRENT),
+        "attention-amx": kept("ops_amx", of_runs.family("tree_attention")),
+        "latent": kept("ops_amx", of_runs.family("latent_attention", run=AMX_RUN)),
+        "recurrent": kept("ops_amx", RECURRENT),
         "verification": kept("ops_avx512", VERIFICATION),
         "drafting": kept("ops_avx512", DRAFTING),
         "gpu": kept("headline_h200", of_runs.on_gpu),
         "real": kept("real_cpu", of_model.gains),
+        "real-amx": kept("real_amx", of_model.ways),
     },
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},

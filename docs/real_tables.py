@@ -17,10 +17,8 @@ def rows_of(result: Result, dtype: str = RATES) -> list[Row]:
     return [row for row in result["rows"] if row["dtype"] == dtype]
 
 
-def gains(result: Result, name: str) -> str:
-    """Ways in rows, numbers of sequences in columns; then chosen trees against the best fixed ones, vLLM with drafts
-    against vLLM without, and the number of texts that equal plain decoding's.
-    """
+def ways(result: Result, name: str) -> str:
+    """Ways in rows, numbers of sequences in columns."""
     machine, rows = result["machine"], rows_of(result)
     versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
     count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
@@ -28,7 +26,14 @@ def gains(result: Result, name: str) -> str:
         f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
         f" tokens per second of all sequences, others over plain decoding in the same turn: {'/'.join(KINDS)}."
     )
-    parts = [machine_line(machine, name) + note, by_kind(rows)]
+    return "\n\n".join([machine_line(machine, name) + note, by_kind(rows)])
+
+
+def gains(result: Result, name: str) -> str:
+    """Ways; then chosen trees against the best fixed ones, vLLM with drafts against vLLM without, and the number of
+    texts that equal plain decoding's.
+    """
+    parts, rows = [ways(result, name)], rows_of(result)
     for figure, corner in (
         ("over_best", "over the best of its own chains and trees, and plain"),
         ("over_stock", "over vLLM without drafts"),

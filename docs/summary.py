@@ -14,9 +14,9 @@ Line = tuple[str, str, str, str]  # of these columns
 OPS = [
     ("attention over trees", "ops_avx512", "tree_attention", "base"),
     ("attention of single tokens", "ops_avx512", "tree_attention", "batch 8, length 2048, tree chain 1"),
-    ("latent attention", "latent_cpu", "latent_attention", "base"),
-    ("recurrent layer, trees", "recurrent_cpu", "recurrent_step", "base"),
-    ("recurrent layer, a prompt", "recurrent_cpu_prompts", "recurrent_prefill", "base"),
+    ("latent attention", "ops_amx", "latent_attention", "base"),
+    ("recurrent layer, trees", "ops_amx", "recurrent_step", "base"),
+    ("recurrent layer, a prompt", "ops_amx", "recurrent_prefill", "base"),
     ("verification, greedy", "ops_avx512", "verify_greedy", "base"),
     ("verification, sampled", "ops_avx512", "verify_sampled", "base"),
     ("verification, rejection", "ops_avx512", "verify_rejection", "tree chain 32"),
