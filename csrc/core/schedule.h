@@ -111,7 +111,7 @@ struct SequenceWork {
 
   // The KV tile of the first key that a row of a head sees, and the one behind that of its last.
   PT_HOST_DEVICE int32_t first_seen(const WorkShape& shape, uint32_t row) const {
-    const int32_t end = min_of(end_of(shape, row), tree_len < 0 ? seq_len : seq_len - tree_len);
+    const int32_t end = max_of(min_of(end_of(shape, row), tree_len < 0 ? seq_len : seq_len - tree_len), 0);
     return min_of(static_cast<int32_t>(static_cast<uint32_t>(max_of(end - shape.window, 0)) / kKvTile), kv_tiles - 1);
   }
   PT_HOST_DEVICE int32_t end_seen(const WorkShape& shape, uint32_t row) const {

@@ -33,7 +33,7 @@ static inline vfloat exp2_weight(vfloat x) {
   p = muladd(p, f, splat(2.4024099e-01f));
   p = muladd(p, f, splat(6.9312419e-01f));
   p = muladd(p, f, splat(1.0f));
-  const vfloat value = bits<vfloat>(bits<vint>(p) + (bits<vint>(shifted) << 23));
+  const vfloat value = bits<vfloat>(bits<vuint>(p) + (bits<vuint>(shifted) << 23));
   return x <= -125.0f ? splat(0.0f) : value;
 }
 
