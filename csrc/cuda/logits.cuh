@@ -69,6 +69,8 @@ class LogitReader {
     const uintptr_t address = reinterpret_cast<uintptr_t>(row.logits);
     skew_ = static_cast<uint32_t>(address % kWordBytes);
     loads_ = reinterpret_cast<const uint4*>(address - skew_);
+    whole_end_ = (vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word();
+    if (skew_ != 0) whole_end_ = max_of(whole_end_ - 1, 1);
     grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
 
@@ -156,8 +158,8 @@ class LogitReader {
   }
   // Four logits in any case, zeros past the vocabulary.
   __device__ __forceinline__ Four load_four(int64_t token) const {
-    Four four;
-    if (load_whole_four(token, four)) return four;
+    Four four{};
+    if (token >= vocab_ || load_whole_four(token, four)) return four;
     uint32_t bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = token + i < vocab_ ? stored_.bits(logits(), token + i) : 0;
@@ -347,25 +349,20 @@ class LogitReader {
   }
 
  private:
-  // The whole words: loads inside the row suffice for them.
   __device__ int whole_begin() const { return skew_ == 0 ? 0 : 1; }
-  __device__ int whole_end() const {
-    if (skew_ == 0) return vocab_ / of_word();
-    return max_of((vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word() - 1, 1);
-  }
-  __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end(); }
+  __device__ bool is_whole(int word) const { return word >= whole_begin() && word < whole_end_; }
 
   // Loads words from `word` on, `stride` apart. Instead of a word that is not whole it loads another one.
   template <int kCount>
   __device__ __forceinline__ void load(int word, int stride, uint4 (&loaded)[kCount]) const {
-    if (whole_end() == whole_begin()) return;
+    if (whole_end_ == whole_begin()) return;
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      loaded[i] = __ldcg(loads_ + clamp_to(word + i * stride, whole_begin(), whole_end() - 1));
+      loaded[i] = __ldcg(loads_ + clamp_to(word + i * stride, whole_begin(), whole_end_ - 1));
   }
   // Cleans what was loaded from `first` + lane on.
   __device__ __forceinline__ void clean_batch(int lane, int first, int stride, uint4 (&words)[kBatch]) const {
-    if (skew_ == 0 && stands() && first + (kBatch - 1) * stride + 32 <= whole_end()) return;
+    if (skew_ == 0 && stands() && first + (kBatch - 1) * stride + 32 <= whole_end_) return;
 #pragma unroll 1
     for (int i = 0; i < kBatch; ++i) shift_in(words, made_clean(*this, first + lane + i * stride, words[0]));
   }
@@ -389,15 +386,11 @@ class LogitReader {
     return {words[0], words[1], words[2], words[3]};
   }
 
-  // Bit i is set if number i of the word is in the vocabulary and the grammar allows it.
+  // Bit i is set if number i of the word, which begins in the vocabulary, is in it and the grammar allows it.
   __device__ __forceinline__ uint32_t allowed_of_word(int word) const {
     const int token = word * of_word();
-    uint32_t bits = (1u << of_word()) - 1;
-    if (token + of_word() > vocab_) {
-      const int past = token + of_word() - vocab_;
-      bits = past < of_word() ? bits >> past : 0;
-    }
-    if (uniform_ || grammar_ == nullptr || bits == 0) return bits;  // the grammar ends with the vocabulary
+    uint32_t bits = ((1u << of_word()) - 1) >> max_of(token - vocab_ + of_word(), 0);
+    if (uniform_ || grammar_ == nullptr) return bits;  // the grammar ends with the vocabulary
     if (is_packed_) return bits & static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32;
 #pragma unroll 1
     for (int i = 0; i < of_word(); ++i) {
@@ -406,9 +399,13 @@ class LogitReader {
     return bits;
   }
 
-  // Not inlined, as few rows need it more than at their ends. If the row is presumed clean, a word with a NaN still has
-  // one.
+  // Not inlined, as few rows need it more than in their last batch, most of which may lie past the end. If the row is
+  // presumed clean, a word with a NaN still has one.
   static __device__ __attribute__((noinline)) uint4 made_clean(LogitReader row, int word, uint4 loaded) {
+    if (word * row.of_word() >= row.vocab_) {
+      const uint32_t lowest = clean_bits(row.stored_, 0, false) * (row.stored_.wide() ? 1 : 0x10001);
+      return {lowest, lowest, lowest, lowest};
+    }
     const uint4 as_stored = !row.is_whole(word) ? row.word_of_ends(word)
                             : row.skew_ == 0    ? loaded
                                                 : bytes_from(loaded, __ldcg(row.loads_ + word + 1), row.skew_);
@@ -433,6 +430,7 @@ class LogitReader {
   const void* grammar_;  // bits if it is packed, else bytes; null: no grammar
   uint32_t skew_;        // bytes of the first word before the row
   int vocab_;
+  int whole_end_;  // of the words for which loads inside the row suffice
   bool is_packed_;
   bool uniform_ = false;  // the row reads as zeros, as one without finite logits does
   bool clean_ = false;    // no NaN, no +inf
