@@ -69,7 +69,7 @@ class LogitReader {
     const uintptr_t address = reinterpret_cast<uintptr_t>(row.logits);
     skew_ = static_cast<uint32_t>(address % kWordBytes);
     loads_ = reinterpret_cast<const uint4*>(address - skew_);
-    whole_end_ = (vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_)) / of_word();
+    whole_end_ = word_of(vocab_ + static_cast<int>(skew_) / bytes_of_one(stored_));
     if (skew_ != 0) whole_end_ = max_of(whole_end_ - 1, 1);
     grammar_ = is_packed_ ? static_cast<const void*>(row.allowed_words) : row.allowed;
   }
@@ -87,7 +87,8 @@ class LogitReader {
   __device__ int digits() const { return stored_.digits(); }
   __device__ float largest() const { return stored_.largest(); }
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
-  __device__ int num_words() const { return ceil_div(vocab_, of_word()); }
+  __device__ int word_of(int token) const { return token >> (stored_.wide() ? 2 : 3); }
+  __device__ int num_words() const { return word_of(vocab_ + of_word() - 1); }
 
   // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids or that lie past
   // the vocabulary become -inf.
@@ -143,23 +144,28 @@ class LogitReader {
     return sum;
   }
 
-  // Loads four logits as they stand in memory, if one load can; `token` is a multiple of four.
-  __device__ __forceinline__ bool load_whole_four(int64_t token, Four& four) const {
-    const uint32_t bytes = stored_.wide() ? 16 : 8;
-    if (skew_ % bytes != 0 || token + 4 > vocab_) return false;
-    const void* from = static_cast<const char*>(logits()) + token * bytes_of_one(stored_);
-    if (stored_.wide()) {
-      four = __ldcg(static_cast<const uint4*>(from));
-    } else {
-      const uint2 pairs = __ldcg(static_cast<const uint2*>(from));
-      four = {pairs.x, pairs.y, 0, 0};
+  // Loads groups of four logits, `apart` tokens apart, as they stand in memory, if one load a group can; `token` is a
+  // multiple of four.
+  template <int kCount>
+  __device__ __forceinline__ bool load_whole_fours(int token, int apart, Four (&fours)[kCount]) const {
+    const int bytes = bytes_of_one(stored_);
+    if (skew_ % (4 * bytes) != 0 || token + (kCount - 1) * apart + 4 > vocab_) return false;
+    const char* from = static_cast<const char*>(logits()) + token * bytes;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i, from += apart * bytes) {
+      if (stored_.wide()) {
+        fours[i] = __ldcg(reinterpret_cast<const uint4*>(from));
+      } else {
+        const uint2 pairs = __ldcg(reinterpret_cast<const uint2*>(from));
+        fours[i] = {pairs.x, pairs.y, 0, 0};
+      }
     }
     return true;
   }
   // Four logits in any case, zeros past the vocabulary.
-  __device__ __forceinline__ Four load_four(int64_t token) const {
-    Four four{};
-    if (token >= vocab_ || load_whole_four(token, four)) return four;
+  __device__ __forceinline__ Four load_four(int token) const {
+    Four four[1]{};
+    if (token >= vocab_ || load_whole_fours(token, 0, four)) return four[0];
     uint32_t bits[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) bits[i] = token + i < vocab_ ? stored_.bits(logits(), token + i) : 0;
@@ -167,10 +173,9 @@ class LogitReader {
     return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
   }
   // The same as clean floats.
-  __device__ __forceinline__ void clean_four(int64_t token, const Four& loaded, float (&four)[4]) const {
+  __device__ __forceinline__ void clean_four(int token, const Four& loaded, float (&four)[4]) const {
     convert(loaded, four);
-    const uint32_t allowed =
-        allowed_of_word(static_cast<int>(token) / of_word()) >> static_cast<int>(token) % of_word();
+    const uint32_t allowed = allowed_of_word(word_of(token)) >> (token & (of_word() - 1));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float value = uniform_ ? 0.0f : four[i];

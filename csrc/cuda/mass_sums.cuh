@@ -9,9 +9,9 @@ namespace pagedtree::cuda {
 // The masses of a row's distribution.
 template <DType kDType>
 struct MassesOfDType {
-  static constexpr int kBatch = 4;  // groups of four that are loaded together
+  static constexpr int kRows = 1;   // that are read
+  static constexpr int kBatch = 4;  // groups of four of each row that are loaded together
   static constexpr int kSums = 1;   // sums that are found at a time
-  using Loaded = Four;
 
   LogitReader<kDType> row;
   Scale scale;
@@ -28,16 +28,23 @@ struct MassesOfDType {
   }
 
   __device__ int64_t vocab() const { return row.vocab(); }
-  __device__ __forceinline__ Loaded load(int64_t token) const {
-    Four four;
-    return row.load_whole_four(token, four) ? four : load_odd(row, token);
+  // Loads groups of four, kMassSums tokens apart.
+  template <int kCount>
+  __device__ __forceinline__ void load(int token, Four (&fours)[kCount]) const {
+    if (row.load_whole_fours(token, kMassSums, fours)) return;
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i, token += kMassSums) {
+#pragma unroll
+      for (int j = 0; j + 1 < kCount; ++j) fours[j] = fours[j + 1];
+      fours[kCount - 1] = load_odd(row, token);
+    }
   }
   // Not inlined, as few rows need it more than at their ends.
-  static __device__ __attribute__((noinline)) Four load_odd(LogitReader<kDType> row, int64_t token) {
+  static __device__ __attribute__((noinline)) Four load_odd(LogitReader<kDType> row, int token) {
     return row.load_four(token);
   }
   // Zeros past the vocabulary.
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&four)[4]) const {
+  __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
     uint32_t kept = 0;
     if (token < row.vocab()) {
       if (row.stands() && token + 4 <= row.vocab()) {
@@ -62,8 +69,14 @@ struct MassesOfDType {
       four[i] = kept >> i & 1u ? mass : 0.0f;
     }
   }
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    values(token, loaded, sums[0]);
+  template <int kCount>
+  __device__ __forceinline__ void load(int token, Four (&loaded)[1][kCount]) const {
+    load(token, loaded[0]);
+  }
+  // Of the first group.
+  template <int kCount>
+  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[1][kCount], float (&sums)[1][4]) const {
+    values(token, loaded[0][0], sums[0]);
   }
 };
 using RowMasses = MassesOfDType<kAnyDType>;
@@ -109,15 +122,15 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& firs
 #pragma unroll 1
   while (block < num_blocks) {
     int token = block * kMassBlock + group * kMassSums + 4 * lane;
-    typename Masses::Loaded loaded[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) loaded[i] = masses.load(token + i * kMassSums);
+    Four loaded[Masses::kRows][kBatch];
+    masses.load(token, loaded);
 #pragma unroll 1
     for (int i = 0; i < kBatch; ++i, token += kMassSums) {
       float values[Masses::kSums][4];
-      masses.values(token, loaded[0], values);
+      masses.values(token, loaded, values);
 #pragma unroll
-      for (int j = 0; j + 1 < kBatch; ++j) loaded[j] = loaded[j + 1];
+      for (int j = 0; j < Masses::kRows * (kBatch - 1); ++j)
+        loaded[j % Masses::kRows][j / Masses::kRows] = loaded[j % Masses::kRows][j / Masses::kRows + 1];
 #pragma unroll
       for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
     }

@@ -31,8 +31,9 @@ struct Writer {
   __device__ void write(uint32_t column, uint32_t count, float bias, bool may_be_on_path) const {
     const LogitReader<kAnyDType> reader(row);
     const StoredLogits<kAnyDType> stored(row.dtype);
-    Four word{};
-    const bool whole = count == 4 && reader.load_whole_four(column, word);
+    Four loaded[1]{};
+    const bool whole = count == 4 && reader.load_whole_fours(column, 0, loaded);
+    Four word = loaded[0];
     float four[4]{};
 #pragma unroll 1
     for (uint32_t at = column; at < column + count; ++at) {

@@ -170,7 +170,9 @@ class ShardDistributions {
     for (int64_t begin = 0; begin < masses.vocab() && before <= bound; begin += 4 * int64_t{blockDim.x}) {
       const int64_t token = begin + 4 * int64_t{threadIdx.x};
       float sums[2][4];
-      masses.values(token, masses.load(token), sums);
+      Four loaded[2][1];
+      masses.load(token, loaded);
+      masses.values(token, loaded, sums);
       const uint64_t own = units_of_four(sums[0]);
       all.left += own;
       all.drafts += units_of_four(sums[1]);

@@ -44,18 +44,16 @@ struct KeptResiduals {
 
 // The draft's probabilities without those of tried tokens, which only change where the last token was tried.
 struct UntriedDrafts {
-  static constexpr int kBatch = 4;
-  static constexpr int kSums = 1;
-  using Loaded = Four;
+  static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
   DraftMasses draft;
   TriedTokens tried;
   int only_block;  // -1: all
 
   __device__ int64_t vocab() const { return draft.masses.vocab(); }
-  __device__ Loaded load(int64_t token) const { return draft.masses.load(token); }
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[1][4]) const {
-    draft.values(token, loaded, sums[0]);
+  __device__ __forceinline__ void load(int token, Four (&loaded)[1][kBatch]) const { draft.masses.load(token, loaded); }
+  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[1][kBatch], float (&sums)[1][4]) const {
+    draft.values(token, loaded[0][0], sums[0]);
     const uint32_t gone = tried_of_four(tried, token);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[0][i] = gone >> i & 1u ? 0.0f : sums[0][i];

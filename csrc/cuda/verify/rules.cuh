@@ -72,11 +72,7 @@ __device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int6
 // What is left of the target's masses, and the drafts' masses; tried tokens count as nothing. For the entropy, terms
 // m log m of the masses m.
 struct ResidualMasses {
-  static constexpr int kBatch = 2;
-  static constexpr int kSums = 2;
-  struct Loaded {
-    Four target, draft;
-  };
+  static constexpr int kRows = 2, kBatch = 2, kSums = 2;
 
   RowMasses target;
   DraftMasses draft;
@@ -96,17 +92,20 @@ struct ResidualMasses {
   }
 
   __device__ int64_t vocab() const { return target.vocab(); }
-  __device__ Loaded load(int64_t token) const {
-    return {target.load(token), with_draft ? draft.masses.load(token) : Four{}};
+  template <int kCount>
+  __device__ __forceinline__ void load(int token, Four (&loaded)[2][kCount]) const {
+    target.load(token, loaded[0]);
+    if (with_draft) draft.masses.load(token, loaded[1]);
   }
   // sums: residuals, drafts.
-  __device__ __forceinline__ void values(int64_t token, const Loaded& loaded, float (&sums)[2][4]) const {
+  template <int kCount>
+  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[2][kCount], float (&sums)[2][4]) const {
     auto& [residuals, drafts] = sums;
-    target.values(token, loaded.target, residuals);
+    target.values(token, loaded[0][0], residuals);
 #pragma unroll
     for (float& q : drafts) q = 0.0f;
     if (with_draft) {
-      draft.values(token, loaded.draft, drafts);
+      draft.values(token, loaded[1][0], drafts);
 #pragma unroll
       for (int i = 0; i < 4; ++i) residuals[i] = residual_mass<ScalarMath>(residuals[i], factor, drafts[i]);
     }
