@@ -158,7 +158,7 @@ RULES = [
     ),
     Mutant(
         "joint rules with the coins of positions", "core/verify/block.h",
-        "position_at(distributions, 0), walk.node)", "position_at(distributions, walk.depth), 0)",
+        "distributions.root_position, walk.node)", "position_at(distributions.root_position, walk.depth), 0)",
     ),
     Mutant(
         "the distribution of node n is row n of the draft's", "core/verify/rules.h",

@@ -29,7 +29,7 @@ struct Sampling {
   float top_p;        // 1: off
   float min_p;        // 0: off
   bool joint;
-  PT_HOST_DEVICE bool cuts_by_count(int64_t vocab) const { return top_k > 0 && top_k < vocab; }
+  PT_HOST_DEVICE bool cuts_by_count(int32_t vocab) const { return top_k > 0 && top_k < vocab; }
 };
 
 PT_HOST_DEVICE Sampling sampling_of(const SamplingParams& p, int64_t b) {
@@ -50,7 +50,7 @@ struct LogitRow {
   const void* logits;            // [V]
   const uint8_t* allowed;        // [V] or null
   const int32_t* allowed_words;  // [ceil(V / 32)] or null
-  int64_t vocab;                 // V
+  int32_t vocab;                 // V
   DType dtype;
 };
 
@@ -60,7 +60,7 @@ PT_HOST_DEVICE LogitRow logit_row(const LogitsParams& p, int64_t row) {
       .logits = static_cast<const char*>(p.data) + row * p.row_stride * bytes,
       .allowed = p.allowed == nullptr ? nullptr : p.allowed + row * p.allowed_stride,
       .allowed_words = p.allowed_words == nullptr ? nullptr : p.allowed_words + row * p.allowed_stride,
-      .vocab = p.vocab,
+      .vocab = static_cast<int32_t>(p.vocab),
       .dtype = p.dtype,
   };
 }
@@ -74,7 +74,7 @@ PT_HOST_DEVICE float inverse_temperature(float temperature) {
 // The largest logit of a row.
 struct Peak {
   float logit = -kInfinity;
-  int64_t token = 0;    // the lowest id that has it
+  int32_t token = 0;    // the lowest id that has it
   uint8_t has_nan = 0;  // not bool: it may come from a caller's memory (core/shards.h)
 };
 
@@ -111,10 +111,10 @@ PT_HOST_DEVICE typename M::Float mass_of(typename M::Float x) {
 // among ties at the threshold the lower ids are kept.
 struct Filter {
   float min_logit = -kInfinity;
-  int64_t tie_end = INT64_MAX;
+  int32_t tie_end = INT32_MAX;
   float min_x = -kInfinity;
 
-  PT_HOST_DEVICE bool keeps(int64_t token, float logit, float x) const {
+  PT_HOST_DEVICE bool keeps(int32_t token, float logit, float x) const {
     return x >= min_x && (logit > min_logit || (logit == min_logit && token < tie_end));
   }
 };
@@ -149,7 +149,7 @@ struct RowDistribution {
   LogitRow row;
   Scale scale;
   Filter filter;
-  int64_t best;  // the lowest of the likeliest tokens
+  int32_t best;  // the lowest of the likeliest tokens
   bool uniform;  // no finite logit: all of them read as zero
   bool bad;      // NaN, or no finite logit
 };
@@ -171,7 +171,7 @@ PT_HOST_DEVICE RowDistribution row_distribution(const LogitRow& row, const Sampl
 
 // One drawn token, and whether the row was bad: a NaN, or no finite logit.
 struct Draw {
-  int64_t token;
+  int32_t token;
   bool bad;
 };
 

@@ -123,13 +123,13 @@ class KnownRows {
     distributions.draft_unit = 1.0;
     distributions.root_position = root_position_of(p_.ratio.verify, b_);
   }
-  PT_HOST_DEVICE double target(const NodeDistributions&, int64_t token) {
+  PT_HOST_DEVICE double target(const NodeDistributions&, int32_t token) {
     return static_cast<double>(mass_at(token, 32));
   }
-  PT_HOST_DEVICE double draft(const NodeDistributions&, int64_t token) {
+  PT_HOST_DEVICE double draft(const NodeDistributions&, int32_t token) {
     return static_cast<double>(mass_at(token, 0));
   }
-  PT_HOST_DEVICE double residual(const NodeDistributions& distributions, double c, int64_t token) {
+  PT_HOST_DEVICE double residual(const NodeDistributions& distributions, double c, int32_t token) {
     const float mass = mass_at(token, 32);
     if (c == 0.0) return static_cast<double>(mass);
     return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(distributions, c), mass_at(token, 0)));
@@ -140,19 +140,19 @@ class KnownRows {
     if (rejected < 0 || drafted_child(walk_, num_rejected_ + 1) < 0) return {distributions.total, 1.0};
     return {p_.left[rejected].mass, p_.left[rejected].draft_mass};
   }
-  PT_HOST_DEVICE int64_t draw(const NodeDistributions&, double c, double u) {
+  PT_HOST_DEVICE int32_t draw(const NodeDistributions&, double c, double u) {
     const bool any = tried_.size > 0;
     p_.ends[b_] = {walk_.row(), c, u, !any ? 0 : p_.ratio.law == DraftLaw::kOneHot ? kMaxTreeNodes : num_rejected_};
     return -1;
   }
 
-  PT_HOST_DEVICE void mark_tried(int64_t token) { tried_.insert(token); }
+  PT_HOST_DEVICE void mark_tried(int32_t token) { tried_.insert(token); }
   PT_HOST_DEVICE void clear_tried() { tried_.size = 0; }
-  PT_HOST_DEVICE bool is_tried(int64_t token) const { return tried_.contains(token); }
+  PT_HOST_DEVICE bool is_tried(int32_t token) const { return tried_.contains(token); }
 
  private:
   // The mass of a child's token under the target's distribution (shift 32) or the draft's (shift 0).
-  PT_HOST_DEVICE float mass_at(int64_t token, int shift) {
+  PT_HOST_DEVICE float mass_at(int32_t token, int shift) {
     const int32_t child = walk_.child_with(token);
     if (child < 0) return 0.0f;
     const uint64_t word = static_cast<uint64_t>(p_.masses[(walk_.rows.begin + child) * kWeighWords + 1]);
@@ -220,7 +220,7 @@ PT_HOST_DEVICE ShardDraw draw_of_shard(const ShardWeighParams& p, int64_t b) {
 // Marks as tried those tokens of the first `count` drafting children that are in this rank's columns.
 PT_HOST_DEVICE void mark_tried(const ShardRows& shard, TreeWalk& walk, int64_t count, TriedTokens& tried) {
   for (int32_t child = walk.first_child(); child >= 0 && count > 0; child = walk.next_sibling(child)) {
-    const int64_t token = draft_token_at(walk.p, walk.rows.begin + child);
+    const int32_t token = draft_token_at(walk.p, walk.rows.begin + child);
     if (token < 0) continue;
     --count;
     const int64_t column = token - shard.first_token;

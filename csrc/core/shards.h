@@ -49,7 +49,7 @@ PT_HOST_DEVICE int64_t ranked_word(float value, int64_t token) {
 PT_HOST_DEVICE float value_of_word(int64_t word) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(static_cast<uint64_t>(word) >> 32) ^ 0x80000000u);
 }
-PT_HOST_DEVICE int64_t token_of_word(int64_t word) { return ~static_cast<uint32_t>(static_cast<uint64_t>(word)); }
+PT_HOST_DEVICE int32_t token_of_word(int64_t word) { return static_cast<int32_t>(~word); }
 
 // A mass, at most 1, as an integer: 2^42 at 1. The masses of the largest vocabulary add up without overflow, and what
 // rounding takes from a distribution is less than the precision of a float.
@@ -141,10 +141,10 @@ PT_HOST_DEVICE bool is_filtered(const ShardRow& row, const Sampling& sampling) {
 // The distribution on this rank's part of a row: tokens are numbered by this rank's columns.
 PT_HOST_DEVICE RowDistribution shard_distribution(const ShardRows& s, const LogitRow& logits, const ShardRow& row,
                                                   const Sampling& sampling) {
-  const int64_t token = clamp_to<int64_t>(row.peak.token, 0, s.vocab - 1);  // rows may come from anywhere
-  const Peak peak{row.peak.logit, token - s.first_token, row.peak.has_nan};
+  const int32_t token = clamp_to(row.peak.token, 0, static_cast<int32_t>(s.vocab) - 1);  // rows may come from anywhere
+  const Peak peak{row.peak.logit, token - static_cast<int32_t>(s.first_token), row.peak.has_nan};
   RowDistribution found = row_distribution(logits, sampling, peak, [&](const Scale&) { return row.filter; });
-  if (found.uniform && sampling.temperature == 0.0f) found.filter.tie_end = 1 - s.first_token;
+  if (found.uniform && sampling.temperature == 0.0f) found.filter.tie_end = 1 - static_cast<int32_t>(s.first_token);
   return found;
 }
 
@@ -301,9 +301,9 @@ PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
     const bool at_peak = p.last == ShardRound::kPeak;
     const float most = at_peak ? value_of_word(words[0]) : peak.logit;
     if (most == -kInfinity || (at_peak ? words[1] != 0 : peak.has_nan)) walk.status |= kBadRow;
-    const int64_t told = token_of_word(words[0]);
+    const int32_t told = token_of_word(words[0]);
     // No rank has words for a row of no sequence, which bad offsets may lead to.
-    const int64_t token = min_of<int64_t>(told, p.verify.logits.vocab - 1);
+    const int32_t token = clamp_to<int32_t>(told, 0, static_cast<int32_t>(p.verify.logits.vocab) - 1);
     if (token != told) walk.status |= kMalformedTree;
     walk.emit(token);
     int32_t child = walk.child_with(token);

@@ -7,11 +7,13 @@
 namespace pagedtree::cuda {
 
 // An integer that is larger for larger values, and among equal values for lower ids.
-__device__ __forceinline__ uint64_t ranked(float value, int64_t id) {
+__device__ __forceinline__ uint64_t ranked(float value, int32_t id) {
   const uint64_t key = order_key<ScalarMath>(value + 0.0f);  // -0 ties with +0
-  return key << 32 | static_cast<uint32_t>(~static_cast<uint32_t>(id));
+  return key << 32 | static_cast<uint32_t>(~id);
 }
-__device__ __forceinline__ int64_t ranked_id(uint64_t rank) { return ~static_cast<uint32_t>(rank); }
+__device__ __forceinline__ int32_t ranked_id(uint64_t rank) {
+  return static_cast<int32_t>(~static_cast<uint32_t>(rank));
+}
 __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
@@ -55,7 +57,7 @@ struct LogitItems {
       return most != 0 && most >= least;
     };
     row.each_group_where([&](float largest) { return __any_sync(~0u, has_any(largest)) != 0; },
-                         [&](int64_t token, const Four& group) {
+                         [&](int token, const Four& group) {
                            if (!has_any(row.largest_of(group))) return;
                            float four[4];
                            row.convert(group, four);
@@ -72,7 +74,7 @@ struct LogitItems {
 };
 
 // Whether a token's rank or its share of the mass may keep it from being drawn.
-__device__ __forceinline__ bool has_filter(const Sampling& sampling, int64_t vocab) {
+__device__ __forceinline__ bool has_filter(const Sampling& sampling, int32_t vocab) {
   return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || (sampling.top_k > 0 && sampling.top_k < vocab);
 }
 
@@ -115,7 +117,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
       goal = kTies;
       among = cut.key;
     } else {
-      filter.tie_end = int64_t{~cut.key} + 1;
+      filter.tie_end = static_cast<int32_t>(~cut.key) + 1;
       return filter;
     }
   }

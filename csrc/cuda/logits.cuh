@@ -65,7 +65,7 @@ class LogitReader {
   static constexpr int kBatch = 4;  // words that are loaded before one is looked at
 
   __device__ explicit LogitReader(const LogitRow& row)
-      : stored_(row.dtype), vocab_(static_cast<int>(row.vocab)), is_packed_(row.allowed_words != nullptr) {
+      : stored_(row.dtype), vocab_(row.vocab), is_packed_(row.allowed_words != nullptr) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(row.logits);
     skew_ = static_cast<uint32_t>(address % kWordBytes);
     loads_ = reinterpret_cast<const uint4*>(address - skew_);
@@ -83,7 +83,7 @@ class LogitReader {
     clean_ = !distribution.bad && distribution.scale.peak < stored_.largest();
   }
 
-  __device__ int64_t vocab() const { return vocab_; }
+  __device__ int vocab() const { return vocab_; }
   __device__ int digits() const { return stored_.digits(); }
   __device__ float largest() const { return stored_.largest(); }
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
@@ -92,7 +92,7 @@ class LogitReader {
 
   // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids or that lie past
   // the vocabulary become -inf.
-  __device__ float logit(int64_t token) const {
+  __device__ float logit(int token) const {
     if (token >= vocab_) return -kInfinity;
     const bool allowed = uniform_ || grammar_ == nullptr ||
                          (is_packed_ ? static_cast<const uint32_t*>(grammar_)[token / 32] >> token % 32 & 1u
@@ -101,7 +101,7 @@ class LogitReader {
   }
   // Whether logits are clean as they lie in memory.
   __device__ bool stands() const { return clean_ && grammar_ == nullptr; }
-  __device__ float raw(int64_t token) const { return stored_.value(stored_.bits(logits(), token)); }
+  __device__ float raw(int token) const { return stored_.value(stored_.bits(logits(), token)); }
 
   // Calls f(token, four) with the clean logits of each group of four tokens of this thread; a group may lie past the
   // vocabulary. Batches are left out as in each_word().
@@ -111,7 +111,7 @@ class LogitReader {
       Four four = numbers;
 #pragma unroll 1
       for (int j = 0; j < of_word(); j += 4) {
-        f(int64_t{word} * of_word() + j, four);
+        f(word * of_word() + j, four);
         four.x = four.z;
         four.y = four.w;
       }
@@ -147,7 +147,7 @@ class LogitReader {
   // Loads groups of four logits, `apart` tokens apart, as they stand in memory, if one load a group can; `token` is a
   // multiple of four.
   template <int kCount>
-  __device__ __forceinline__ bool load_whole_fours(int token, int apart, Four (&fours)[kCount]) const {
+  __device__ __forceinline__ bool load_whole_fours(int token, int apart, Four* fours) const {
     const int bytes = bytes_of_one(stored_);
     if (skew_ % (4 * bytes) != 0 || token + (kCount - 1) * apart + 4 > vocab_) return false;
     const char* from = static_cast<const char*>(logits()) + token * bytes;
@@ -162,14 +162,14 @@ class LogitReader {
     }
     return true;
   }
-  // Four logits in any case, zeros past the vocabulary.
-  __device__ __forceinline__ Four load_four(int token) const {
-    Four four[1]{};
-    if (token >= vocab_ || load_whole_fours(token, 0, four)) return four[0];
+  // Four logits in any case, zeros past the vocabulary. Not inlined, as few rows need it more than at their ends.
+  static __device__ __attribute__((noinline)) Four load_four(LogitReader row, int token) {
+    Four four{};
+    if (token >= row.vocab_ || row.template load_whole_fours<1>(token, 0, &four)) return four;
     uint32_t bits[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) bits[i] = token + i < vocab_ ? stored_.bits(logits(), token + i) : 0;
-    if (stored_.wide()) return {bits[0], bits[1], bits[2], bits[3]};
+    for (int i = 0; i < 4; ++i) bits[i] = token + i < row.vocab_ ? row.stored_.bits(row.logits(), token + i) : 0;
+    if (row.stored_.wide()) return {bits[0], bits[1], bits[2], bits[3]};
     return {bits[0] | bits[1] << 16, bits[2] | bits[3] << 16, 0, 0};
   }
   // The same as clean floats.
@@ -183,15 +183,10 @@ class LogitReader {
     }
   }
 
-  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is that of the first word. Each lane of a
-  // warp has its own words, from `first` + lane on. Words past the row are -inf.
+  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is that of the first word. A lane of a
+  // warp has the words from `first` + lane on. Words past the row are -inf.
   template <typename F>
-  __device__ __forceinline__ void with_batch(int first, int stride, F f) const {
-    with_batch_of(static_cast<int>(threadIdx.x % 32), first, stride, f);
-  }
-  // The same with the words of any lane.
-  template <typename F>
-  __device__ __forceinline__ void with_batch_of(int lane, int first, int stride, F f) const {
+  __device__ __forceinline__ void with_batch(int lane, int first, int stride, F f) const {
     uint4 words[kBatch];
     load(first + lane, stride, words);
     clean_batch(lane, first, stride, words);
@@ -203,7 +198,7 @@ class LogitReader {
   template <typename See, typename Use>
   __device__ __forceinline__ void each_noise_batch(See see, Use use) const {
     static_assert(kBatch == kNoiseRun / 32);
-    const int warps = own_stride() / 32, lane = static_cast<int>(threadIdx.x % 32), stride = noise_stride();
+    const int warps = own_stride() / 32, lane = own_lane(), stride = noise_stride();
     const auto first_of = [&](int i) { return first_of_noise_batch(i); };
     uint4 words[2][kBatch]{};
     decltype(see(words[0])) seen[2];
@@ -249,6 +244,7 @@ class LogitReader {
     return __shfl_sync(~0u, static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x) / 32, 0) * 32;
   }
   __device__ int own_stride() const { return static_cast<int>(ptx::cluster_size() * blockDim.x); }
+  static __device__ int own_lane() { return static_cast<int>(threadIdx.x % 32); }
 
   // Calls f(index, word) for clean words `stride` apart, from `begin` + lane on. All lanes call f together until the
   // first lane is at `end`. A batch is left out if has_any(its largest logit), which all lanes call together, is false.
@@ -256,10 +252,10 @@ class LogitReader {
   __device__ __forceinline__ void each_word(int begin, int stride, int end, HasAny has_any, F f) const {
 #pragma unroll 1
     for (int of_batch = begin; of_batch < end; of_batch += kBatch * stride) {
-      with_batch(of_batch, stride, [&](int first, uint4(&words)[kBatch]) {
+      with_batch(own_lane(), of_batch, stride, [&](int first, uint4(&words)[kBatch]) {
         if (!has_any(largest_of_words(words))) return;
 #pragma unroll 1
-        for (int i = 0; i < kBatch && first - static_cast<int>(threadIdx.x % 32) < end; ++i, first += stride) {
+        for (int i = 0; i < kBatch && first - own_lane() < end; ++i, first += stride) {
           f(first, words[0]);
 #pragma unroll
           for (int j = 0; j + 1 < kBatch; ++j) words[j] = words[j + 1];
@@ -293,11 +289,10 @@ class LogitReader {
     Best best;
 #pragma unroll 1
     for (clean_ = true;; clean_ = false) {
-      best.logit = -kInfinity;
-      best.word = -1;
+      best = {.nan = best.nan};
 #pragma unroll 1
       for (int of_batch = own_begin(); of_batch < num_words(); of_batch += kBatch * own_stride()) {
-        with_batch(of_batch, own_stride(), [&](int first, const uint4(&words)[kBatch]) {
+        with_batch(own_lane(), of_batch, own_stride(), [&](int first, const uint4(&words)[kBatch]) {
           const float most = largest_of_words(words);
           if (most <= best.logit || best.logit != best.logit) return;
           best.logit = most;
@@ -310,11 +305,11 @@ class LogitReader {
     }
   }
   // The first token of best.logit.
-  __device__ __forceinline__ int64_t token_of(const Best& best) const {
+  __device__ __forceinline__ int token_of(const Best& best) const {
 #pragma unroll 1
     for (int word = best.word; word >= 0 && word < num_words(); word += own_stride()) {
       const uint32_t equal = reaching(clean_word_at(word), best.logit);
-      if (equal != 0) return int64_t{word} * of_word() + __ffs(static_cast<int>(equal)) - 1;
+      if (equal != 0) return word * of_word() + __ffs(static_cast<int>(equal)) - 1;
     }
     return 0;
   }
@@ -407,10 +402,8 @@ class LogitReader {
   // Not inlined, as few rows need it more than in their last batch, most of which may lie past the end. If the row is
   // presumed clean, a word with a NaN still has one.
   static __device__ __attribute__((noinline)) uint4 made_clean(LogitReader row, int word, uint4 loaded) {
-    if (word * row.of_word() >= row.vocab_) {
-      const uint32_t lowest = clean_bits(row.stored_, 0, false) * (row.stored_.wide() ? 1 : 0x10001);
-      return {lowest, lowest, lowest, lowest};
-    }
+    const uint32_t lowest = clean_bits(row.stored_, 0, false) * (row.stored_.wide() ? 1 : 0x10001);
+    if (word * row.of_word() >= row.vocab_) return {lowest, lowest, lowest, lowest};
     const uint4 as_stored = !row.is_whole(word) ? row.word_of_ends(word)
                             : row.skew_ == 0    ? loaded
                                                 : bytes_from(loaded, __ldcg(row.loads_ + word + 1), row.skew_);

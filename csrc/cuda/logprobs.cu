@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   __syncthreads();
   find_distribution<kDType>(radix, shared.masses, logprob_sampling(p, r), distribution);
   MassesOfDType<kDType> masses(distribution);
-  sum_blocks(masses, shared.sums);
+  sum_blocks(masses, shared.sums, shared.sums);
   const double total = shared.sums.total(row.vocab);
   if (token >= 0) {
     const float logit = masses.row.logit(token);

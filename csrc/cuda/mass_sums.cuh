@@ -9,9 +9,8 @@ namespace pagedtree::cuda {
 // The masses of a row's distribution.
 template <DType kDType>
 struct MassesOfDType {
-  static constexpr int kRows = 1;   // that are read
-  static constexpr int kBatch = 4;  // groups of four of each row that are loaded together
-  static constexpr int kSums = 1;   // sums that are found at a time
+  // Rows that are read, groups of four of each that are loaded together, sums that are found at a time.
+  static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
   LogitReader<kDType> row;
   Scale scale;
@@ -22,29 +21,25 @@ struct MassesOfDType {
     row.learn(distribution);
   }
 
-  __device__ float at(int64_t token) const {
+  __device__ float at(int32_t token) const {
     const float logit = row.logit(token), x = scale(logit);
     return filter.keeps(token, logit, x) ? mass_of<ScalarMath>(x) : 0.0f;
   }
 
-  __device__ int64_t vocab() const { return row.vocab(); }
+  __device__ int32_t vocab() const { return row.vocab(); }
   // Loads groups of four, kMassSums tokens apart.
   template <int kCount>
-  __device__ __forceinline__ void load(int token, Four (&fours)[kCount]) const {
-    if (row.load_whole_fours(token, kMassSums, fours)) return;
+  __device__ __forceinline__ void load(int token, Four* fours) const {
+    if (row.template load_whole_fours<kCount>(token, kMassSums, fours)) return;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i, token += kMassSums) {
 #pragma unroll
       for (int j = 0; j + 1 < kCount; ++j) fours[j] = fours[j + 1];
-      fours[kCount - 1] = load_odd(row, token);
+      fours[kCount - 1] = row.load_four(row, token);
     }
   }
-  // Not inlined, as few rows need it more than at their ends.
-  static __device__ __attribute__((noinline)) Four load_odd(LogitReader<kDType> row, int token) {
-    return row.load_four(token);
-  }
   // Zeros past the vocabulary.
-  __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
+  __device__ __forceinline__ void values(int32_t token, const Four& loaded, float (&four)[4]) const {
     uint32_t kept = 0;
     if (token < row.vocab()) {
       if (row.stands() && token + 4 <= row.vocab()) {
@@ -69,14 +64,8 @@ struct MassesOfDType {
       four[i] = kept >> i & 1u ? mass : 0.0f;
     }
   }
-  template <int kCount>
-  __device__ __forceinline__ void load(int token, Four (&loaded)[1][kCount]) const {
-    load(token, loaded[0]);
-  }
-  // Of the first group.
-  template <int kCount>
-  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[1][kCount], float (&sums)[1][4]) const {
-    values(token, loaded[0][0], sums[0]);
+  __device__ __forceinline__ void values(int token, const Four* loaded, float (&sums)[1][4]) const {
+    values(token, loaded[0], sums[0]);
   }
 };
 using RowMasses = MassesOfDType<kAnyDType>;
@@ -100,7 +89,7 @@ __device__ __forceinline__ float sum_of_block(const float (&sums)[4]) {
 template <typename Masses>
 __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& first, MassTable& last) {
   static_assert(Masses::kSums <= 2);
-  const int64_t vocab = masses.vocab();
+  const int32_t vocab = masses.vocab();
   ptx::meet_cluster();
   // A block is read in groups of kMassSums tokens, some of which are loaded together.
   constexpr int kBatch = Masses::kBatch, kGroups = kMassBlock / kMassSums;
@@ -122,15 +111,14 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& firs
 #pragma unroll 1
   while (block < num_blocks) {
     int token = block * kMassBlock + group * kMassSums + 4 * lane;
-    Four loaded[Masses::kRows][kBatch];
-    masses.load(token, loaded);
+    Four loaded[Masses::kRows * kBatch];
+    masses.template load<kBatch>(token, loaded);
 #pragma unroll 1
     for (int i = 0; i < kBatch; ++i, token += kMassSums) {
       float values[Masses::kSums][4];
       masses.values(token, loaded, values);
 #pragma unroll
-      for (int j = 0; j < Masses::kRows * (kBatch - 1); ++j)
-        loaded[j % Masses::kRows][j / Masses::kRows] = loaded[j % Masses::kRows][j / Masses::kRows + 1];
+      for (int j = 0; j + 1 < Masses::kRows * kBatch; ++j) loaded[j] = loaded[j + 1];
 #pragma unroll
       for (int j = 0; j < 4 * Masses::kSums; ++j) sums[j / 4][j % 4] += values[j / 4][j % 4];
     }
@@ -157,10 +145,6 @@ __device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& firs
     (of_first ? first : last).add_group(vocab, threadIdx.x - (of_first ? 0 : num_groups));
   }
   __syncthreads();
-}
-template <typename Masses>
-__device__ __forceinline__ void sum_blocks(const Masses& masses, MassTable& into) {
-  sum_blocks(masses, into, into);
 }
 
 }  // namespace pagedtree::cuda

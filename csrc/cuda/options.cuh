@@ -31,14 +31,13 @@ struct Writer {
   __device__ void write(uint32_t column, uint32_t count, float bias, bool may_be_on_path) const {
     const LogitReader<kAnyDType> reader(row);
     const StoredLogits<kAnyDType> stored(row.dtype);
-    Four loaded[1]{};
-    const bool whole = count == 4 && reader.load_whole_fours(column, 0, loaded);
-    Four word = loaded[0];
+    Four word{};
+    const bool whole = count == 4 && reader.load_whole_fours<1>(static_cast<int>(column), 0, &word);
     float four[4]{};
 #pragma unroll 1
     for (uint32_t at = column; at < column + count; ++at) {
       float value = -kInfinity;
-      if (at < row.vocab) {
+      if (static_cast<int32_t>(at) < row.vocab) {
         const float raw = whole ? reader.first_of(word) : stored.value(stored.bits(row.logits, at));
         value = r.adjusted(row, at, raw, bias, may_be_on_path);
       }
@@ -64,8 +63,9 @@ struct Writer {
   __device__ bool any_finite(LeavesOut leaves_out) const {
     bool any = false;
 #pragma unroll 1
-    for (uint32_t t = first(); t < row.vocab && !any; t += step()) any = out[t] > -kInfinity && !leaves_out(t);
-    return cluster_any(shared, any);
+    for (uint32_t t = first(); static_cast<int32_t>(t) < row.vocab && !any; t += step())
+      any = out[t] > -kInfinity && !leaves_out(t);
+    return cluster_max(shared, any) != 0;
   }
 };
 
@@ -99,11 +99,13 @@ __device__ __forceinline__ void prepare_row(const OptionsParams& o, const Logits
   }
 }
 
+__device__ __forceinline__ LogitRow prepared_row(const OptionsParams& o, const LogitsParams& logits) {
+  return {options::scratch_of(o), nullptr, nullptr, static_cast<int32_t>(logits.vocab), DType::kFloat32};
+}
 // The row that was prepared; row n as it is in memory where there are no options.
 template <DType kDType = kAnyDType>
 __device__ __forceinline__ LogitRow row_of(const OptionsParams& o, const LogitsParams& logits, int64_t n) {
-  if (!kReadsOptions<kDType> || !o.used) return logit_row(logits, n);
-  return {options::scratch_of(o), nullptr, nullptr, logits.vocab, DType::kFloat32};
+  return kReadsOptions<kDType> && o.used ? prepared_row(o, logits) : logit_row(logits, n);
 }
 
 template <DType kDType = kAnyDType>

@@ -271,8 +271,8 @@ __device__ __attribute__((noinline)) float read_largest(SamplingShared& shared, 
     const uint32_t lanes = __ballot_sync(~0u, may_have);
     if (lanes == 0) return;
     // Other lanes load what one of these loads.
-    const int lane = static_cast<int>(may_have ? threadIdx.x % 32 : __ffs(static_cast<int>(lanes)) - 1);
-    row.with_batch_of(lane, first, stride, [&](int index, uint4(&words)[LogitReader<kDType>::kBatch]) {
+    const int lane = may_have ? row.own_lane() : __ffs(static_cast<int>(lanes)) - 1;
+    row.with_batch(lane, first, stride, [&](int index, uint4(&words)[LogitReader<kDType>::kBatch]) {
 #pragma unroll 1
       for (int i = 0; i < row.kBatch; ++i, index += stride) {
         uint4 word = words[0];

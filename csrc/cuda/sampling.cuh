@@ -66,7 +66,7 @@ __device__ __forceinline__ uint64_t race_of_top(SamplingShared& shared, const Sc
 
 // Whether the tokens that draw_of_top() lists suffice for the filters. The more CTAs share a row, the lower is the
 // bound of the list, and too many tokens are above it.
-__device__ __forceinline__ bool draws_of_top(const Sampling& sampling, int64_t vocab) {
+__device__ __forceinline__ bool draws_of_top(const Sampling& sampling, int32_t vocab) {
   constexpr uint32_t kMostCtas = 4;
   return ptx::cluster_size() <= kMostCtas && sampling.top_k > 0 && sampling.top_k <= TopTokens::kMostWanted &&
          has_filter(sampling, vocab) && (sampling.top_p >= 1.0f || !sampling.joint);
@@ -75,7 +75,7 @@ __device__ __forceinline__ bool draws_of_top(const Sampling& sampling, int64_t v
 // Draws from the largest tokens of a row with top-k, given the maxima of its batches: the k-th of them is a lower bound
 // of its k-th logit. Returns -1 if the tokens above the bound are too many.
 template <DType kDType>
-__device__ __forceinline__ int64_t draw_of_top(float largest, const Scale& scale, float min_x, BatchMaxima maxima,
+__device__ __forceinline__ int32_t draw_of_top(float largest, const Scale& scale, float min_x, BatchMaxima maxima,
                                                SamplingShared& shared) {
   const Sampling& sampling = shared.sampling;
   TopTokens& top = shared.top;
@@ -100,7 +100,7 @@ __device__ __forceinline__ int64_t draw_of_top(float largest, const Scale& scale
 // it; if not, the best of the tokens that they may keep. If `of_top`, the largest tokens are listed instead. Returns -1
 // if the token is not known so: of a row that is not clean, of too many that may win, or where rounding might decide.
 template <DType kDType, bool kFilters>
-__device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, bool of_top) {
+__device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared, bool of_top) {
   const Sampling& sampling = shared.sampling;
   LogitReader<kDType> row(shared.distribution.row);
   row.presume_clean();
@@ -122,14 +122,14 @@ __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, 
   uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
 #pragma unroll 1
   while (best != 0) {
-    const int64_t token = ranked_id(best);
+    const int32_t token = ranked_id(best);
     if (!has_filters) return token;
     const float logit = row.logit(token);
     Filter filter{.min_x = min_x};
     if (scale(logit) >= min_x) {
       if (sampling.top_p >= 1.0f) return token;
       const float rebase = ScalarMath::fma(-scale.peak, log2_scale(scale), ahead.reference);
-      const float mass_before = read_largest<kDType>(shared, logit, static_cast<int>(token), false);
+      const float mass_before = read_largest<kDType>(shared, logit, token, false);
       float sums[] = {mass_before, ahead.mass * ptx::ex2(rebase)};
 #pragma unroll 1
       for (int i = 0; i < 2; ++i) {  // one copy of the code
@@ -152,7 +152,7 @@ __device__ __attribute__((noinline)) int64_t draw_ahead(SamplingShared& shared, 
 
 // Whether draw_ahead() can ask for the mass that top-p needs: that of all tokens. Without a filter, a few words a
 // thread are read again sooner than the code of a race ahead is.
-__device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int64_t vocab) {
+__device__ __forceinline__ bool draws_ahead(const Sampling& sampling, int32_t vocab) {
   if (!has_filter(sampling, vocab)) return ptx::cluster_size() == 1;
   const bool by_count = sampling.top_k > 0 && sampling.top_k < vocab;
   return !by_count && (sampling.top_p >= 1.0f || sampling.joint || sampling.min_p < kMinNormal);
@@ -171,10 +171,8 @@ __device__ __forceinline__ Draw draw_token(const LogitRow& row, const Sampling& 
   }
   __syncthreads();
   const bool greedy = sampling.temperature == 0.0f;
-  int64_t token = -1;
-  if (greedy) {
-    // Only the peak is of interest.
-  } else if (kFilters || !has_filter(sampling, row.vocab)) {
+  int32_t token = -1;
+  if (!greedy && (kFilters || !has_filter(sampling, row.vocab))) {
     const bool races = draws_ahead(sampling, row.vocab);
     if (races || (kFilters && draws_of_top(sampling, row.vocab))) token = draw_ahead<kDType, kFilters>(shared, !races);
   }

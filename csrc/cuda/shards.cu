@@ -110,7 +110,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
           return kept_ties > 0 ? static_cast<uint64_t>(kept_ties) : 0;
         },
         by_digit ? p.digit / 2 : 0, p.digit % 2 == 0 ? row.key : row.key >> kShardDigitBits);
-    if (kept_ties > 0) row.filter.tie_end = int64_t{~cut.key} + 1;
+    if (kept_ties > 0) row.filter.tie_end = static_cast<int32_t>(~cut.key) + 1;
   }
   tell(p, n, b, sampling, of_logits, logits, row, num_ties, p.words + n * words_of(p.round), shared);
   ptx::meet_cluster();  // all have read the row
@@ -170,8 +170,8 @@ class ShardDistributions {
     for (int64_t begin = 0; begin < masses.vocab() && before <= bound; begin += 4 * int64_t{blockDim.x}) {
       const int64_t token = begin + 4 * int64_t{threadIdx.x};
       float sums[2][4];
-      Four loaded[2][1];
-      masses.load(token, loaded);
+      Four loaded[ResidualMasses::kBatch + 1];
+      masses.load<1>(token, loaded);
       masses.values(token, loaded, sums);
       const uint64_t own = units_of_four(sums[0]);
       all.left += own;

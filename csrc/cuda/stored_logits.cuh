@@ -30,7 +30,7 @@ struct StoredLogits {
   // How many digits of the order key differ between logits.
   static __device__ int digits() { return kWide ? 4 : kHalf ? 3 : 2; }
 
-  static __device__ uint32_t bits(const void* row, int64_t token) {
+  static __device__ uint32_t bits(const void* row, int token) {
     return kWide ? static_cast<const uint32_t*>(row)[token] : uint32_t{static_cast<const uint16_t*>(row)[token]};
   }
   static __device__ float value(uint32_t bits) {
@@ -74,7 +74,7 @@ struct StoredLogits<kAnyDType> {
   __device__ uint32_t infinity() const { return wide() ? 0x7f800000u : half() ? 0x7c00u : 0x7f80u; }
   __device__ int digits() const { return wide() ? 4 : half() ? 3 : 2; }
 
-  __device__ uint32_t bits(const void* row, int64_t token) const {
+  __device__ uint32_t bits(const void* row, int token) const {
     return wide() ? static_cast<const uint32_t*>(row)[token] : uint32_t{static_cast<const uint16_t*>(row)[token]};
   }
   __device__ float value(uint32_t bits) const {

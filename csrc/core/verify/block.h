@@ -16,7 +16,7 @@ PT_HOST_DEVICE double acceptance_of(double z, double weight) {
 }
 
 // The draft token that follows a chain's node: its first child's, -1 if the chain ends.
-PT_HOST_DEVICE int64_t next_in_chain(TreeWalk& walk, int32_t& child) {
+PT_HOST_DEVICE int32_t next_in_chain(TreeWalk& walk, int32_t& child) {
   child = walk.first_child();
   if (child >= 0 && walk.next_sibling(child) >= 0) walk.status |= kMalformedTree;
   return child >= 0 ? walk.token_of(child) : -1;
@@ -25,7 +25,7 @@ PT_HOST_DEVICE int64_t next_in_chain(TreeWalk& walk, int32_t& child) {
 // The residual at a node whose prefix has `weight`, if the chain is cut between the node and `token`.
 template <typename Rows>
 PT_HOST_DEVICE Residual cut_before(const RatioParams& p, Rows& rows, const NodeDistributions& distributions,
-                                   int64_t token, double weight) {
+                                   int32_t token, double weight) {
   Residual left{0.0, distributions.total, 1.0};
   if (token < 0) return left;
   if (p.law == DraftLaw::kOneHot) {  // the draft's distribution is this token alone
@@ -50,20 +50,20 @@ PT_HOST_DEVICE void walk_block(const RatioParams& p, int64_t b, Rows& rows) {
   double weight = 1.0, accepted_weight = 1.0;
   bool judging = true;
   for (bool more = walk.num_nodes > 0; more;) {
-    int64_t token = next_in_chain(walk, child);
+    int32_t token = next_in_chain(walk, child);
     // With less weight nothing more can be accepted.
     if (judging ? weight > kLeastWeight : walk.depth == accepted) {
       rows.open(p, b, walk.row(), !one_hot && token >= 0, distributions);
       if (distributions.target.bad) walk.status |= kBadRow;
       Residual left = cut_before(p, rows, distributions, token, weight);
       if (!judging) {
-        token = draw_rest(p, b, position_at(distributions, walk.depth), rows, distributions, left);
+        token = draw_rest(p, b, position_at(distributions.root_position, walk.depth), rows, distributions, left);
       } else {
         double h = weight;
         if (token >= 0 && walk.depth > 0) {
           h = acceptance_of(weight * rows.sums(distributions, left.c).residual / distributions.total, weight);
         }
-        if (walk.depth > 0 && coin_of(p, b, walk.row(), position_at(distributions, 0), walk.node) < h) {
+        if (walk.depth > 0 && coin_of(p, b, walk.row(), distributions.root_position, walk.node) < h) {
           accepted = walk.depth;
           accepted_weight = weight;
         }

@@ -13,7 +13,7 @@ PT_HOST_DEVICE int32_t judge_in_turn(const RatioParams& p, TreeWalk& walk, Rows&
   int32_t rank = 0;
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child), ++rank) {
     const int64_t row = walk.rows.begin + child;
-    const int64_t token = walk.token_of(child);
+    const int32_t token = walk.token_of(child);
     if (token < 0) continue;
     const double q = rows.is_tried(token) ? 0.0 : rows.draft(distributions, token);
     const double r = rows.residual(distributions, left.c, token);
@@ -32,7 +32,7 @@ PT_HOST_DEVICE int32_t judge_exclusive(const RatioParams& p, TreeWalk& walk, Row
   const double bound = coin_of(p, walk.b, walk.row(), position, 0) * distributions.total;
   double cumulative = 0.0;
   for (int32_t child = walk.first_child(); child >= 0; child = walk.next_sibling(child)) {
-    const int64_t token = walk.token_of(child);
+    const int32_t token = walk.token_of(child);
     if (token < 0 || rows.is_tried(token)) continue;
     const double mass = rows.target(distributions, token);
     cumulative += mass;
@@ -52,11 +52,11 @@ PT_HOST_DEVICE void walk_rejection(const RatioParams& p, int64_t b, Rows& rows) 
   for (bool more = walk.num_nodes > 0; more;) {
     rows.open(p, b, walk.row(), !exclusive && walk.first_child() >= 0, distributions);
     if (distributions.target.bad) walk.status |= kBadRow;
-    const int64_t position = position_at(distributions, walk.depth);
+    const int64_t position = position_at(distributions.root_position, walk.depth);
     Residual left{0.0, distributions.total, 1.0};
     const int32_t child = exclusive ? judge_exclusive(p, walk, rows, distributions, position, left)
                                     : judge_in_turn(p, walk, rows, distributions, position, left);
-    const int64_t token = child >= 0 ? walk.token_of(child) : draw_rest(p, b, position, rows, distributions, left);
+    const int32_t token = child >= 0 ? walk.token_of(child) : draw_rest(p, b, position, rows, distributions, left);
     if (rows.leads()) walk.emit(token);
     more = walk.descend(child);
   }

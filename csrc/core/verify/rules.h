@@ -69,10 +69,14 @@ PT_HOST_DEVICE typename M::Float residual_mass(typename M::Float target, typenam
   return M::select(left > 0.0f, left, M::splat(0.0f));
 }
 
-// The row of the distribution that the children at `row` were drawn from; without logits if it is out of range.
-PT_HOST_DEVICE LogitRow draft_row_of(const RatioParams& p, int64_t row) {
+// The row of `draft` with the distribution that the children at `row` were drawn from; -1 if it is out of range.
+PT_HOST_DEVICE int64_t draft_index_of(const RatioParams& p, int64_t row) {
   const int64_t at = p.draft_rows.data == nullptr ? row : integer_at(p.draft_rows, row);
-  return at >= 0 && at < p.draft.num_rows ? logit_row(p.draft, at) : LogitRow{};
+  return at >= 0 && at < p.draft.num_rows ? at : -1;
+}
+PT_HOST_DEVICE LogitRow draft_row_of(const RatioParams& p, int64_t row) {
+  const int64_t at = draft_index_of(p, row);
+  return at >= 0 ? logit_row(p.draft, at) : LogitRow{};
 }
 
 // How the masses of a block are added: token t goes to the partial sum t % kMassSums; then partial sums i and i + half
@@ -90,10 +94,10 @@ struct MassBlock {
 };
 
 template <typename T>
-PT_HOST_DEVICE double sum_in_order(const T* masses, int64_t count) {
+PT_HOST_DEVICE double sum_in_order(const T* masses, int32_t count) {
   double sum = 0.0;
   PT_NO_UNROLL
-  for (int64_t i = 0; i < count; ++i) sum += static_cast<double>(masses[i]);
+  for (int32_t i = 0; i < count; ++i) sum += static_cast<double>(masses[i]);
   return sum;
 }
 
@@ -104,7 +108,7 @@ struct MassSearch {
 
   // The index of that mass. If there is none, since rounding may make a sum less than its parts, of the last above 0.
   template <typename T>
-  PT_HOST_DEVICE int pick(const T* masses, int64_t count) {
+  PT_HOST_DEVICE int pick(const T* masses, int32_t count) {
     int picked = 0;
     double sum = before;
     PT_NO_UNROLL
@@ -125,19 +129,19 @@ struct MassTable {
   float blocks[kMaxMassBlocks];
   double groups[kMaxMassGroups];
 
-  static PT_HOST_DEVICE int64_t num_blocks(int64_t vocab) { return ceil_div<int64_t>(vocab, kMassBlock); }
-  static PT_HOST_DEVICE int64_t num_groups(int64_t vocab) { return ceil_div<int64_t>(num_blocks(vocab), kMassRadix); }
-  static PT_HOST_DEVICE int64_t blocks_of_group(int64_t vocab, int64_t group) {
-    return min_of<int64_t>(num_blocks(vocab) - group * kMassRadix, kMassRadix);
+  static PT_HOST_DEVICE int32_t num_blocks(int32_t vocab) { return ceil_div(vocab, kMassBlock); }
+  static PT_HOST_DEVICE int32_t num_groups(int32_t vocab) { return ceil_div(num_blocks(vocab), kMassRadix); }
+  static PT_HOST_DEVICE int32_t blocks_of_group(int32_t vocab, int32_t group) {
+    return min_of(num_blocks(vocab) - group * kMassRadix, kMassRadix);
   }
 
-  PT_HOST_DEVICE void add_group(int64_t vocab, int64_t group) {
+  PT_HOST_DEVICE void add_group(int32_t vocab, int32_t group) {
     groups[group] = sum_in_order(blocks + group * kMassRadix, blocks_of_group(vocab, group));
   }
-  PT_HOST_DEVICE double total(int64_t vocab) const { return sum_in_order(groups, num_groups(vocab)); }
+  PT_HOST_DEVICE double total(int32_t vocab) const { return sum_in_order(groups, num_groups(vocab)); }
 
-  PT_HOST_DEVICE int64_t pick_block(int64_t vocab, MassSearch& search) const {
-    const int64_t group = search.pick(groups, num_groups(vocab));
+  PT_HOST_DEVICE int32_t pick_block(int32_t vocab, MassSearch& search) const {
+    const int32_t group = search.pick(groups, num_groups(vocab));
     return group * kMassRadix + search.pick(blocks + group * kMassRadix, blocks_of_group(vocab, group));
   }
 };
@@ -153,7 +157,7 @@ struct TriedTokens {
   int32_t size = 0;
 
   // The index of the first token that is not below `token`.
-  PT_HOST_DEVICE int32_t lower_bound(int64_t token) const {
+  PT_HOST_DEVICE int32_t lower_bound(int32_t token) const {
     int32_t low = 0, high = size;
     while (low < high) {
       const int32_t middle = (low + high) / 2;
@@ -165,16 +169,16 @@ struct TriedTokens {
     }
     return low;
   }
-  PT_HOST_DEVICE bool contains(int64_t token) const {
+  PT_HOST_DEVICE bool contains(int32_t token) const {
     const int32_t at = lower_bound(token);
     return at < size && ids[at] == token;
   }
-  PT_HOST_DEVICE void insert(int64_t token) {
+  PT_HOST_DEVICE void insert(int32_t token) {
     const int32_t at = lower_bound(token);
     if ((at < size && ids[at] == token) || size == kMaxTreeNodes) return;
     PT_NO_UNROLL
     for (int32_t i = size; i > at; --i) ids[i] = ids[i - 1];
-    ids[at] = static_cast<int32_t>(token);
+    ids[at] = token;
     ++size;
   }
 };
@@ -185,9 +189,8 @@ PT_HOST_DEVICE int64_t root_position_of(const VerifyParams& p, int64_t b) {
 }
 
 // The position at `depth` below the root, wrapping as integers do.
-PT_HOST_DEVICE int64_t position_at(const NodeDistributions& distributions, int32_t depth) {
-  return static_cast<int64_t>(static_cast<uint64_t>(distributions.root_position) +
-                              static_cast<uint64_t>(int64_t{depth}));
+PT_HOST_DEVICE int64_t position_at(int64_t root, int32_t depth) {
+  return static_cast<int64_t>(static_cast<uint64_t>(root) + static_cast<uint64_t>(int64_t{depth}));
 }
 
 // The caller's coin for `row`; without coins of the caller, number `index` of those drawn at `position`.
@@ -231,7 +234,7 @@ PT_HOST_DEVICE void take_draft(Residual& left, double weight) {
 // Rejects a child, which drafted `token`.
 template <typename Rows>
 PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeDistributions& distributions,
-                                   int64_t token, double weight, Residual& left) {
+                                   int32_t token, double weight, Residual& left) {
   take_draft(left, weight);
   if (p.law == DraftLaw::kSwor) rows.mark_tried(token);
   const MassSums sums = rows.sums(distributions, left.c);
@@ -241,7 +244,7 @@ PT_HOST_DEVICE void subtract_draft(const RatioParams& p, Rows& rows, const NodeD
 
 // Draws from what is left, or from the target's own distribution if nothing is left.
 template <typename Rows>
-PT_HOST_DEVICE int64_t draw_rest(const RatioParams& p, int64_t b, int64_t position, Rows& rows,
+PT_HOST_DEVICE int32_t draw_rest(const RatioParams& p, int64_t b, int64_t position, Rows& rows,
                                  const NodeDistributions& distributions, Residual left) {
   for (int pass = 0; pass < 2 && !(left.mass > 0.0); ++pass) {
     if (left.mass != kNotSummed) {

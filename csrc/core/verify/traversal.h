@@ -33,7 +33,7 @@ struct Traversal {
   PT_HOST_DEVICE TraversalFrame& frame(int32_t d) const { return p.frames[walk.b * (p.verify.max_depth + 1) + d]; }
   PT_HOST_DEVICE const NodeDistributions& distributions() const { return rows.distributions(); }
   PT_HOST_DEVICE int32_t node_at(int32_t d) const { return d == depth ? at.node : frame(d).state.node; }
-  PT_HOST_DEVICE int64_t token_of(int32_t node) const { return walk.token_of(node); }
+  PT_HOST_DEVICE int32_t token_of(int32_t node) const { return walk.token_of(node); }
 
   // The next child after `child` that drafted a token, -1 if none.
   PT_HOST_DEVICE int32_t next_child(int32_t node, int32_t child) {
@@ -78,7 +78,7 @@ struct Traversal {
 
   // The weight of the path to `child`.
   PT_HOST_DEVICE double weight_of_child(int32_t child) const {
-    const int64_t token = token_of(child);
+    const int32_t token = token_of(child);
     const double q = rows.is_tried(token) ? 0.0 : rows.draft(distributions(), token);
     if (!(q > 0.0) || !(at.left.mass > 0.0)) return 0.0;
     const double r = rows.residual(distributions(), at.left.c, token);
@@ -118,7 +118,7 @@ struct Traversal {
           continue;
         }
       } else if (depth == 0 ||
-                 coin_of(p, walk.b, walk.rows.begin + at.node, position_at(distributions(), 0), at.node) < at.weight) {
+                 coin_of(p, walk.b, walk.rows.begin + at.node, distributions().root_position, at.node) < at.weight) {
         accepted = true;
         continue;
       } else {
@@ -135,7 +135,8 @@ PT_HOST_DEVICE void walk_traversal(const RatioParams& p, int64_t b, Rows& rows) 
   rows.begin(t.walk);
   if (t.walk.num_nodes > 0) {
     t.find_end();
-    const int64_t bonus = draw_rest(p, b, position_at(t.distributions(), t.depth), rows, t.distributions(), t.at.left);
+    const int32_t bonus =
+        draw_rest(p, b, position_at(t.distributions().root_position, t.depth), rows, t.distributions(), t.at.left);
     for (t.walk.depth = 0; rows.leads(); ++t.walk.depth) {
       t.walk.node = t.node_at(t.walk.depth);
       t.walk.emit(t.walk.depth == t.depth ? bonus : t.token_of(t.node_at(t.walk.depth + 1)));

@@ -45,13 +45,13 @@ constexpr int32_t kMalformedTree = 1;
 constexpr int32_t kBadRow = 2;
 
 // The target id of the draft at `row`, -1 if it is not in the target's vocabulary.
-PT_HOST_DEVICE int64_t draft_token_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
+PT_HOST_DEVICE int32_t draft_token_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
                                       int64_t vocab, int64_t row) {
   int64_t token = integer_at(tokens, row);
   if (to_target.data != nullptr) token = token >= 0 && token < draft_vocab ? integer_at(to_target, token) : -1;
-  return token >= 0 && token < vocab ? token : -1;
+  return token >= 0 && token < vocab ? static_cast<int32_t>(token) : -1;
 }
-PT_HOST_DEVICE int64_t draft_token_at(const VerifyParams& p, int64_t row) {
+PT_HOST_DEVICE int32_t draft_token_at(const VerifyParams& p, int64_t row) {
   return draft_token_at(p.draft_tokens, p.draft_to_target, p.draft_vocab, p.logits.vocab, row);
 }
 
@@ -79,13 +79,15 @@ struct TreeWalk {
     if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
   }
 
+  PT_HOST_DEVICE void write(int32_t j, int32_t index, int32_t token) const {
+    const int64_t at = b * (p.max_depth + 1) + j;
+    p.accept_index[at] = index;
+    p.tokens[at] = token;
+  }
   // Writes the results of a walk that has accepted and emitted nothing.
   PT_HOST_DEVICE void begin() const {
     PT_NO_UNROLL
-    for (int64_t j = 0; j <= p.max_depth; ++j) {
-      p.accept_index[b * (p.max_depth + 1) + j] = -1;
-      p.tokens[b * (p.max_depth + 1) + j] = -1;
-    }
+    for (int32_t j = 0; j <= p.max_depth; ++j) write(j, -1, -1);
   }
 
   PT_HOST_DEVICE int64_t row() const { return rows.begin + node; }
@@ -103,22 +105,19 @@ struct TreeWalk {
     return follow(near != nullptr ? near->next_sibling[child] : p.next_sibling[rows.begin + child], child);
   }
   // The target id of the draft at a node, -1 if it is not in the target's vocabulary.
-  PT_HOST_DEVICE int64_t token_of(int32_t child) const {
+  PT_HOST_DEVICE int32_t token_of(int32_t child) const {
     return near != nullptr ? near->tokens[child] : draft_token_at(p, rows.begin + child);
   }
 
   // The first child in index order that drafted `token`; -1 if none did.
-  PT_HOST_DEVICE int32_t child_with(int64_t token) {
+  PT_HOST_DEVICE int32_t child_with(int32_t token) {
     int32_t child = first_child();
     while (child >= 0 && token_of(child) != token) child = next_sibling(child);
     return child;
   }
 
   // Writes that `token` follows the current node.
-  PT_HOST_DEVICE void emit(int64_t token) {
-    p.accept_index[b * (p.max_depth + 1) + depth] = node;
-    p.tokens[b * (p.max_depth + 1) + depth] = token;
-  }
+  PT_HOST_DEVICE void emit(int32_t token) const { write(depth, node, token); }
 
   // Moves to `child`; stays and returns false if there is none or the path has its full length.
   PT_HOST_DEVICE bool descend(int32_t child) {
@@ -136,10 +135,7 @@ struct TreeWalk {
   PT_HOST_DEVICE void finish() const {
     const int32_t kept = p.tokens_left == nullptr ? depth + 1 : clamp_to(p.tokens_left[b], 0, depth + 1);
     PT_NO_UNROLL
-    for (int64_t j = kept; j <= depth; ++j) {
-      p.accept_index[b * (p.max_depth + 1) + j] = -1;
-      p.tokens[b * (p.max_depth + 1) + j] = -1;
-    }
+    for (int32_t j = kept; j <= depth; ++j) write(j, -1, -1);
     p.num_accepted[b] = max_of(kept - 1, 0);
     p.status[b] = status;
   }

@@ -53,7 +53,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     if (last) break;
     const double bound = typical_bound(p, rows, distributions);
     for (; child >= 0; child = walk.next_sibling(child)) {
-      const int64_t token = walk.token_of(child);
+      const int32_t token = walk.token_of(child);
       if (token < 0 || !(rows.target(distributions, token) > bound)) continue;
       if (!rows.leads_cta() || nodes.depths[child] >= 0) continue;
       nodes.parents[child] = static_cast<int16_t>(node);
@@ -62,7 +62,7 @@ PT_HOST_DEVICE void walk_typical(const RatioParams& p, int64_t b, Rows& rows) {
     rows.sync();
   }
 
-  int64_t token = distributions.target.best;
+  int32_t token = distributions.target.best;
   for (walk.node = best; walk.node >= 0; walk.node = nodes.parents[walk.node]) {
     walk.depth = nodes.depths[walk.node];
     if (rows.leads()) walk.emit(token);

@@ -74,8 +74,6 @@ inline __device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& sh
   return value;
 }
 
-__device__ __forceinline__ bool cluster_any(BlockShared& shared, bool flag) { return cluster_max(shared, flag) != 0; }
-
 // The sum of the values of the warps before this one; `total` is the sum over all warps.
 __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
   __syncthreads();

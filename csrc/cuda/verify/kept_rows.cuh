@@ -50,10 +50,13 @@ struct UntriedDrafts {
   TriedTokens tried;
   int only_block;  // -1: all
 
-  __device__ int64_t vocab() const { return draft.masses.vocab(); }
-  __device__ __forceinline__ void load(int token, Four (&loaded)[1][kBatch]) const { draft.masses.load(token, loaded); }
-  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[1][kBatch], float (&sums)[1][4]) const {
-    draft.values(token, loaded[0][0], sums[0]);
+  __device__ int32_t vocab() const { return draft.masses.vocab(); }
+  template <int kCount>
+  __device__ __forceinline__ void load(int token, Four* fours) const {
+    draft.masses.load<kCount>(token, fours);
+  }
+  __device__ __forceinline__ void values(int token, const Four* loaded, float (&sums)[1][4]) const {
+    draft.values(token, loaded[0], sums[0]);
     const uint32_t gone = tried_of_four(tried, token);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[0][i] = gone >> i & 1u ? 0.0f : sums[0][i];
@@ -63,7 +66,7 @@ struct UntriedDrafts {
 // Writes the sums of the blocks, and of groups of blocks, of value(i) for each kept token. Two values are added in any
 // order; a warp adds more of a block as sum_blocks() does.
 template <typename Value>
-__device__ __forceinline__ double sum_kept(KeptShared& shared, int64_t vocab, const Value& value) {
+__device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, const Value& value) {
   const uint32_t lane = threadIdx.x % 32, num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
   __syncthreads();
 #pragma unroll 1
@@ -150,7 +153,7 @@ class KeptRows {
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                        NodeDistributions& distributions) {
     clear_tried();
-    find_both(p, b, row, with_draft, distributions, [&](const SamplingParams& sampling) {
+    find_both<false>(p, b, row, with_draft, distributions, [&](const SamplingParams& sampling) {
       failed_ = failed_ || !find_kept<kDType>(sampling, b, false);
       __syncthreads();
       if (failed_ && leads_cta()) distributions.target.bad = false;
@@ -164,15 +167,15 @@ class KeptRows {
     weigh();
   }
 
-  __device__ double target(const NodeDistributions& /*distributions()*/, int64_t token) const {
-    const int64_t at = place_of(token);
+  __device__ double target(const NodeDistributions& /*distributions()*/, int32_t token) const {
+    const int32_t at = place_of(token);
     return at < 0 ? 0.0 : static_cast<double>(shared_.list.masses[at]);
   }
-  __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
+  __device__ double draft(const NodeDistributions& distributions, int32_t token) const {
     return static_cast<double>(draft_of(token)) * distributions.draft_unit;
   }
-  __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
-    const int64_t at = place_of(token);
+  __device__ double residual(const NodeDistributions& distributions, double c, int32_t token) const {
+    const int32_t at = place_of(token);
     if (at < 0) return 0.0;
     const float mass = shared_.list.masses[at];
     if (c == 0.0) return static_cast<double>(mass);
@@ -190,7 +193,7 @@ class KeptRows {
     }
     return all;
   }
-  __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
+  __device__ int32_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
     return failed_ ? 0 : draw_left(c, u, tried_.size, counts_drafts_);
   }
   __device__ double entropy(const NodeDistributions& distributions) {
@@ -204,22 +207,22 @@ class KeptRows {
   }
 
   __device__ void clear_tried() { tried_.size = 0; }
-  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
-  __device__ void mark_tried(int64_t token) {
+  __device__ bool is_tried(int32_t token) const { return tried_.contains(token); }
+  __device__ void mark_tried(int32_t token) {
     tried_.size = try_token(tried_.ids, token, tried_.size);
     if (last_block_ >= 0) last_block_ = static_cast<int32_t>(token / kMassBlock);
   }
 
  private:
-  static __device__ __attribute__((noinline)) float draft_of(int64_t token) {
+  static __device__ __attribute__((noinline)) float draft_of(int32_t token) {
     return DraftMasses(ptx::shared<KeptShared>().list.distributions).at(token);
   }
 
   // The index of a token in the list, -1 if it is not kept.
-  __device__ int64_t place_of(int64_t token) const {
+  __device__ int32_t place_of(int32_t token) const {
     if (failed_) return -1;
     const uint32_t at = shared_.list.place_of(token);
-    return at < shared_.list.size && shared_.list.token(at) == token ? int64_t{at} : -1;
+    return at < shared_.list.size && shared_.list.token(at) == token ? static_cast<int32_t>(at) : -1;
   }
 
   __device__ void weigh() {
@@ -237,31 +240,31 @@ class KeptRows {
     }
     const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(list.distributions.target.row.vocab));
     for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x) {
-      shared.first_of_block[block] = static_cast<uint16_t>(list.place_of(int64_t{block} * kMassBlock));
+      shared.first_of_block[block] = static_cast<uint16_t>(list.place_of(static_cast<int32_t>(block) * kMassBlock));
     }
     __syncthreads();
   }
 
   static __device__ __attribute__((noinline)) double sum_left(double c, int32_t num_tried, bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
-    const int64_t vocab = shared.list.distributions.target.row.vocab;
+    const int32_t vocab = shared.list.distributions.target.row.vocab;
     return sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
   }
 
   static __device__ __attribute__((noinline)) double sum_drafts(int32_t num_tried, int32_t only_block) {
     auto& shared = ptx::shared<KeptShared>();
     const DraftMasses draft(shared.list.distributions);
-    sum_blocks(UntriedDrafts{draft, {shared.tried, num_tried}, only_block}, shared.drafts);
+    sum_blocks(UntriedDrafts{draft, {shared.tried, num_tried}, only_block}, shared.drafts, shared.drafts);
     return shared.drafts.total(draft.masses.vocab());
   }
 
-  static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
+  static __device__ __attribute__((noinline)) int32_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
-    const int64_t vocab = shared.list.distributions.target.row.vocab;
+    const int32_t vocab = shared.list.distributions.target.row.vocab;
     __syncthreads();
     MassSearch search{u * shared.total};
-    const int64_t block = shared.sums.pick_block(vocab, search);
+    const int32_t block = shared.sums.pick_block(vocab, search);
     uint32_t begin = shared.first_of_block[block], end = shared.first_of_block[block + 1];
     const KeptResiduals value(shared, c, num_tried, counts_drafts);
 #pragma unroll 1

@@ -50,7 +50,7 @@ struct KeptList {
   __device__ int32_t token(uint32_t i) const { return static_cast<int32_t>(~static_cast<uint32_t>(kept[i] >> 32)); }
   __device__ float logit(uint32_t i) const { return logit_of_key<ScalarMath>(static_cast<uint32_t>(kept[i])); }
   // The first entry whose token is not below `least`.
-  __device__ uint32_t place_of(int64_t least) const {
+  __device__ uint32_t place_of(int32_t least) const {
     uint32_t low = 0, high = size;
 #pragma unroll 1
     while (low < high) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ uint64_t note_tokens(const Reader& row, KeptList& lis
   return exact + static_cast<uint64_t>(rough * 2147483648.0);
 }
 // ex2, its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to integers.
-inline __device__ uint64_t error_of(uint64_t mass, int64_t vocab) {
+inline __device__ uint64_t error_of(uint64_t mass, int32_t vocab) {
   return (mass >> 18) + static_cast<uint64_t>(vocab);
 }
 
@@ -217,7 +217,7 @@ __device__ __forceinline__ uint64_t merge_notes(KeptList& list, const Scale& sca
 // err, and the logit from which on tokens are noted.
 enum class Found { kNo, kYes, kTooRough };
 __device__ __forceinline__ Found cut_by_filters(KeptList& list, const Sampling& sampling, const Scale& scale,
-                                                uint64_t mass, uint64_t error, float bound, int digits, int64_t vocab,
+                                                uint64_t mass, uint64_t error, float bound, int digits, int32_t vocab,
                                                 Filter& filter) {
   const float view_min_x = sampling.joint ? -kInfinity : filter.min_x;
   const bool has_all = bound <= -kMaxFloat, by_count = sampling.top_k > 0 && sampling.top_k < vocab;
@@ -251,7 +251,7 @@ __device__ __forceinline__ Found cut_by_filters(KeptList& list, const Sampling& 
   if ((ties - 1) * (kept - above) >= (needed_at_least - above) * equal) return Found::kTooRough;
   if (ties < equal) {
     cut_notes(~static_cast<uint32_t>(vocab - 1), ~0u, shift, cut.least, false, ties);
-    filter.tie_end = int64_t{~cut.least} + 1;
+    filter.tie_end = static_cast<int32_t>(~cut.least) + 1;
   }
   return Found::kYes;
 }
@@ -298,7 +298,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
   if (threadIdx.x == 0) list.num_own = 0;
   __syncthreads();
   LogitReader<kDType> row(list.distributions.target.row);
-  const int64_t vocab = row.vocab();
+  const int32_t vocab = row.vocab();
   const Sampling sampling = sampling_of(p, b);
   const bool greedy = sampling.temperature == 0.0f, by_count = sampling.top_k > 0 && sampling.top_k < vocab;
   Scale scale = list.distributions.target.scale;
@@ -333,7 +333,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
     if (greedy) {
       const uint32_t last = ~static_cast<uint32_t>(vocab - 1);
       cut_notes(last, ~0u, 0, order_key<ScalarMath>(scale.peak), false, 1);
-      filter = {.min_logit = scale.peak, .tie_end = int64_t{~list.cut.least} + 1};
+      filter = {.min_logit = scale.peak, .tie_end = static_cast<int32_t>(~list.cut.least) + 1};
     } else {
       const uint64_t error = weighs == Weighs::kRoughly ? error_of(mass, vocab) : 0;
       found = cut_by_filters(list, sampling, scale, mass, error, bound, row.digits(), vocab, filter);

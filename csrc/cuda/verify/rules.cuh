@@ -41,18 +41,18 @@ struct DraftMasses {
         is_probs(distributions.draft_is_probs) {}
 
   // What the compiler knows about a draft's row needs no registers.
-  static __device__ RowDistribution plain(RowDistribution distribution, int64_t vocab) {
+  static __device__ RowDistribution plain(RowDistribution distribution, int32_t vocab) {
     distribution.row.vocab = vocab;
     distribution.row.allowed = nullptr;
     distribution.row.allowed_words = nullptr;
     return distribution;
   }
   static __device__ float clean(float q) { return q > 0.0f && q <= kMaxFloat ? q : 0.0f; }
-  __device__ float at(int64_t token) const {
+  __device__ float at(int32_t token) const {
     if (!present) return 0.0f;
     return is_probs ? clean(masses.row.raw(token)) : masses.at(token);
   }
-  __device__ __forceinline__ void values(int64_t token, const Four& loaded, float (&four)[4]) const {
+  __device__ __forceinline__ void values(int32_t token, const Four& loaded, float (&four)[4]) const {
     if (!is_probs) return masses.values(token, loaded, four);
     masses.row.convert(loaded, four);
 #pragma unroll
@@ -61,7 +61,7 @@ struct DraftMasses {
 };
 
 // Bit i is set if token + i was tried, i < 4.
-__device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int64_t token) {
+__device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int32_t token) {
   uint32_t bits = 0;
   for (int32_t at = tried.lower_bound(token); at < tried.size && tried.ids[at] < token + 4; ++at) {
     bits |= 1u << (tried.ids[at] - token);
@@ -91,21 +91,21 @@ struct ResidualMasses {
     if (counts_drafts && !with_draft) tried.size = 0;
   }
 
-  __device__ int64_t vocab() const { return target.vocab(); }
+  __device__ int32_t vocab() const { return target.vocab(); }
+  // The draft's groups follow kBatch of the target's.
   template <int kCount>
-  __device__ __forceinline__ void load(int token, Four (&loaded)[2][kCount]) const {
-    target.load(token, loaded[0]);
-    if (with_draft) draft.masses.load(token, loaded[1]);
+  __device__ __forceinline__ void load(int token, Four* fours) const {
+    target.load<kCount>(token, fours);
+    if (with_draft) draft.masses.load<kCount>(token, fours + kBatch);
   }
   // sums: residuals, drafts.
-  template <int kCount>
-  __device__ __forceinline__ void values(int64_t token, const Four (&loaded)[2][kCount], float (&sums)[2][4]) const {
+  __device__ __forceinline__ void values(int token, const Four* loaded, float (&sums)[2][4]) const {
     auto& [residuals, drafts] = sums;
-    target.values(token, loaded[0][0], residuals);
+    target.values(token, loaded[0], residuals);
 #pragma unroll
     for (float& q : drafts) q = 0.0f;
     if (with_draft) {
-      draft.values(token, loaded[1][0], drafts);
+      draft.values(token, loaded[kBatch], drafts);
 #pragma unroll
       for (int i = 0; i < 4; ++i) residuals[i] = residual_mass<ScalarMath>(residuals[i], factor, drafts[i]);
     }
@@ -133,7 +133,7 @@ struct ResidualMasses {
 };
 
 // Adds a token to a set of tried ones, not inlined, as rules do it in several places. Returns how many there are then.
-inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int64_t token, int32_t num_tried) {
+inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int32_t token, int32_t num_tried) {
   const TriedTokens tried{ids, num_tried};
   if (tried.contains(token) || num_tried == kMaxTreeNodes) return num_tried;
   const int32_t at = tried.lower_bound(token), threads = static_cast<int32_t>(blockDim.x);
@@ -147,30 +147,35 @@ inline __device__ __attribute__((noinline)) int32_t try_token(int32_t* ids, int6
     if (from >= at) tried.ids[from + 1] = id;
     __syncthreads();
   }
-  if (threadIdx.x == 0) tried.ids[at] = static_cast<int32_t>(token);
+  if (threadIdx.x == 0) tried.ids[at] = token;
   __syncthreads();
   return num_tried + 1;
 }
 
 // Finds the distributions at a node: a draft's whose logits are given first, in the target's place. find(sampling)
 // finds the one of the row there, and returns the sum of its masses, 0 if it could not.
-template <typename Find>
+template <bool kOptions, typename Find>
 __device__ __forceinline__ void find_both(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                                           NodeDistributions& distributions, Find find) {
-  const LogitRow draft_row = with_draft ? draft_row_of(p, row) : LogitRow{};
-  const bool finds_draft = draft_row.logits != nullptr && p.draft_sampling.temperature != nullptr;
+  const int64_t draft_row = with_draft ? draft_index_of(p, row) : -1;
+  const bool finds_draft = draft_row >= 0 && p.draft_sampling.temperature != nullptr;
   const bool leads = threadIdx.x == 0;
   __syncthreads();
   if (leads) {
     distributions.draft = {};
-    if (!finds_draft) distributions.draft.row = draft_row;
     distributions.draft_is_probs = !finds_draft;
     distributions.draft_unit = 1.0;
     distributions.root_position = root_position_of(p.verify, b);
   }
 #pragma unroll 1
-  for (bool of_draft = finds_draft;; of_draft = false) {
-    if (leads) distributions.target.row = of_draft ? draft_row : row_of(p.verify.options, p.verify.logits, row);
+  for (bool of_draft = draft_row >= 0;; of_draft = false) {
+    if (leads) {
+      (of_draft && !finds_draft ? distributions.draft : distributions.target).row =
+          kOptions && !of_draft && p.verify.options.used
+              ? prepared_row(p.verify.options, p.verify.logits)
+              : logit_row(of_draft ? p.draft : p.verify.logits, of_draft ? draft_row : row);
+    }
+    if (of_draft && !finds_draft) continue;
     __syncthreads();
     const double total = find(of_draft ? p.draft_sampling : p.verify.sampling);
     if (leads) {
@@ -210,13 +215,13 @@ class Rows {
     prepare_row(p.verify.options, p.verify.logits, b, row, shared_.radix.block);
   }
 
-  __device__ double target(const NodeDistributions& /*distributions()*/, int64_t token) const {
+  __device__ double target(const NodeDistributions& /*distributions()*/, int32_t token) const {
     return static_cast<double>(mass_at(token, false));
   }
-  __device__ double draft(const NodeDistributions& distributions, int64_t token) const {
+  __device__ double draft(const NodeDistributions& distributions, int32_t token) const {
     return static_cast<double>(mass_at(token, true)) * distributions.draft_unit;
   }
-  __device__ double residual(const NodeDistributions& distributions, double c, int64_t token) const {
+  __device__ double residual(const NodeDistributions& distributions, double c, int32_t token) const {
     const float mass = mass_at(token, false);
     if (c == 0.0) return static_cast<double>(mass);
     return static_cast<double>(residual_mass<ScalarMath>(mass, draft_factor(distributions, c), mass_at(token, true)));
@@ -225,7 +230,7 @@ class Rows {
   __device__ MassSums sums(const NodeDistributions& /*distributions()*/, double c) {
     return sums_left(c, tried_.size, counts_drafts_, false, -1);
   }
-  __device__ int64_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
+  __device__ int32_t draw(const NodeDistributions& /*distributions()*/, double c, double u) {
     return draw_left(c, u, tried_.size, counts_drafts_);
   }
 
@@ -234,13 +239,13 @@ class Rows {
   }
 
   __device__ void clear_tried() { tried_.size = 0; }
-  __device__ bool is_tried(int64_t token) const { return tried_.contains(token); }
-  __device__ void mark_tried(int64_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
+  __device__ bool is_tried(int32_t token) const { return tried_.contains(token); }
+  __device__ void mark_tried(int32_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
 
  private:
   // What rules do with rows in several places is not inlined there: it is most of a kernel's code.
 
-  static __device__ __attribute__((noinline)) float mass_at(int64_t token, bool of_draft) {
+  static __device__ __attribute__((noinline)) float mass_at(int32_t token, bool of_draft) {
     const NodeDistributions& distributions = ptx::shared<RulesShared>().distributions;
     const RowDistribution& distribution = of_draft ? distributions.draft : distributions.target;
     if (distribution.row.logits == nullptr) return 0.0f;
@@ -257,16 +262,16 @@ class Rows {
     masses.only_block = only_block;
     masses.block = shared.block;
     sum_blocks(masses, shared.residuals, shared.drafts);
-    const int64_t vocab = distributions.target.row.vocab;
+    const int32_t vocab = distributions.target.row.vocab;
     MassSums all{shared.residuals.total(vocab)};
     if (masses.with_draft) all.draft = shared.drafts.total(vocab) * distributions.draft_unit;
     return all;
   }
 
-  static __device__ __attribute__((noinline)) int64_t draw_left(double c, double u, int32_t num_tried,
+  static __device__ __attribute__((noinline)) int32_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<RulesShared>();
-    const int64_t vocab = shared.distributions.target.row.vocab;
+    const int32_t vocab = shared.distributions.target.row.vocab;
     MassSearch search{u * shared.residuals.total(vocab)};
     const int block = static_cast<int>(shared.residuals.pick_block(vocab, search));
     sums_left(c, num_tried, counts_drafts, false, block);
@@ -275,14 +280,14 @@ class Rows {
     }
     __syncthreads();
     const int run = search.pick(shared.runs, kMassBlock / kMassRadix);
-    return int64_t{block} * kMassBlock + run * kMassRadix + search.pick(shared.block[run], kMassRadix);
+    return block * kMassBlock + run * kMassRadix + search.pick(shared.block[run], kMassRadix);
   }
 
   static __device__ __attribute__((noinline)) void find_distributions(const RatioParams& p, int64_t b, int64_t row,
                                                                       bool with_draft) {
     auto& shared = ptx::shared<RulesShared>();
     prepare_row(p.verify.options, p.verify.logits, b, row, shared.radix.block);
-    find_both(p, b, row, with_draft, shared.distributions, [&](const SamplingParams& sampling) {
+    find_both<true>(p, b, row, with_draft, shared.distributions, [&](const SamplingParams& sampling) {
       find_distribution<kAnyDType>(shared.radix, shared.masses, sampling_of(sampling, b), shared.distributions.target);
       return sums_left(0.0, 0, false, false, -1).residual;
     });

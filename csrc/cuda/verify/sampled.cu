@@ -25,24 +25,22 @@ static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on 
 __device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
   return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
 }
-__device__ __forceinline__ int64_t position_at(const VerifyParams& p, int64_t b, int32_t depth) {
-  const uint64_t position = p.positions.data == nullptr ? 0 : static_cast<uint64_t>(integer_at(p.positions, b));
-  return static_cast<int64_t>(position + static_cast<uint64_t>(int64_t{depth}));
-}
 
 template <DType kDType, bool kFilters>
 __device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
                                         SamplingShared& shared) {
-  return draw_token<kDType, kFilters>(row, sampling_of(p.sampling, b), seed_of(p, b), position_at(p, b, depth), shared);
+  const int64_t position = position_at(root_position_of(p, b), depth);
+  return draw_token<kDType, kFilters>(row, sampling_of(p.sampling, b), seed_of(p, b), position, shared);
 }
 
 // The race among the tokens of a list.
 __device__ __forceinline__ Draw draw_kept(const VerifyParams& p, int64_t b, int32_t depth, KeptList& list) {
+  const int64_t position = position_at(root_position_of(p, b), depth);
   uint64_t best = 0;
 #pragma unroll 1
   for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
     const uint32_t token = static_cast<uint32_t>(list.token(i));
-    const NoiseGroup group(seed_of(p, b), position_at(p, b, depth), RandomUse::kGumbel, token / kNoiseGroup);
+    const NoiseGroup group(seed_of(p, b), position, RandomUse::kGumbel, token / kNoiseGroup);
     const float x = list.distributions.target.scale(list.logit(i));
     best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
   }

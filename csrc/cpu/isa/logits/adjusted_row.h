@@ -139,7 +139,7 @@ static inline vfloat adjust(const AdjustedRow& a, vfloat raw, int64_t begin, boo
 // peak, for which few counts are read.
 static inline __attribute__((noinline)) void find_block_peaks(AdjustedRow& a, int64_t block, float* peaks,
                                                               Exactness wanted) {
-  const int64_t end = min_of((block + 1) * kPeakBlock, a.memory.vocab);
+  const int64_t end = min_of<int64_t>((block + 1) * kPeakBlock, a.memory.vocab);
   const bool has_masks = may_forbid_in_block(a, block);
   vfloat best = splat(-kInfinity);
   float most = -kInfinity, least = -kInfinity;
@@ -245,7 +245,7 @@ class BlockReader<AdjustedLogit> {
   }
 
  private:
-  int64_t end() const { return min_of(begin_ + kPeakBlock, a_.memory.vocab); }
+  int64_t end() const { return min_of<int64_t>(begin_ + kPeakBlock, a_.memory.vocab); }
   // All of the block is asked for, often several times.
   __attribute__((noinline)) void keep() {
     uint8_t& is_kept = a_.is_kept[begin_ / kPeakBlock];

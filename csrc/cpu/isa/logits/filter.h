@@ -53,7 +53,7 @@ static inline uint64_t mass_of_tokens(const View& view, float least, const Count
   for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
     if (!reaches(view.peaks, block, least)) continue;
     if (lane_bits(view.scale(peaks_at(view.peaks, block)) >= kWeightless) == 0) continue;
-    const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    const int64_t end = min_of<int64_t>(block + kPeakBlock, view.row.vocab);
     logits.open(block, least);
     for (int64_t t = block; t < end; t += kLanes) {
       const vfloat logit = logits(t);
@@ -166,7 +166,7 @@ static inline LogitList list_logits(const View& view, float least, float* listed
   BlockReader<T> logits(view.row);
   for (int64_t block = 0; block < view.row.vocab; block += kPeakBlock) {
     if (!reaches(view.peaks, block, least)) continue;
-    const int64_t end = min_of(block + kPeakBlock, view.row.vocab);
+    const int64_t end = min_of<int64_t>(block + kPeakBlock, view.row.vocab);
     logits.open(block, least);
     for (int64_t group = block; group < end; group += 4 * kLanes) {
       if (!logits.any_may_reach(group, 4)) continue;

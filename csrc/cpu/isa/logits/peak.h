@@ -24,7 +24,7 @@ static inline Peak find_adjusted_peak(const LogitRow& row, float* peaks) {
   vint nan{};
   with_memory(a.memory.dtype, [&]<typename T>() {
     for (int64_t block = 0; block < num_blocks; ++block) {
-      const int64_t end = min_of((block + 1) * kPeakBlock, row.vocab);
+      const int64_t end = min_of<int64_t>((block + 1) * kPeakBlock, row.vocab);
       const bool has_masks = may_forbid_in_block(a, block);
       vfloat best = splat(-kInfinity);
       for (int64_t t = block * kPeakBlock; t < end; t += kLanes) {
@@ -75,7 +75,7 @@ static inline Peak find_peak(const LogitRow& row, float* peaks) {
   Peak peak;
   vint nan{};
   for (int64_t block = 0; block < row.vocab; block += kPeakBlock) {
-    const int64_t end = min_of(block + kPeakBlock, row.vocab);
+    const int64_t end = min_of<int64_t>(block + kPeakBlock, row.vocab);
     vfloat best = splat(-kInfinity);
     for (int64_t t = block; t < end; t += kLanes) {
       const vfloat raw = load_raw<T>(row, t);

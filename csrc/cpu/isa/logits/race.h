@@ -8,7 +8,7 @@ namespace pagedtree::cpu::PAGEDTREE_ISA {
 
 struct Winner {
   float score = -kInfinity;
-  int64_t token = 0;
+  int32_t token = 0;
 };
 
 // The kept token with the largest x + noise, the lowest on ties. Token 0's noise is that of id `first_id`. The peaks of
@@ -29,7 +29,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
     if (filtered) logits.open(block, least_kept(filter, scale));
     const float most_of_block = peaks == nullptr ? 0.0f : reduce_max(scale(peaks_at(peaks, block)));  // a bound of x
     if (!(most_of_block + kMaxNoise > best.score)) continue;
-    const int64_t end = min_of(block + kPeakBlock, row.vocab);
+    const int64_t end = min_of<int64_t>(block + kPeakBlock, row.vocab);
     for (int64_t begin = block; begin < end; begin += kGroupsTokens) {
       // With a filter few tokens are kept, without one few have enough noise to win. The rarer is looked at first.
       if (filtered && !logits.any_may_reach(begin, kNoiseGroup)) continue;
@@ -57,7 +57,7 @@ static inline Winner race(const LogitRow& row, const Scale& scale, const Filter&
             of_token = scale(load_logits<T>(row, begin + at / kLanes * kLanes))[at % kLanes];
           }
           const float score = of_token + noise.of_token(begin + at);
-          if (score > best.score) best = {score, begin + at};
+          if (score > best.score) best = {score, static_cast<int32_t>(begin + at)};
         }
       }
     }

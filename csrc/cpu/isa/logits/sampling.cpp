@@ -12,7 +12,7 @@ class TopP {
  public:
   TopP(const View& view, float top_p) : view_(view), top_p_(top_p) {}
 
-  bool keeps(int64_t token, float logit) {
+  bool keeps(int32_t token, float logit) {
     const uint64_t before = mass_of_tokens<T>(view_, logit, [&](vfloat other, int64_t t) {
       return (other > splat(logit)) | ((other == splat(logit)) & lanes_before(token, t));
     });
@@ -52,7 +52,7 @@ static inline Draw draw(const LogitRow& row, const Sampling& sampling, uint64_t 
   Filter filter = find_filter<T>(row, before_race, scale, scratch);
   TopP<T> top_p({row, scale, sampling.joint ? -kInfinity : filter.min_x, scratch.peaks}, sampling.top_p);
   while (true) {
-    const int64_t token = race<T>(row, scale, filter, scratch.peaks, seed, position).token;
+    const int32_t token = race<T>(row, scale, filter, scratch.peaks, seed, position).token;
     const float logit = logit_at<T>(row, token);
     if (!asks || top_p.keeps(token, logit)) return {token, peak.has_nan != 0};
     filter.min_logit = logit;

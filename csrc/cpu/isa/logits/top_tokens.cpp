@@ -39,7 +39,7 @@ static inline double sum_exp(const LogitRow& row, float peak) {
   constexpr int64_t kBlock = 1024;
   double sum = 0.0;
   for (int64_t block = 0; block < row.vocab; block += kBlock) {
-    const int64_t end = min_of(block + kBlock, row.vocab);
+    const int64_t end = min_of<int64_t>(block + kBlock, row.vocab);
     vfloat partials[kPartials / kLanes] = {};
     for (int64_t begin = block; begin < end; begin += kPartials) {
       for (int i = 0; i < kPartials / kLanes; ++i) {

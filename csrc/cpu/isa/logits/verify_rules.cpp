@@ -169,10 +169,10 @@ void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
   walk.begin();
   const Sampling sampling = sampling_of(p.sampling, b);
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
-  const uint64_t position = static_cast<uint64_t>(root_position_of(p, b));
+  const int64_t root = root_position_of(p, b);
   for (bool more = walk.num_nodes > 0; more;) {
     const LogitRow row = row_under(p.options, b, walk.row(), logit_row(p.logits, walk.row()), *scratch.adjusted);
-    const Draw draw = draw_token(row, sampling, seed, static_cast<int64_t>(position + walk.depth), scratch.filter);
+    const Draw draw = draw_token(row, sampling, seed, position_at(root, walk.depth), scratch.filter);
     if (draw.bad) walk.status |= kBadRow;
     walk.emit(draw.token);
     more = walk.descend(walk.child_with(draw.token));
