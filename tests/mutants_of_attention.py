@@ -45,7 +45,7 @@ WGMMA = [
     of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) give_back();",
              "if (stage == stages.first) give_back();"),
     of_wgmma("windows that begin with the first key", "stage", "shared_.given_rows[thread()] = row;",
-             "shared_.given_rows[thread()] = GivenRow{0, row.end_or_bit};"),
+             "shared_.given_rows[thread()] = TreeWindow{0, row.first_bit};"),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
         "no proxy fence behind cp.async", "attend",

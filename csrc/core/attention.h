@@ -185,9 +185,9 @@ PT_HOST_DEVICE Visibility tree_visibility(int64_t seq_len, int64_t tree_len, con
 }
 
 // How many keys, the last ones, belong to the tree of a sequence; -1 if its queries are causal.
-PT_HOST_DEVICE int32_t tree_length(const TreeAttentionParams& p, int64_t b, int64_t num_queries, int32_t seq_len) {
-  if (p.tree_mask == nullptr) return -1;
-  return clamp_to(p.tree_lens != nullptr ? p.tree_lens[b] : static_cast<int32_t>(num_queries), -1, seq_len);
+PT_HOST_DEVICE int32_t tree_length(const TreeAttentionParams& p, int64_t b, int32_t num_queries, int32_t seq_len) {
+  const int32_t length = p.tree_mask == nullptr ? -1 : p.tree_lens != nullptr ? p.tree_lens[b] : num_queries;
+  return clamp_to(length, -1, seq_len);
 }
 
 }  // namespace pagedtree

@@ -50,8 +50,8 @@ class LatentConsumer : public ConsumerBase<I> {
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;
         const uint32_t own = row() + own_row(reader);
-        const RowView view = shared_.given_rows[own].view(p_, tile, own);  // instead of being kept
-        mask_scores(scores[0], visible_keys<I::kWords>(view.expand(p_, tile), reader, mine * I::kShape.keys), reader);
+        const Visibility seen = tile.visibility(p_, own, shared_.given_rows[own]);
+        mask_scores(scores[0], visible_keys<I::kWords>(seen, reader, mine * I::kShape.keys), reader);
       }
       if (first + 2 >= stages.end) give_back();
       if (group_ == 1 && !has_second) hide_all(scores);

@@ -205,8 +205,7 @@ class Consumer : public ConsumerBase<I> {
       return skip(stages);
     }
     const bool both = tile.rows > I::kGroupRows;
-    const uint32_t own = row() + own_row(ptx::thread_index() % 32);
-    const GivenRow given_row = shared_.given_rows[own];
+    const TreeWindow window = shared_.given_rows[row() + own_row(ptx::thread_index() % 32)];
     // Found anew, where the compiler would keep all descriptors in registers.
     const auto q = [&] { return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
     RowFactors<I> row_factors;
@@ -219,8 +218,8 @@ class Consumer : public ConsumerBase<I> {
       if (p_.softcap != 0.0f) cap_scores<I>(p_.softcap * kLog2E, scores, factors);
       if (!plain) {
         const uint32_t reader = ptx::thread_index() % 32;  // again, instead of being kept in a register
-        VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(
-            given_row.view(p_, tile, row() + own_row(reader)).expand(p_, tile), reader, stage * kKvTile);
+        VisibleKeys<I::kWords> keys =
+            visible_keys<I::kWords>(tile.visibility(p_, row() + own_row(reader), window), reader, stage * kKvTile);
         if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);
         mask_scores(scores[0], keys, reader);
       }

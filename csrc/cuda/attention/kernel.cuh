@@ -13,7 +13,7 @@ __device__ __forceinline__ KeyBounds find_views(const AttentionParams& p, const 
                                                 Shared<I>& shared) {
   constexpr int kWarps = ceil_div(I::kMTile, 32);  // that have rows
   if (thread < kWarps * 32) {
-    const Visibility seen = row_visibility<true>(p, tile, min_of(thread, tile.rows - 1));
+    const Visibility seen = row_visibility(p, tile, thread);
     if (I::kMTile % 32 == 0 || thread < I::kMTile) shared.views[thread] = RowView::of(seen);
     const KeyBounds bounds = KeyBounds::of(seen).over_warp();
     if (thread % 32 == 0) shared.bounds[thread / 32] = bounds;

@@ -39,21 +39,20 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   Producer<I> producer(p, call, maps, shared);
   // Looked up again, instead of being kept in a register.
   const auto own = [&]() -> Walk& { return shared.walks[(ptx::thread_index() - I::kConsumers) / 32]; };
-  for (bool is_behind = own().is_planned();; is_behind = true) {
-    if (is_behind) {
-      producer.produce(own());
+  TreeWindows windows;  // found behind produce(), as most calls have none
+  for (bool is_found = own().is_planned() && !own().tile.has_windows(p);; is_found = true) {
+    if (is_found) {
+      producer.produce(own(), windows);
       if (own().tile.rows == 0) break;
     }
     __syncwarp();
-    if (ptx::thread_index() % 32 == 0) {
+    if (ptx::thread_index() % 32 == 0 && (is_found || !own().is_planned())) {
       Walk& walk = own();
-      if (walk.has_more) {
-        walk.advance(p, call, work_of<I>(call.work), is_behind);
-      } else {
-        walk.tile.rows = 0;
-      }
+      if (walk.has_more) walk.advance(p, call, work_of<I>(call.work), is_found);
+      if (!walk.has_more || walk.tile.rows == 0) static_cast<RowPiece&>(walk) = {};  // the end: no keys either
     }
     __syncwarp();
+    if (own().tile.has_windows(p)) windows.find(p, own().tile, ptx::thread_index() - I::kConsumers);
   }
   producer.finish();
 }

@@ -19,7 +19,7 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   copy_q_tile<I>(p, call, tile, thread, shared.q);
   if (thread < 32) {
     KeyBounds bounds = KeyBounds::none();
-    if (thread < tile.rows) bounds = KeyBounds::of(row_visibility<true>(p, tile, thread));
+    if (thread < tile.rows) bounds = KeyBounds::of(row_visibility(p, tile, thread));
     bounds = bounds.over_warp();
     if (thread == 0) shared.bounds = bounds;
     shared.reader.open(p, tile, tile.seq_len, thread);

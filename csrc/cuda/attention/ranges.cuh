@@ -58,6 +58,10 @@ struct Walk : RowPiece {
     const int32_t* const plan = call.pieces.plan;
     const int32_t capacity = call.pieces.capacity, cta = static_cast<int32_t>(blockIdx.x);
     const uint32_t lane = ptx::thread_index() % 32;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(plan) % alignof(RangeRecord) == 0;
+    const auto* const records = reinterpret_cast<const RangeRecord*>(plan) + 1;
+    RangeRecord record{};
+    if (kShares && is_aligned) record = records[cta];  // without waiting for the number of sharers
     const Share own = kShares ? Share::of(planned_sharers(plan, capacity), cta) : Share{1, cta, cta};
     if (lane == 0) {
       order.count = 0;
@@ -65,10 +69,8 @@ struct Walk : RowPiece {
       share = own;
       is_cut[0] = is_cut[1] = false;
     }
-    if (reinterpret_cast<uintptr_t>(plan) % alignof(RangeRecord) != 0) return;
-    const auto* const records = reinterpret_cast<const RangeRecord*>(plan) + 1;
-    RangeRecord record = records[cta];  // without waiting for the number of sharers
-    if (kShares && own.sharers > 1) record = records[own.range];
+    if (!is_aligned) return;
+    if (!kShares || own.sharers > 1) record = records[own.range];
     const auto below = [](int64_t value, int64_t bound) {
       return static_cast<uint32_t>(value) < static_cast<uint32_t>(bound);
     };
@@ -85,15 +87,15 @@ struct Walk : RowPiece {
         !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
     if (!is_sound) return;
     const int32_t first = cta - record.number * own.sharers;
-    // Lanes read an offset each: see rows_of_search().
+    // Lanes read an offset each: see rows_of_search(). All is loaded before any of it is used.
     const uint32_t bit = 1u << lane, offset = (b & (0u - bit)) | bit;
     const auto tokens = static_cast<int32_t>(shape.num_tokens);
+    const int32_t tree_len = tree_length(p, b, record.num_queries, INT32_MAX);
     const int32_t seq_len = clamp_to(shape.seq_lens[b], 0, static_cast<int32_t>(shape.max_seq_len));
     int32_t begin = b == 0 ? shape.cu_seqlens_q[0] : 0, end = tokens;
-    if (offset <= static_cast<uint32_t>(shape.batch)) ((b & bit) != 0 ? begin : end) = shape.cu_seqlens_q[offset];
-    const int32_t tree_len = tree_length(p, b, record.num_queries, seq_len);
-    begin = min_of(__reduce_max_sync(kWholeWarp, max_of(begin, 0)), tokens);
-    end = max_of(__reduce_min_sync(kWholeWarp, end), begin);
+    if (offset <= static_cast<uint32_t>(shape.batch)) end = shape.cu_seqlens_q[offset];
+    begin = min_of(__reduce_max_sync(kWholeWarp, max_of((b & bit) != 0 ? end : begin, 0)), tokens);
+    end = max_of(__reduce_min_sync(kWholeWarp, (b & bit) != 0 ? tokens : end), begin);
     const bool is_current =
         (begin == record.first_token) & (end - begin == record.num_queries) & (seq_len == record.seq_len);
     if (!is_current || lane != 0) return;
@@ -103,7 +105,7 @@ struct Walk : RowPiece {
             record.begin.sequence,
             record.num_queries,
             record.seq_len,
-            tree_len};
+            min_of(tree_len, seq_len)};
     order = {first, record.number, record.count};
     has_more = record.has_more;
   }

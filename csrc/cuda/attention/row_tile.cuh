@@ -86,9 +86,24 @@ struct RowTile : TileRows {
   int32_t sequence;
   int32_t num_queries;
   int32_t seq_len;
-  int32_t tree_len;  // -1: causal
+  int32_t tree_len = -1;  // causal
 
   __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
+  // Whether windows cut its tree.
+  __device__ __forceinline__ bool has_windows(const AttentionParams& p) const {
+    return tree_len >= 0 && p.keys_in_window < INT32_MAX;
+  }
+  // What a row sees, if windows leave `window` of its tree; behind the last row stand copies of it.
+  __device__ __forceinline__ Visibility visibility(const AttentionParams& p, uint32_t row, TreeWindow window) const {
+    const uint32_t query = query_of(p, min_of(row, rows - 1));
+    if (tree_len < 0) {  // causal_visibility() with windows of 31 bits
+      const int32_t end = max_of(seq_len + min_of(static_cast<int32_t>(query + 1 - num_queries), 0), 0);
+      return {max_of(end - p.keys_in_window, 0), end, seq_len, nullptr, 0, 0, 0};
+    }
+    const int32_t start = seq_len - tree_len;
+    const int32_t* words = p.tree_mask + (static_cast<uint32_t>(first_token) + query) * p.mask_stride;
+    return {window.begin, start, start, words, p.mask_words, window.first_bit, min_of(tree_len, p.mask_bits)};
+  }
 };
 
 // The rows of row tile `index` that belong to one of the CTAs that share it, which have m_tile rows each; maybe none.
@@ -108,24 +123,18 @@ __device__ __forceinline__ RowTile row_tile(const AttentionParams& p, const Sequ
   return tile;
 }
 
-// Few calls have windows in trees.
+// Few calls have windows in trees. Kernels for wgmma must not call functions, or ptxas ignores their setmaxnreg.
 __device__ inline __attribute__((noinline)) TreeWindow rare_tree_window(const int32_t* words, int32_t num_words,
                                                                         int32_t num_bits, int32_t tree_start,
                                                                         int64_t window) {
   return tree_window(words, num_words, num_bits, tree_start, window);
 }
 
-// What a row of the tile sees. kMayCall: kernels for wgmma must not call functions, or ptxas ignores their setmaxnreg.
-template <bool kMayCall>
+// What a row of the tile sees.
 __device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, const RowTile& tile, uint32_t row) {
-  const uint32_t query = tile.query_of(p, row);
-  if (tile.tree_len < 0) return causal_visibility(tile.seq_len, tile.num_queries, query, p.keys_in_window);
-  const int32_t* words = p.tree_mask + (static_cast<uint32_t>(tile.first_token) + query) * p.mask_stride;
-  const int32_t start = tile.seq_len - tile.tree_len;
-  Visibility seen{0, start, start, words, p.mask_words, 0, min_of(tile.tree_len, p.mask_bits)};
-  if (p.keys_in_window < INT32_MAX) {
-    constexpr auto find_window = kMayCall ? rare_tree_window : tree_window;
-    seen.narrow(find_window(words, p.mask_words, seen.num_bits, start, p.keys_in_window));
+  Visibility seen = tile.visibility(p, row, {});
+  if (tile.has_windows(p)) {
+    seen.narrow(rare_tree_window(seen.words, p.mask_words, seen.num_bits, seen.tree_start, p.keys_in_window));
   }
   return seen;
 }

@@ -93,20 +93,6 @@ struct GivenTile : RowPiece {
   }
 };
 
-// What a row of it sees; its RowView follows.
-struct GivenRow {
-  int32_t begin, end_or_bit;  // of a tree's rows the first bit: their prefix ends where the tree starts
-
-  __device__ __forceinline__ static GivenRow of(const Visibility& v) {
-    return {v.begin, v.words == nullptr ? v.end : v.first_bit};
-  }
-  __device__ __forceinline__ RowView view(const AttentionParams& p, const RowTile& tile, uint32_t row) const {
-    if (tile.tree_len < 0) return {begin, end_or_bit, 0, nullptr};
-    return {begin, tile.seq_len - tile.tree_len, end_or_bit,
-            p.tree_mask + tile.token(p, min_of(row, tile.rows - 1)) * p.mask_stride};
-  }
-};
-
 // Eight columns of Q, which is not aligned.
 __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   uint4 words{};
@@ -122,7 +108,7 @@ template <typename I>
 struct alignas(1024) Sm90Shared {
   Walk walks[I::kShape.producer_warps()];  // each warp walks for itself; the first one's has what the CTA joins
   GivenTile given[2];                      // the newest and the one before, whose output may not be written yet
-  GivenRow given_rows[I::kMTile];
+  TreeWindow given_rows[I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
   uint64_t is_given, is_used;  // Q and given_rows
@@ -167,26 +153,30 @@ struct RingPlace {
   }
 };
 
-// What the rows of a tile have in common, and what row `first` + lane sees; `first` is a multiple of 32. Each producing
-// warp finds it for itself.
-struct TileView {
-  KeyBounds bounds;
-  GivenRow row;
+// What windows leave of a tree: to the rows of a tile, and to the thread's. Each producing warp finds it for itself.
+struct TreeWindows {
+  int32_t lowest = 0, plain_begin = 0;  // as of KeyBounds; without windows 0
+  TreeWindow row{0, 0};
 
-  __device__ __forceinline__ static TileView of(const AttentionParams& p, const RowTile& tile, int32_t kv_end,
-                                                uint32_t first, uint32_t lane) {
-    TileView found{KeyBounds::none(), {}};
+  __device__ __forceinline__ void find(const AttentionParams& p, const RowTile& tile, uint32_t thread) {
+    *this = {INT32_MAX};
 #pragma unroll 1
     for (uint32_t block = 0; block < tile.rows; block += 32) {
-      const Visibility seen = row_visibility<false>(p, tile, min_of(block + lane, tile.rows - 1));
-      found.bounds = found.bounds.join(KeyBounds::of(seen));
-      if (block == first) found.row = GivenRow::of(seen);
+      Visibility seen = tile.visibility(p, block + thread % 32, {});
+      seen.narrow(tree_window(seen.words, p.mask_words, seen.num_bits, seen.tree_start, p.keys_in_window));
+      lowest = min_of(lowest, seen.lowest());
+      plain_begin = max_of(plain_begin, seen.begin);
+      if (block == thread / 32 * 32) row = {seen.begin, seen.first_bit};
     }
-    found.bounds = found.bounds.over_warp();
+    lowest = __reduce_min_sync(kWholeWarp, lowest);
+    plain_begin = __reduce_max_sync(kWholeWarp, plain_begin);
+  }
+  // What the rows have in common. The later a causal row, the later its keys begin and end.
+  __device__ __forceinline__ KeyBounds bounds(const AttentionParams& p, const RowTile& tile, int32_t kv_end) const {
+    const Visibility early = tile.visibility(p, 0, {lowest, 0}), late = tile.visibility(p, tile.rows, {plain_begin, 0});
     // A stage that goes beyond the last KV tile has keys that do not count.
-    const int64_t end = int64_t{kv_end} * kKvTile;
-    found.bounds.plain_end = static_cast<int32_t>(min_of<int64_t>(found.bounds.plain_end, end));
-    return found;
+    const auto end = static_cast<int32_t>(min_of<uint32_t>(INT32_MAX, kv_end * uint32_t{kKvTile}));
+    return {early.begin, min_of(late.highest(), end), late.begin, min_of(early.end, end)};
   }
 };
 
@@ -200,19 +190,18 @@ class Producer {
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
 
   // A tile without rows ends the range.
-  __device__ __forceinline__ void produce(Walk& own) {
+  __device__ __forceinline__ void produce(Walk& own, const TreeWindows& windows) {
     const RowTile& tile = own.tile;
-    const auto [bounds, row] = TileView::of(p_, tile, own.kv_end, thread() / 32 * 32, thread() % 32);
+    const KeyBounds bounds = windows.bounds(p_, tile, own.kv_end);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
     stages.first = min_of(stages.first, stages.end);
-    KeyReader& reader = shared_.readers[thread() / 32];  // in memory, as few registers are left to producers
-    __syncwarp();                                        // that of the row tile before is not read any more
-    reader.open(p_, tile, static_cast<int32_t>(min_of<int64_t>(tile.seq_len, int64_t{stages.end} * kKvTile)),
-                thread() % 32);
+    KeyReader& reader = shared_.readers[thread() / 32];    // in memory, as few registers are left to producers
+    __syncwarp();                                          // that of the row tile before is not read any more
+    reader.open(p_, tile, bounds.highest, thread() % 32);  // keys behind it read as zero
     __syncwarp();
-    const int32_t first_boxes = ceil_div(bounds.plain_begin, kKvTile);
-    const int32_t last_boxes = maps_.box > 0 ? bounds.plain_end / kKvTile - kTiles : -1;
-    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && first_boxes <= stage && stage <= last_boxes; };
+    KeyBounds boxes = bounds;
+    if (maps_.box == 0) boxes.plain_end = 0;
+    const auto has_boxes = [&](int32_t stage) { return !I::kDecodes && boxes.all_see(stage * kKvTile, kKeys); };
     const auto find_page = [&](int32_t stage) {
       return reader.page(p_, stage * kKvTile + (has_boxes(stage) ? key_of_box() : own_key()));
     };
@@ -220,8 +209,7 @@ class Producer {
     const auto write_rows = [&](int32_t stage, int32_t page) {
       if (has_boxes(stage)) return;
       const int32_t first_key = stage * kKvTile, key = own_key();
-      bool is_seen = true;
-      if (!bounds.all_see(first_key, kKeys)) is_seen = any_row_sees(tile, row, first_key, key);
+      const bool is_seen = bounds.all_see(first_key, kKeys) || any_row_sees(tile, bounds, windows.row, first_key, key);
       __syncwarp();  // the rows that stood here before are read
       if (thread() % 32 < kOwnKeys) {
         KeyRow row = reader.template row<typename I::Kv>(p_, first_key + key, page);
@@ -237,7 +225,7 @@ class Producer {
       if (stages.first <= stage && stage < stages.end) {
         has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
-      if (stage == stages.first) give(own, bounds, row, stage < stages.end);
+      if (stage == stages.first) give(own, bounds, windows.row, stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
         has_boxes(last) ? fill_boxes(maps_.v, tile, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
@@ -253,8 +241,8 @@ class Producer {
 
  private:
   // Once the scores of the row tile before are used up.
-  __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const GivenRow& row, bool with_q) {
-    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole()) note_cut(own, call_.pieces);
+  __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
+    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole()) note_cut(own, pieces_of<I>(call_));
     ptx::mbar_wait(&shared_.is_used, given_ ^ 1);
     if (thread() == 0) shared_.given[given_] = {own, bounds};
     given_ ^= 1;
@@ -304,10 +292,12 @@ class Producer {
                                 lane % kRowsAtOnce);
   }
 
-  // Whether a row of the tile sees the key; each thread knows what its own row sees. All producers meet.
-  __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const GivenRow& row, int32_t first_key,
-                                               int32_t key) {
-    const Visibility mine = row.view(p_, tile, thread()).expand(p_, tile);
+  // Whether a row of the tile sees the key, which is read; each thread knows what its own row of a tree sees. There all
+  // producers meet.
+  __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
+                                               int32_t first_key, int32_t key) {
+    if (tile.tree_len < 0) return first_key + key >= bounds.lowest;
+    const Visibility mine = tile.visibility(p_, thread(), row);
     auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
 #pragma unroll 1
     for (int w = 0; w < I::kWords; ++w) {
@@ -324,11 +314,12 @@ class Producer {
 
   // A lane of the first warp copies one box: some slots of one panel.
   __device__ __forceinline__ int32_t key_of_box() const {
-    return static_cast<int32_t>(thread() % 32) * maps_.box % kKeys;
+    return static_cast<int32_t>(thread() % 32 * static_cast<uint32_t>(maps_.box) % kKeys);
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, const RowTile& tile, int32_t stage,
                                              int32_t page) {
-    const int32_t panel = static_cast<int32_t>(thread()) * maps_.box / kKeys, key = key_of_box();
+    const auto panel = static_cast<int32_t>(thread() * static_cast<uint32_t>(maps_.box) / kKeys);
+    const int32_t key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
 #pragma unroll 1  // few registers are left to producers

@@ -35,7 +35,7 @@ struct alignas(128) Shared<I> {
 // The word of a stage's keys that row `lane` sees. It is found again where it is needed, as only few stages need it.
 __device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, const RowTile& tile, uint32_t lane,
                                                       int32_t first_key) {
-  return lane < tile.rows ? row_visibility<true>(p, tile, lane).visible32(first_key) : 0;
+  return lane < tile.rows ? row_visibility(p, tile, lane).visible32(first_key) : 0;
 }
 
 // The ring of a row tile's stages: K and V in turn, or in a latent cache rows that are both. Each warp copies 8 keys of
