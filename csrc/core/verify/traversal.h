@@ -102,13 +102,10 @@ struct Traversal {
   PT_HOST_DEVICE void find_end() {
     enter(0, 1.0);
     for (bool accepted = false;;) {
+      const int32_t child = next_child(at.node, at.child);
       // A leaf's row is read only if the leaf is accepted.
-      if (!is_open) {
-        const bool has_child = next_child(at.node, -1) >= 0;
-        if (accepted || has_child) open(has_child);
-      }
+      if (!is_open && (accepted || child >= 0)) open(child >= 0);
       if (accepted) return;
-      const int32_t child = is_open ? next_child(at.node, at.child) : -1;
       if (child >= 0) {
         at.child = child;
         const double weight = weight_of_child(child);

@@ -171,8 +171,10 @@ class KeptRows {
     const int32_t at = place_of(token);
     return at < 0 ? 0.0 : static_cast<double>(shared_.list.masses[at]);
   }
+  // 0 of a token that is not kept: where target() is 0, no rule depends on it.
   __device__ double draft(const NodeDistributions& distributions, int32_t token) const {
-    return static_cast<double>(draft_of(token)) * distributions.draft_unit;
+    const int32_t at = place_of(token);
+    return at < 0 ? 0.0 : static_cast<double>(shared_.list.drafts[at]) * distributions.draft_unit;
   }
   __device__ double residual(const NodeDistributions& distributions, double c, int32_t token) const {
     const int32_t at = place_of(token);
@@ -219,10 +221,11 @@ class KeptRows {
   }
 
   // The index of a token in the list, -1 if it is not kept.
-  __device__ int32_t place_of(int32_t token) const {
-    if (failed_) return -1;
-    const uint32_t at = shared_.list.place_of(token);
-    return at < shared_.list.size && shared_.list.token(at) == token ? static_cast<int32_t>(at) : -1;
+  __device__ int32_t place_of(int32_t token) const { return failed_ ? -1 : place_in_list(token); }
+  static __device__ __attribute__((noinline)) int32_t place_in_list(int32_t token) {
+    const KeptList& list = ptx::shared<KeptShared>().list;
+    const uint32_t at = list.place_of(token);
+    return at < list.size && list.token(at) == token ? static_cast<int32_t>(at) : -1;
   }
 
   __device__ void weigh() {
