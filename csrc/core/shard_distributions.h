@@ -108,7 +108,7 @@ class KnownRows {
 
   static PT_HOST_DEVICE bool leads() { return true; }
   static PT_HOST_DEVICE void sync() {}
-  static PT_HOST_DEVICE void begin(const TreeWalk& walk) { walk.begin(); }
+  static PT_HOST_DEVICE void begin(const TreeWalk&) {}
   static PT_HOST_DEVICE void finish(const TreeWalk& walk) { walk.finish(); }
   PT_HOST_DEVICE NodeDistributions& distributions() { return distributions_; }
 

@@ -294,7 +294,6 @@ PT_HOST_DEVICE int64_t num_items(const ShardFollowParams& p) { return p.verify.b
 
 PT_HOST_DEVICE void follow_tree(const ShardFollowParams& p, int64_t b) {
   TreeWalk walk(p.verify, b);
-  walk.begin();
   for (bool more = walk.num_nodes > 0; more;) {
     const int64_t* words = p.received + walk.row() * words_of(p.last);
     const Peak& peak = p.rows[walk.row()].peak;

@@ -84,11 +84,6 @@ struct TreeWalk {
     p.accept_index[at] = index;
     p.tokens[at] = token;
   }
-  // Writes the results of a walk that has accepted and emitted nothing.
-  PT_HOST_DEVICE void begin() const {
-    PT_NO_UNROLL
-    for (int32_t j = 0; j <= p.max_depth; ++j) write(j, -1, -1);
-  }
 
   PT_HOST_DEVICE int64_t row() const { return rows.begin + node; }
 
@@ -131,11 +126,13 @@ struct TreeWalk {
     return true;
   }
 
-  // Ends the walk. Where a sequence has fewer tokens left than were emitted, the path is cut.
+  // Ends the walk, which has emitted a token for each depth up to its own. Where a sequence has fewer tokens left, the
+  // path is cut.
   PT_HOST_DEVICE void finish() const {
-    const int32_t kept = p.tokens_left == nullptr ? depth + 1 : clamp_to(p.tokens_left[b], 0, depth + 1);
+    const int32_t emitted = num_nodes > 0 ? depth + 1 : 0;
+    const int32_t kept = p.tokens_left == nullptr ? emitted : clamp_to(p.tokens_left[b], 0, emitted);
     PT_NO_UNROLL
-    for (int32_t j = kept; j <= depth; ++j) write(j, -1, -1);
+    for (int32_t j = kept; j <= p.max_depth; ++j) write(j, -1, -1);
     p.num_accepted[b] = max_of(kept - 1, 0);
     p.status[b] = status;
   }

@@ -130,14 +130,15 @@ __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& s
   end = picked_end;
 }
 
-template <DType kDType>
+// Without kSwor, no sums of drafts are asked for.
+template <DType kDType, bool kSwor>
 class KeptRows {
  public:
   __device__ KeptRows(const RatioParams& p, KeptShared& shared)
       : shared_(shared),
         tried_{shared.tried},
         counts_drafts_(p.law != DraftLaw::kOneHot),
-        sums_drafts_(p.law == DraftLaw::kSwor) {}
+        sums_drafts_(kSwor && p.law == DraftLaw::kSwor) {}
 
   static __device__ bool leads() { return leads_cluster(); }
   static __device__ bool leads_cta() { return threadIdx.x == 0; }
@@ -189,7 +190,7 @@ class KeptRows {
     MassSums all;
     if (failed_) return all;
     all.residual = sum_left(c, tried_.size, counts_drafts_);
-    if (sums_drafts_ && tried_.size > 0 && c != 0.0 && distributions.draft.row.logits != nullptr) {
+    if (kSwor && sums_drafts_ && tried_.size > 0 && c != 0.0 && distributions.draft.row.logits != nullptr) {
       all.draft = sum_drafts(tried_.size, last_block_) * distributions.draft_unit;
       last_block_ = 0;
     }

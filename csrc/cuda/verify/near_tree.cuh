@@ -19,7 +19,6 @@ __device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) 
 
 // Makes a walk ready that all threads of a cluster run.
 __device__ __forceinline__ void begin_near(TreeWalk& walk, NearTree& near) {
-  if (leads_cluster()) walk.begin();
   copy_tree(walk, near);
   walk.near = &near;
   ptx::meet_cluster();

@@ -23,7 +23,7 @@ __device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows ro
 // Over lists of kept tokens. A tree that has another row is left to the kernels below.
 template <DType kDType, Rule kRule>
 __global__ void __launch_bounds__(kKeptThreads, 1) kept_kernel(const __grid_constant__ RatioParams p) {
-  walk_by<kRule>(p, ptx::cluster_index(), KeptRows<kDType>(p, ptx::shared<KeptShared>()));
+  walk_by<kRule>(p, ptx::cluster_index(), KeptRows<kDType, kRule != Rule::kBlock>(p, ptx::shared<KeptShared>()));
 }
 
 // Over whole rows: all trees, or those that are left.

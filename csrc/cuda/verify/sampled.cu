@@ -85,10 +85,7 @@ __device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk&
 template <DType kDType>
 __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool drawn, WalkShared& shared) {
   TreeWalk& walk = shared.walk;  // the first thread of each CTA leads
-  if (threadIdx.x == 0) {
-    new (&walk) TreeWalk(p, b);
-    if (leads_cluster()) walk.begin();
-  }
+  if (threadIdx.x == 0) new (&walk) TreeWalk(p, b);
   __syncthreads();
   copy_tree(walk, shared.tree);
   if (threadIdx.x == 0) {

@@ -21,7 +21,7 @@ class Rows {
   static bool leads() { return true; }
   static bool leads_cta() { return true; }
   static void sync() {}
-  static void begin(const TreeWalk& walk) { walk.begin(); }
+  static void begin(const TreeWalk&) {}
   static void finish(const TreeWalk& walk) { walk.finish(); }
   NodeDistributions& distributions() { return scratch_.distributions; }
 
@@ -166,7 +166,6 @@ class Rows {
 // The token of each visited row is drawn as `sample` would; the walk goes on while a child has drafted it.
 void verify_sampled(const VerifyParams& p, int64_t b, RowScratch& scratch) {
   TreeWalk walk(p, b);
-  walk.begin();
   const Sampling sampling = sampling_of(p.sampling, b);
   const uint64_t seed = p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
   const int64_t root = root_position_of(p, b);
