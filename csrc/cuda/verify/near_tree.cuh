@@ -13,7 +13,7 @@ __device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) 
     const int64_t row = walk.rows.begin + node;
     near.first_child[node] = walk.p.first_child[row];
     near.next_sibling[node] = walk.p.next_sibling[row];
-    near.tokens[node] = static_cast<int32_t>(draft_token_at(walk.p, row));
+    near.tokens[node] = draft_token_at(walk.p, row);
   }
 }
 
