@@ -17,6 +17,8 @@ answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 os.environ.update(VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR")
 os.environ.update(VLLM_CPU_KVCACHE_SPACE="1", VLLM_ENABLE_V1_MULTIPROCESSING="0")
+if "pagedtree." in sys.argv[1]:
+    os.environ["PAGEDTREE_PLUGINS"] = "vllm"
 
 
 def main() -> None:

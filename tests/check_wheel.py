@@ -27,6 +27,7 @@ REQUIRED = {
     "pagedtree/lib/libpagedtree_cpu.so",
     "pagedtree/lib/libpagedtree_torch.so",
     "pagedtree/py.typed",
+    "pagedtree_plugins.py",
 }
 OPTIONAL = {"pagedtree/lib/libpagedtree_cuda.so"}
 BINARY = (".so", ".o", ".a", ".safetensors", ".bin", ".pt", ".pyc")
@@ -55,8 +56,9 @@ def faults(wheel: Path) -> list[str]:
         found += [f"{path} is missing" for path in sorted(required - names)]
         binary = {path for path in names if path.endswith(BINARY)}
         found += [f"{path} does not belong there" for path in sorted(binary - required - OPTIONAL)]
-        folders = {path.partition("/")[0] for path in names} - {"pagedtree", f"pagedtree-{version}.dist-info"}
-        found += [f"{path}/ does not belong there" for path in sorted(folders)]
+        others = {path.partition("/")[0] for path in names} - {"pagedtree", "pagedtree_plugins.py"}
+        others.discard(f"pagedtree-{version}.dist-info")
+        found += [f"{path} does not belong there" for path in sorted(others)]
         if not any(path.endswith(".dist-info/licenses/LICENSE") for path in names):
             found.append("the license is missing")
         for path in sorted(path for path in binary if path.endswith(".so")):

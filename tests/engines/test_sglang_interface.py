@@ -9,8 +9,9 @@ import inspect
 import pytest
 from package_sources import Sources, attributes_of, own_parameters
 
+import pagedtree_plugins
 from pagedtree.integrations import sglang
-from pagedtree.integrations.sglang import attention, plugin
+from pagedtree.integrations.sglang import attention
 
 SOURCES = Sources("sglang")
 
@@ -91,7 +92,7 @@ def test_the_plugin_is_found_and_registers() -> None:
         if isinstance(node, ast.Assign) and node.targets[0].id == "GENERAL_PLUGINS_GROUP"
     )
     entries = importlib.metadata.entry_points(group=group, name="pagedtree")
-    assert {entry.load() for entry in entries} == {plugin.register}
+    assert {entry.load() for entry in entries} == {pagedtree_plugins.sglang}
     factory = SOURCES.definition("srt/speculative/draft_utils.py", "DraftBackendFactory._create_backend")
     assert [x.arg for x in factory.args.args][:4] == ["self", "backend_name", "backend_map", "error_template"]
     assert "HookType.AROUND" in SOURCES.text("srt/plugins/hook_registry.py")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 os.environ.update(
+    PAGEDTREE_PLUGINS="vllm",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     HF_HUB_OFFLINE="1",

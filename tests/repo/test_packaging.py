@@ -347,7 +347,7 @@ def test_sdist_holds_what_the_build_needs(tmp_path):
 def test_python_files_of_the_package_are_all_listed():
     """pyproject.toml names the packages; a new folder must be added there, or the wheel lacks it."""
     listed = {name.replace(".", "/") for name in re.findall(r'"(pagedtree[\w.]*)"', packages_line())}
-    found = {path.parent.relative_to(ROOT / "python").as_posix() for path in (ROOT / "python").rglob("*.py")}
+    found = {path.parent.relative_to(ROOT / "python").as_posix() for path in PACKAGE.rglob("*.py")}
     assert found == listed
 
 

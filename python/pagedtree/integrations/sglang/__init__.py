@@ -1,7 +1,7 @@
 """SGLang's speculation ops and an attention backend for it, on pagedtree.
 
 The functions have the names, arguments and in-place outputs of sgl_kernel and need no part of SGLang. The backend is
-`attention.PagedTreeBackend`; SGLang finds it by its entry point `plugin.register`.
+`attention.PagedTreeBackend`; SGLang finds it by its entry point (`pagedtree_plugins`).
 """
 
 from pagedtree.integrations.sglang.kv_cache import move_kv_cache

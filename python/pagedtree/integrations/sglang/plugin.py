@@ -1,32 +1,20 @@
-"""The entry point, which SGLang calls first in each process."""
+"""Changes SGLang's own functions, in processes whose configuration names the attention backend "pagedtree"."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-__all__ = ["register"]
-
-NAME = "pagedtree"
+__all__ = ["change_engine"]
 
 
-def register() -> None:
-    """Registers the attention backend for sglang.srt.plugins: --attention-backend pagedtree, also for drafting steps.
-
-    On CPUs it also fills SGLang's gaps there (`on_cpu`).
-    """
-    from sglang.srt.arg_groups.choices import add_attention_backend_choices
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+@cache
+def change_engine() -> None:
+    """Registers hooks that add the attention backend to EAGLE's drafting steps and, on CPUs, fill gaps (`on_cpu`)."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
-    def create(runner: Any) -> Any:
-        from pagedtree.integrations.sglang.attention import PagedTreeBackend
-
-        return PagedTreeBackend(runner)
-
-    add_attention_backend_choices([NAME])
-    register_attention_backend(NAME)(create)
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(factory, create_draft_backend, HookType.AROUND)
     if is_cpu():
@@ -49,9 +37,9 @@ def create_draft_backend(
 
         runner = factory.draft_model_runner
         if stamps_children:
-            return NAME, PagedTreeDraftBackend(runner, factory.topk, factory.speculative_num_steps)
-        return NAME, PagedTreeBackend(runner)
+            return "pagedtree", PagedTreeDraftBackend(runner, factory.topk, factory.speculative_num_steps)
+        return "pagedtree", PagedTreeBackend(runner)
 
     return original(
-        factory, backend_name, {**backend_map, NAME: create}, *args, stamps_children=stamps_children, **options
+        factory, backend_name, {**backend_map, "pagedtree": create}, *args, stamps_children=stamps_children, **options
     )

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import (
 
 from pagedtree import PreparedAttention, append_kv, attention_plan, rope_append
 from pagedtree._C import HEAD_DIMS
-from pagedtree.integrations.vllm.limits import uses_trees
+from pagedtree.integrations.vllm.limits import check_worker, uses_trees
 
 __all__ = [
     "LayerKind",
@@ -172,6 +172,8 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if uses_trees(vllm_config):
+            check_worker(vllm_config)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
         self.tree: TreeMask | None = None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import pagedtree_plugins
+
 __all__ = [
     "METHODS",
     "avoid_rotary_op",
@@ -109,7 +111,9 @@ def check_config(vllm_config: Any) -> None:
 
 
 def check_worker(vllm_config: Any) -> None:
-    """Raises ValueError for vLLM's own worker: on runner V2 it would silently draft with vLLM's n-grams."""
+    """Raises ValueError without PAGEDTREE_PLUGINS=vllm, and for vLLM's own worker: on runner V2 it would silently draft
+    with vLLM's n-grams."""
+    pagedtree_plugins.check()
     worker = vllm_config.parallel_config.worker_cls
     if not isinstance(worker, str) or worker == "auto" or worker.startswith("vllm."):
         raise ValueError(
