@@ -37,8 +37,7 @@ os.environ["PAGEDTREE_CACHE"] = os.devnull
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     # What is imported and collected stays to the end. To look for garbage in it takes a third of this time, and half a
-    # second at each later look; transformers' continuous batching looks at every call. Tests leave little garbage that
-    # has cycles.
+    # second at each later look. Tests leave little garbage that has cycles.
     gc.disable()
     result = yield
     gc.freeze()

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 import torch
+import transformers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -24,6 +25,7 @@ from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
 from pagedtree.generation.drafters import EagleHead, MedusaHeads
 from pagedtree.integrations.transformers import PagedCache, generate
 
+IS_5 = int(transformers.__version__.split(".")[0]) >= 5
 VOCAB = 128
 # No token ends, begins or fills a text.
 NO_TOKENS = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))

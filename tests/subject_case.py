@@ -7,9 +7,8 @@ from itertools import product
 
 import pytest
 from block_case import DFLASH2, block_model
-from continuous_case import IS_5
 from eagle_case import parallel_head
-from generate_case import LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
+from generate_case import IS_5, LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 from mtp_case import random_head

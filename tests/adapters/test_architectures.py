@@ -11,11 +11,10 @@ pytest.importorskip("transformers")
 
 import transformers
 from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
-from continuous_case import IS_5, batched, known_memory  # noqa: F401
-from generate_case import NEW_TOKENS, greedy, prompts_of, tiny
+from generate_case import IS_5, greedy, prompts_of, tiny
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
-from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, generate, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
 from pagedtree.integrations.transformers.packed_mask import PackedMask
 from pagedtree.integrations.transformers.tensor_parallel import _repeat_kv_heads
@@ -74,13 +73,10 @@ def test_refused_by_name(name):
     "name", [pytest.param(name, marks=pytest.mark.slow if i > 1 else []) for i, name in enumerate(WINDOWS)]
 )
 def test_other_ways_to_generate(name):
-    """`model.generate` on our attention, `generate_batch` and `custom_generate` give the model's own text."""
+    """`model.generate` on our attention and `custom_generate` give the model's own text."""
     served, prompts = tiny_model(name), [prompt.clamp(min=4) for prompt in prompts_of(LENGTHS)]
     expected = [greedy(served, prompt) for prompt in prompts]
     texts = {"custom_generate": [greedy(served, prompt, custom_generate=tree_generate) for prompt in prompts]}
-    with continuous_batching(served):
-        new = batched(served, prompts, max_new_tokens=NEW_TOKENS)
-    texts["generate_batch"] = [prompt.tolist() + tokens for prompt, tokens in zip(prompts, new, strict=True)]
     served.set_attn_implementation("pagedtree")
     texts["generate"] = [greedy(served, prompt) for prompt in prompts]
     for way, got in texts.items():

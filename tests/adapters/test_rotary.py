@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from transformers import __version__ as version
 
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, generate
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
 from pagedtree.integrations.transformers.rotary import _with_positions, rotary_limit, same_rotation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,11 +111,9 @@ def test_what_would_change_on_the_way_is_refused(name, lengths, count, message):
 
 @pytest.mark.parametrize("name", ["longrope", "dynamic"])
 def test_packed_by_others_they_are_refused(monkeypatch, name):
-    """Continuous batching rotates all requests by the longest one; a captured step cannot ask which that is."""
+    """A captured step cannot ask which sequence is the longest."""
     model = MODELS[name]()
     message = f'expected rotary frequencies that never change, got rope type "{name}"'
-    with pytest.raises(ValueError, match=f"continuous batching: {message}"), continuous_batching(model):
-        pass
     monkeypatch.setattr(FixedStep, "captures", False)
     for target, drafter, what in ((model, None, "model"), (tiny(0), ModelDrafter(model), "drafter")):
         with pytest.raises(ValueError, match=f"cuda_graph: {what}: {message}"):

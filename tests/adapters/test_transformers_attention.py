@@ -182,6 +182,7 @@ class Layer(torch.nn.Module):
         ({"training": True}, "no backward pass"),
         ({"output_attentions": True}, "attention weights cannot be returned"),
         ({"position_bias": torch.zeros(1)}, "position bias"),
+        ({"cache": object()}, "continuous batching is not supported"),
         ({"mask": torch.ones(1, 4)}, r"`attention_mask` must be \[B, 1, T, S\], got \[1, 4\]"),
     ],
 )

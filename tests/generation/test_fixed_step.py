@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from continuous_case import IS_5
 from generate_case import (
+    IS_5,
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,

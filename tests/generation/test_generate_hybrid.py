@@ -13,8 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from continuous_case import IS_5
-from generate_case import LENGTHS, Oracle, generated, greedy, prompts_of
+from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, prompts_of
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
@@ -24,7 +23,7 @@ from subject_case import SUBJECTS
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, continuous_batching, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tensor_parallel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -75,13 +74,6 @@ def test_the_cuda_kernels(monkeypatch, name):
         for keywords in ({"n": 2, "page_size": 4}, {"cuda_graph": True}):
             texts, _ = generated(half.to(device), NgramDrafter(6), prompts, 4, **keywords)
             assert texts == [text for text in expected for _ in range(keywords.get("n", 1))]
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", "falcon_h1"])
-def test_continuous_batching_is_refused(name):
-    message = r"continuous batching: expected full and sliding attention alone, got (lin|hyb)"
-    with pytest.raises(ValueError, match=message), continuous_batching(tiny_hybrid(name)):
-        pass
 
 
 def on_a_rank(group, name, texts):

@@ -7,12 +7,11 @@ import torch
 
 pytest.importorskip("transformers")
 
-from continuous_case import IS_5
-from generate_case import LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
+from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
 from latent_case import tiny_latent
 from subject_case import SUBJECTS
 
-from pagedtree.integrations.transformers import ModelDrafter, continuous_batching, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module
 from pagedtree.integrations.transformers.latent import latent_layers
 
@@ -117,9 +116,3 @@ def test_refused_by_name(make, message, model):
         generated(other)
     with pytest.raises(ValueError, match=f"model: expected .*{message}"):
         generated(model, ModelDrafter(other))
-
-
-def test_continuous_batching_is_refused(model):
-    message = r"config's head_dim 64, for which .* cache, got 192 and 128 in DeepseekV3Att"
-    with pytest.raises(ValueError, match=message), continuous_batching(model):
-        pass

@@ -9,10 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from continuous_case import IS_5
 from draft_checks import paths_of
 from eagle_case import features_of as outputs_of_layers
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
+from generate_case import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
 
 from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter

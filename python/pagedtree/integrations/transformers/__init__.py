@@ -1,5 +1,5 @@
 """transformers models on pagedtree: the attention implementation "pagedtree" (registered by importing this package),
-also for continuous batching, and `generate` with draft trees, also as `custom_generate`.
+and `generate` with draft trees, also as `custom_generate`.
 
     from pagedtree.integrations.transformers import NgramDrafter, generate
 
@@ -32,7 +32,6 @@ from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.stats import GenerationStats, SequenceStats
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.integrations.transformers.attention import register
-from pagedtree.integrations.transformers.continuous_batching import continuous_batching
 from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.gguf import dequantized
@@ -66,7 +65,6 @@ __all__ = [
     "TextMemory",
     "TokenLogprobs",
     "TokenOptions",
-    "continuous_batching",
     "dequantized",
     "generate",
     "load_drafter",

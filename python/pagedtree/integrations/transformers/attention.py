@@ -1,6 +1,6 @@
 """The attention implementation "pagedtree" of transformers models.
 
-Inside `generate` of this package a `PackedPass` runs over a paged cache, in continuous batching over transformers' own.
+Inside `generate` of this package a `PackedPass` runs over a paged cache.
 Elsewhere (`model.generate`, `model(...)`) dense keys and values are read in place, each sequence as one page.
 """
 
@@ -17,11 +17,9 @@ from pagedtree import tree_attention
 from pagedtree._C import HEAD_DIMS
 from pagedtree.bits import packed
 from pagedtree.integrations.masks import all_visible
-from pagedtree.integrations.transformers.continuous_cache import attend_continuous
 from pagedtree.integrations.transformers.fused_rotary import rotation_of
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import current_pass
-from pagedtree.integrations.transformers.rotary import check_constant
 
 __all__ = ["NAME", "attention_forward", "autocast_dtype", "register"]
 
@@ -62,10 +60,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """Attends in a layer, called by transformers: query [B, Hq, T, D], key, value [B, Hkv, S, D] -> [B, T, Hq, D].
 
-    s_aux: the sinks of gpt-oss. sliding_window: None = no window; left out: the module's or the cache's.
+    s_aux: the sinks of gpt-oss. sliding_window: None = no window; left out: the module's.
     attention_mask: None (causal, or everything visible where the layer is not causal), bool [B, 1, T, >= S], or the
     same as zeros and very negative numbers; in a packed pass the pass's own. Raises ValueError for other masks there,
-    other head sizes, dropout, training, attention weights as output, a position bias.
+    other head sizes, dropout, training, attention weights as output, a position bias, and continuous batching.
     """
     _refuse_unsupported(module, key, value, dropout, kwargs)
     options = {
@@ -84,12 +82,7 @@ def attention_forward(
             return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
         return packed.step.attend(layer, q, k, v, seen, options, rotation=rotation).unsqueeze(0), None
-    is_told = sliding_window is not _LEFT_OUT
-    if kwargs.get("cache") is not None:
-        check_constant("continuous batching", module)
-        window = (sliding_window or 0) if is_told else None
-        return attend_continuous(layer, query, key, value, window, options, kwargs), None
-    window = (sliding_window if is_told else getattr(module, "sliding_window", None)) or 0
+    window = (getattr(module, "sliding_window", None) if sliding_window is _LEFT_OUT else sliding_window) or 0
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     return _attend_dense(query, key, value, attention_mask, is_causal, window, options), None
@@ -125,6 +118,8 @@ def _refuse_unsupported(module: nn.Module, key: Tensor, value: Tensor, dropout: 
         refuse("attention weights cannot be returned (output_attentions)")
     if kwargs.get("position_bias") is not None:
         refuse("a position bias is not supported")
+    if kwargs.get("cache") is not None:  # transformers 4.57 asks any implementation
+        refuse("continuous batching is not supported")
 
 
 def _attend_dense(
