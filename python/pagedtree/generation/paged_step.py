@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, rope_append, tree_attention
+from pagedtree import PreparedAttention, append_kv, attention_plan, merge_states, tree_attention
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.recurrent_step import RecurrentStep
 
-__all__ = ["PagedStep", "PrefixPass", "Rotation"]
+__all__ = ["PagedStep", "PrefixPass"]
 
 # Arguments of `tree_attention` that determine the visible keys.
 KEYS_OF_PREFIX = ("page_table", "seq_lens", "cu_seqlens_q", "max_seqlen_q")
 KEYS = (*KEYS_OF_PREFIX, "tree_mask", "tree_lens")
-
-
-class Rotation(NamedTuple):
-    """The rotary embedding of a pass's tokens: positions, int64 [T], and cos_sin as in `rope_append`."""
-
-    positions: Tensor
-    cos_sin: Tensor
 
 
 @dataclass
@@ -78,21 +71,17 @@ class PagedStep:
         options: dict[str, Any],
         *,
         head_dim_v: int | None = None,
-        rotation: Rotation | None = None,
     ) -> Tensor:
         """Computes attention of layer `layer`: q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        `rotation`, if given, is applied to q and k. A latent layer has v None: its values are the first head_dim_v
-        columns of k [T, 1, D]. Raises ValueError if a layer runs twice: the second run would overwrite the first.
+        A latent layer has v None: its values are the first head_dim_v columns of k [T, 1, D]. Raises ValueError if a
+        layer runs twice: the second run would overwrite the first.
         """
         if layer in self.layers_run:
             raise ValueError(f"model: expected each layer to run once in a pass, got layer_idx {layer} again")
         self.layers_run.add(layer)
         k_cache, own_v_cache = self.cache.layer(layer, k, v)
-        if rotation is None:
-            append_kv(k, v, k_cache, own_v_cache, self.slots)
-        else:
-            q = rope_append(q, k, v, *rotation, k_cache, own_v_cache, self.slots)
+        append_kv(k, v, k_cache, own_v_cache, self.slots)
         v_cache = k_cache[..., :head_dim_v] if own_v_cache is None else own_v_cache
         # Windows need positions from the start of the sequence, which the unshared pages lack.
         if self.prefix is not None and window == 0:

@@ -17,7 +17,6 @@ from pagedtree import tree_attention
 from pagedtree._C import HEAD_DIMS
 from pagedtree.bits import packed
 from pagedtree.integrations.masks import all_visible
-from pagedtree.integrations.transformers.fused_rotary import rotation_of
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
 from pagedtree.integrations.transformers.packed_pass import current_pass
 
@@ -73,15 +72,13 @@ def attention_forward(
     }
     layer: Any = getattr(module, "layer_idx", None)
     packed = current_pass.get()
-    # The rotation is known by the very tensors that the layer hands over.
-    rotation = None if packed is None else rotation_of(packed, query, key)
     query, key, value = _in_autocast(query, key, value)
     if packed is not None:
         seen = packed.mask.window_of(attention_mask)
         if is_absorbed(module):
             return attend_latent(packed.step, module, query, key, seen, options), None
         q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return packed.step.attend(layer, q, k, v, seen, options, rotation=rotation).unsqueeze(0), None
+        return packed.step.attend(layer, q, k, v, seen, options).unsqueeze(0), None
     window = (getattr(module, "sliding_window", None) if sliding_window is _LEFT_OUT else sliding_window) or 0
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))

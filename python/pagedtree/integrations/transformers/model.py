@@ -20,7 +20,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.forwards import uncompiled
-from pagedtree.integrations.transformers.fused_rotary import rotary_layers, rotated_in_attention
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_linear import PackedRows
 from pagedtree.integrations.transformers.packed_pass import PackedPass
@@ -109,7 +108,6 @@ class TransformersModel(PackedModel):
         model = model._modules.get("_orig_mod", model)  # of torch.compile(model)
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
-        self.rotary_layers = rotary_layers(model)
         self._watched = _Watched()
         # Weights of other types, such as DTensor, may hook into torch's autograd dispatch.
         tensors = (*model.parameters(), *model.buffers())
@@ -173,7 +171,6 @@ class TransformersModel(PackedModel):
             stack.enter_context(uncompiled(self.model))
             stack.enter_context(use_attention(self.model))
             stack.enter_context(on_trees(self.recurrent_layers))
-            stack.enter_context(rotated_in_attention(self.rotary_layers))
             if is_long is not None:
                 stack.enter_context(same_rotation(self.model, is_long))
             stack.callback(lambda: self._watched.stop())
