@@ -203,7 +203,7 @@ ENGINE_speculators  := --no-deps speculators==0.9.0 dflash==0.1.0 loguru==0.7.3 
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py gguf.py chat_command.py) \
-  $(addprefix tests/adapters/test_,transformers_attention.py custom_generate.py architectures.py rotary.py)
+  $(addprefix tests/adapters/test_,transformers_attention.py custom_generate.py architectures.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile --time-limit 900
 TESTS_vllm_v2       := $(TESTS_vllm)
 TESTS_vllm_next     := tests/engines/test_vllm_symbols.py

@@ -11,12 +11,15 @@ pytest.importorskip("transformers")
 
 import transformers
 from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_model
-from generate_case import IS_5, greedy, prompts_of, tiny
+from generate_case import IS_5, greedy, lists, prompts_of, tiny
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
-from pagedtree.integrations.transformers import ModelDrafter, generate, tree_generate
+from pagedtree.generation.fixed_step import FixedStep
+from pagedtree.generation.scheduler import GeneratedSequence
+from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
 from pagedtree.integrations.transformers.packed_mask import PackedMask
+from pagedtree.integrations.transformers.rotary import check_rotation
 from pagedtree.integrations.transformers.tensor_parallel import _repeat_kv_heads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +85,75 @@ def test_other_ways_to_generate(name):
     for way, got in texts.items():
         for text, right in zip(got, expected, strict=True):
             check_same(served, text, right, f"{name}, {way}")
+
+
+LIMIT, COUNT = 40, 12
+ROPES = {
+    "longrope": {"short_factor": [1.0] * 16 + [2.0] * 16, "long_factor": [3.0] * 16 + [8.0] * 16},
+    "dynamic": {"factor": 8.0},
+}
+
+
+def rotated(name):
+    """A model whose rotary frequencies change after 40 tokens."""
+    rope, longest = {"rope_type": name, **ROPES[name]}, 128 if name == "longrope" else LIMIT + 1
+    sizes = {"original_max_position_embeddings": LIMIT, "max_position_embeddings": longest}
+    return tiny(0, rope_theta=1e3, rope_scaling=rope, **sizes)
+
+
+BELOW, ABOVE = (5, 17, 1 + LIMIT - COUNT), (41, 50, 44)
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("longrope", BELOW), ("dynamic", BELOW), ("longrope", ABOVE)])
+def test_frequencies_of_one_side(name, lengths):
+    """With prompts in chunks, sequences that are read again, and nodes that would be past the limit."""
+    model, prompts = rotated(name), prompts_of(lengths)
+    expected = [greedy(model, prompt, COUNT) for prompt in prompts]
+    assert max(map(len, expected)) - 1 == LIMIT or lengths is ABOVE
+    greedy(model, prompts_of([70])[0], 2)  # leaves the frequencies of a long text
+    for drafter in (None, NgramDrafter(8), ModelDrafter(model, depth=3)):
+        for options in ({"n": 2}, {"num_pages": 12, "page_size": 8}):
+            options = {"drafter": drafter, "max_new_tokens": COUNT, "max_batch_tokens": 32, **options}
+            texts, stats = generate(model, prompts, **options)
+            assert lists(texts)[:: options.get("n", 1)] == expected
+            assert stats.mean_accepted > 1.0 or not isinstance(drafter, ModelDrafter)
+
+
+MIXED = [
+    ("longrope", (30,), r"at most 41 tokens, .*\"longrope\" .* after 40; got prompts of 30 to 30 tokens, and 42 with"),
+    ("longrope", (10, 50), r"at most 41 tokens, or only prompts of more than 40, .* of 10 to 50 tokens, and 62 with"),
+    ("dynamic", (45, 50), r"at most 41 tokens, as .*\"dynamic\" .* after 40; .* ask for fewer"),
+]
+
+
+@pytest.mark.parametrize(("name", "lengths", "message"), MIXED)
+def test_frequencies_that_would_change_are_refused(name, lengths, message, monkeypatch):
+    """Except in a draft model, whose drafts change no text."""
+    model, other, prompts = rotated(name), tiny(0), prompts_of(lengths)
+    texts, _ = generate(other, prompts, drafter=ModelDrafter(model), max_new_tokens=COUNT)
+    assert lists(texts) == [greedy(other, prompt, COUNT) for prompt in prompts]
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model reads a text"))
+    with pytest.raises(ValueError, match=f"input_ids, max_new_tokens: expected texts of {message}"):
+        generate(model, prompts, max_new_tokens=COUNT)
+    monkeypatch.setattr(FixedStep, "captures", False)
+    for target, drafter, what in ((model, None, "model"), (other, ModelDrafter(model), "drafter")):
+        with pytest.raises(ValueError, match=f'cuda_graph: {what}: .* never change, got rope type "{name}"'):
+            generate(target, prompts_of([5]), drafter=drafter, max_new_tokens=2, cuda_graph=True)
+
+
+def test_limits_of_several_layers():
+    model, text = rotated("longrope"), GeneratedSequence(0, 0, [1] * 50, 60)
+    assert check_rotation(model, [text], is_recurrent=False) == 60
+    first, other = ({"rope_type": "longrope", "original_max_position_embeddings": count} for count in (LIMIT, 50))
+    model.config.rope_parameters = {"full_attention": first, "other": other}
+    for rope, is_recurrent, message in (
+        ({}, False, "at most 41 tokens, or only prompts of more than 50, "),
+        ({"original_max_position_embeddings": 9}, True, "at most 10 tokens, as"),  # a pass ends where outcomes part
+        ({"rope_type": "dynamic"}, False, "at most 41 tokens, as"),
+    ):
+        other.update(rope)
+        with pytest.raises(ValueError, match=f"expected texts of {message}"):
+            check_rotation(model, [text], is_recurrent)
 
 
 class Layer(torch.nn.Module):

@@ -298,6 +298,7 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
 def test_what_cannot_be_captured_is_refused(monkeypatch, model):
     for message, keywords in (
         (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
+        ("cuda_graph: expected a drafter of NoDrafter, .* got BlockDrafter", {"drafter": FULL.drafter("block")}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
         ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
     ):

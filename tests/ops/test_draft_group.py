@@ -180,30 +180,9 @@ def test_a_malformed_proposal_is_not_sent_and_all_ranks_know_why(ranks, size, wr
 
 
 class Choosy(ToyDrafter):
-    def prepare(self, sequences: list[str]) -> None:
-        self.seen.append(sequences)
-        if "too long" in sequences:
-            raise ValueError("drafter: expected short texts")
-
     def begin(self, page_size: int, sampling: str) -> None:
         if sampling == "greedy":
             raise ValueError("drafter: expected params")
-
-
-def prepared(group: dist.ProcessGroup, sequences: list[str]) -> list | None:
-    """Two proposals after `prepare`."""
-    drafts = DraftGroup(lambda _: Choosy(False), 1, shards=VocabShards(5, group=group))
-    drafts.prepare(sequences)
-    for _ in range(2):
-        drafts.propose(torch.zeros(1, 2, dtype=torch.int64), torch.tensor([1], dtype=torch.int32))
-    return drafts.drafter.seen if drafts.drafter else None
-
-
-def test_the_drafter_is_prepared_once_and_its_refusal_is_known_to_all(ranks):
-    assert ranks.run(prepared, 2, ["text"]) == [[["text"]], None]
-    first, other = ranks.outcomes(prepared, 2, ["too long"])
-    assert isinstance(first, ValueError) and "expected short texts" in str(first)
-    assert isinstance(other, GroupError) and "drafter: expected short texts" in str(other)
 
 
 def begun(group: dist.ProcessGroup) -> None:

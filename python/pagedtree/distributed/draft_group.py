@@ -101,7 +101,6 @@ class DraftGroup:
         self.stats = DraftStats()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="draft") if self.drafter is not None else None
         self._drafting: Future[tuple[Draft, float]] | None = None
-        self._unprepared: list[Any] | None = None
         self._refusal: Exception | None = None
 
     def _make(self, make: Callable[[dist.ProcessGroup | None], Any], draft_ranks: dist.ProcessGroup | None) -> Any:
@@ -149,10 +148,6 @@ class DraftGroup:
         self.stats.wait_time += time.perf_counter() - begin
         return shared
 
-    def prepare(self, sequences: list[Any]) -> None:
-        """Forwards the call with the first proposal, so that the drafter's errors reach all ranks."""
-        self._unprepared = sequences
-
     def begin(self, *args: Any, **kwargs: Any) -> None:
         """Passes this on to the draft ranks' drafter, as do `select`, `narrow`, `observe` and `forget`.
 
@@ -198,9 +193,6 @@ class DraftGroup:
         assert self.drafter is not None
         if self._refusal is not None:
             raise self._refusal
-        if self._unprepared is not None:
-            sequences, self._unprepared = self._unprepared, None
-            self._forward("prepare", sequences)
         draft = self._checked(self.drafter.propose(tokens, lengths), lengths.shape[0])
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

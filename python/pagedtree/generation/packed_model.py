@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pagedtree.generation.paged_step import PagedStep
-from pagedtree.generation.scheduler import GeneratedSequence
 
 __all__ = ["PackedModel", "PassOutput"]
 
@@ -61,12 +60,8 @@ class PackedModel(Protocol):
     @property
     def is_recurrent(self) -> bool: ...
 
-    def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        """Returns whether all sequences are long, for models that read long and short texts differently. Raises
-        ValueError, with the model's `name`, if they cannot share a pass."""
-
-    def use(self, is_long: bool | None = None) -> AbstractContextManager[None]:
-        """Returns a context in which `run` may be called. is_long: from `check_sequences`; None without that call."""
+    def use(self) -> AbstractContextManager[None]:
+        """Returns a context in which `run` may be called."""
 
     def run(
         self,

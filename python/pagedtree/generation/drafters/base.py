@@ -153,9 +153,6 @@ class Drafter:
     def check_target(self, model: PackedModel) -> None:
         """Raises ValueError, before `begin`, for a target of other sizes or on another device."""
 
-    def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        """Raises ValueError, before `begin`, if this drafter cannot serve a call's sequences."""
-
     def begin(self, page_size: int, sampling: Sampling) -> None:
         """Begins a call of `generate` without any sequence's state. sampling: how the call chooses tokens."""
 

@@ -111,10 +111,6 @@ class CombinedDrafter(Drafter):
         for drafter in self.both:
             drafter.check_target(model)
 
-    def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        for drafter in self.both:
-            drafter.prepare(sequences)
-
     def begin(self, page_size: int, sampling: Sampling) -> None:
         for drafter in self.both:
             drafter.begin(page_size, sampling)

@@ -68,7 +68,6 @@ class ModelDrafter(TreeGrower):
         self.num_weights, self.num_positions = self.packed.num_weights, self.packed.num_positions
         self.max_batch_tokens = max_batch_tokens
         self._context, self._attends = ExitStack(), False
-        self._is_long: bool | None = None  # set by `prepare`; None without that call, as in vLLM
         super().__init__(self.packed.vocab_size, self.packed.device, law, num_nodes, depth, width, branching)
 
     def _reset(self, page_size: int) -> None:
@@ -81,9 +80,6 @@ class ModelDrafter(TreeGrower):
     def pack(self, model: Any) -> PackedModel:
         """Returns `model` as a `PackedModel`; adapters override this for models of their library."""
         return cast(PackedModel, model)
-
-    def prepare(self, sequences: list[GeneratedSequence]) -> None:
-        self._is_long = self.packed.check_sequences("drafter: its model", sequences)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:
         if self.law != "topk" and sampling.params is None:
@@ -99,13 +95,13 @@ class ModelDrafter(TreeGrower):
 
     def end(self) -> None:
         self._context.close()
-        self._attends, self._is_long = False, None
+        self._attends = False
         super().end()
 
     def _attend(self) -> None:
         """Installs our attention. In `begin` this would delay a short prompt's first token by 1 %."""
         if not self._attends:
-            self._context.enter_context(self.packed.use(self._is_long))
+            self._context.enter_context(self.packed.use())
             self._attends = True
 
     def capture(self, model: PackedModel, sequences: list[GeneratedSequence], batch_size: int) -> None:

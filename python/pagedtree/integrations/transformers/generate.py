@@ -29,7 +29,7 @@ from pagedtree.integrations.transformers.generate_arguments import Prompts
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.packed_weights import check_packable, packed_weights, pays
-from pagedtree.integrations.transformers.rotary import check_constant
+from pagedtree.integrations.transformers.rotary import check_constant, check_rotation
 from pagedtree.integrations.transformers.turns import in_turn
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def generate(
     (num_beams, ...) are refused by name.
 
     Raises ValueError for an empty prompt or ids outside the vocabulary, a model, generation config, rule or arguments
-    that do not fit, sequences that would change each other's rotary frequencies ("longrope", "dynamic"; see `rotary`),
+    that do not fit, texts that pass a limit at which rotary frequencies change ("longrope", "dynamic"; see `rotary`),
     cuda_graph without a GPU, or num_pages too small for one sequence; TypeError for params, options, functions or
     objects of another type.
     """
@@ -198,6 +198,7 @@ def generate(
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = prompts.sequences(max_new_tokens, page_size)
     _limit_lengths(packed, sequences)
+    max_batch_tokens = max(max_batch_tokens, check_rotation(packed.model, sequences, packed.is_recurrent))
     params = arguments.sequence_params(params, len(prompts), n)
     requests = option_rows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
     if requests.is_used:
@@ -212,7 +213,6 @@ def generate(
     cache = PagedCache(num_pages, page_size, packed.device, packed.is_recurrent)
     queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
-    is_long = packed.check_sequences("model", sequences)
     if packed.is_recurrent and drafter.max_nodes > MAX_RECURRENT_NODES:
         raise ValueError(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
@@ -232,7 +232,6 @@ def generate(
     every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
     sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
     with in_turn(*(thing for thing in things if thing is not None)), ExitStack() as stack:
-        drafter.prepare(sequences)
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         if is_packed:
             nets = [net for net in networks if isinstance(net, nn.Module)]
@@ -244,7 +243,7 @@ def generate(
             tuner, stops, requests if requests.is_used else None,
             None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
         )  # fmt: skip
-        stack.enter_context(packed.use(is_long))
+        stack.enter_context(packed.use())
         engine.run()
     return prompts.results(sequences, pad if pad is not None else next(iter(eos_ids), 0), packed.device), stats
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
@@ -17,14 +17,12 @@ from transformers import PreTrainedModel
 from pagedtree.generation import drafters
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
-from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_linear import PackedRows
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
-from pagedtree.integrations.transformers.rotary import check_rotation, same_rotation
 
 __all__ = ["ModelDrafter", "TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
@@ -162,17 +160,12 @@ class TransformersModel(PackedModel):
     def is_recurrent(self) -> bool:
         return bool(self.recurrent_layers)
 
-    def check_sequences(self, name: str, sequences: Iterable[GeneratedSequence]) -> bool:
-        return check_rotation(name, self.model, sequences)
-
     @contextmanager
-    def use(self, is_long: bool | None = None) -> Iterator[None]:
+    def use(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(uncompiled(self.model))
             stack.enter_context(use_attention(self.model))
             stack.enter_context(on_trees(self.recurrent_layers))
-            if is_long is not None:
-                stack.enter_context(same_rotation(self.model, is_long))
             stack.callback(lambda: self._watched.stop())
             yield
 
