@@ -13,7 +13,6 @@ from device_case import made_on, only_on
 from each_value import pytest_collection_modifyitems  # noqa: F401
 from hypothesis import HealthCheck, settings
 from ranks import Ranks
-from time_limit import pytest_addoption, pytest_configure, pytest_runtest_protocol, pytest_unconfigure  # noqa: F401
 from whole_trees import whole_trees  # noqa: F401
 
 from pagedtree import _C

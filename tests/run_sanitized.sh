@@ -18,7 +18,7 @@ cmake --install $tree --prefix $package
 elsewhere=(tests/adapters/test_{architectures,custom_generate,importers,transformers_attention}.py
   tests/generation/test_{choose_tree,generate_arguments,generate_rules,generate_stops,tree_tuner}.py
   tests/kernels/test_sass.py tests/ops/test_memory_growth.py
-  tests/repo/test_{benchmarks,cli,docs,examples,gpu_prepare,gpu_run,layout,packaging,time_limit}.py)
+  tests/repo/test_{benchmarks,cli,docs,examples,gpu_prepare,gpu_run,layout,packaging}.py)
 
 # Python lacks the sanitizers' runtime, so it comes by preload; libstdc++ with it, or exceptions are not followed.
 # Reports go to files, because pytest would swallow what a dying worker writes. Python itself leaks by design.
@@ -26,7 +26,7 @@ preload=$(for name in asan ubsan stdc++; do c++ -print-file-name=lib$name.so; do
 options="halt_on_error=1:log_path=$PWD/$tree/report"
 status=0
 env LD_PRELOAD="$preload" ASAN_OPTIONS="$options:detect_leaks=0:allocator_may_return_null=1" UBSAN_OPTIONS="$options:print_stacktrace=1" \
-  OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" --time-limit 3000 \
+  OMP_NUM_THREADS=1 PYTHONPATH=$PWD/$tree/python python -m pytest -m "not slow and not stats" -o faulthandler_timeout=3000 \
   "${elsewhere[@]/#/--ignore=}" "$@" || status=$?
 # A forked worker that unwinds a stack unknown to AddressSanitizer makes it warn, which is no finding.
 for report in $(grep -lE "ERROR: |runtime error: " $tree/report.* 2> /dev/null); do
