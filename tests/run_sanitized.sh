@@ -18,7 +18,7 @@ cmake --install $tree --prefix $package
 elsewhere=(tests/adapters/test_{architectures,custom_generate,importers,transformers_attention}.py
   tests/generation/test_{choose_tree,generate_arguments,generate_rules,generate_stops,tree_tuner}.py
   tests/kernels/test_sass.py tests/ops/test_memory_growth.py
-  tests/repo/test_{benchmarks,cli,docs,examples,gpu_prepare,gpu_run,layout,packaging}.py)
+  tests/repo/test_{benchmarks,cli,docs,examples,gpu_run,layout,packaging}.py)
 
 # Python lacks the sanitizers' runtime, so it comes by preload; libstdc++ with it, or exceptions are not followed.
 # Reports go to files, because pytest would swallow what a dying worker writes. Python itself leaks by design.

@@ -78,12 +78,3 @@ def test_the_tests_of_a_family_bear_its_word_or_an_ops_name() -> None:
 def test_references_bear_the_words_of_families() -> None:
     names = {Path(path).stem for path in files_of("python/pagedtree/reference")} - {"__init__"}
     assert names <= {*FAMILIES, "options"}  # which are logits', whatever the op
-
-
-def test_a_wrong_name_is_found() -> None:
-    body = "void verify_block(const RatioParams& p) {\n}\n"
-    assert strays("verify", "verify_block", {"verify/rules.cu": body}) == []
-    assert strays("verify", "verify_block", {"verify/rules.cu": body, "laws.cu": body}) == ["laws.cu"]
-    assert strays("verify", "verify_block", {"laws.h": "void verify_block();"}) == [
-        "no file with verify in its path has verify_block"
-    ]
