@@ -1,478 +1,327 @@
-// Measures the pieces of small calls on a Hopper GPU; docs/notes/calibration.md says what each figure means.
+// Measures on a Hopper GPU the figures that plans of kernels ask for; docs/notes/calibration.md explains them.
 //
-//   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -o calibration calibration.cu
+//   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a -Icsrc -o calibration benchmarks/gpu_run/calibration.cu
 //   ./calibration OUT.jsonl
 //
-// The first line of OUT describes the device, each further one is a figure: its name, value, unit and parameters. A
-// line is there as soon as it is measured. Cycles are of an SM's clock; microseconds are times in CUDA graphs.
+// The first line of OUT describes the device, each further one is a figure and its parameters, written as soon as it is
+// measured. `mhz` is the SM's clock during the measurement.
+#include <cudaTypedefs.h>
 
-#include <cooperative_groups.h>
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+#include <map>
+#include <string>
 
-#include <utility>
+#include "cuda/tile/launch.cuh"
+#include "cuda/tile/ptx_sm90.cuh"
 
-#include "bench.cuh"
-#include "copies.cuh"
-
-namespace calibration {
 namespace {
 
-namespace cg = cooperative_groups;
+namespace ptx = pagedtree::ptx;
+using pagedtree::cuda::check_cuda, pagedtree::cuda::launch, pagedtree::cuda::launch_clusters;
 
-// Clock -----------------------------------------------------------------------------------------------------------
+constexpr size_t kMb = size_t{1} << 20, kBytes = 4096 * kMb;
 
-__global__ void spin(long long* cycles, long long duration) {
-  const long long began = now(), began_ns = nanoseconds();
-  while (now() - began < duration) continue;
-  cycles[0] = now() - began;
-  cycles[1] = nanoseconds() - began_ns;
-  const long long before = nanoseconds();
-  long long after = before;
-  while (after == before) after = nanoseconds();
-  cycles[2] = after - before;
-}
-
-void measure_clock(Bench& bench, const char* when) {
-  bench.launch({}, spin, bench.cycles, 40'000'000);
-  const std::vector<double> found = bench.counted(3);
-  bench.figure("clock", found[0] / found[1] * 1e3, "MHz", {{"when", when}});
-  bench.figure("step of the timer", found[2], "ns", {{"when", when}});
-}
-
-// Code ------------------------------------------------------------------------------------------------------------
-
-// The compiler unrolls no loop much longer than this.
-constexpr int kUnrolled = 1024;
-
-// Four chains, so that no instruction waits for the one before it; each has a constant of its own.
-template <int kCount, int kFrom>
-__device__ __forceinline__ void straight_block(float (&chains)[4], float x) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) chains[i % 4] = fmaf(chains[i % 4], x, float(kFrom + i + 1));
-}
-
-template <int kCount, size_t... kBlocks>
-__device__ __forceinline__ void straight_blocks(float (&chains)[4], float x, std::index_sequence<kBlocks...>) {
-  (straight_block<kCount, kCount* int(kBlocks)>(chains, x), ...);
-}
-
-// Straight code of 16 bytes an instruction.
-template <int kInstructions>
-__global__ void __launch_bounds__(512) straight_code(float x, int turns, long long* cycles, float* sink) {
-  constexpr int kBlock = kInstructions < kUnrolled ? kInstructions : kUnrolled;
-  float chains[4] = {x, x + 1, x + 2, x + 3};
-  float sum = 0;
-#pragma unroll 1
-  for (int turn = 0; turn < turns; ++turn) {
-    __syncthreads();
-    const long long begin = now();
-    straight_blocks<kBlock>(chains, x, std::make_index_sequence<kInstructions / kBlock>());
-    sum = chains[0] + chains[1] + chains[2] + chains[3];
-    if (sum == 1e30f) sink[0] = sum;  // the clock is read behind them
-    const long long end = now();
-    if (threadIdx.x == 0) cycles[blockIdx.x * turns + turn] = end - begin;
-  }
-  sink[blockIdx.x * blockDim.x + threadIdx.x] = sum;
-}
-
-constexpr int kTurns = 3, kInstructionsOfKb = 64;
-constexpr int kCodeKb[] = {1, 4, 16, 64, 128, 256, 512};
-
-template <int kSizeKb>
-void run_code(Bench& bench, int warps, int ctas) {
-  bench.launch({.ctas = ctas, .threads = warps * 32}, straight_code<kSizeKb * kInstructionsOfKb>, 0.5f, kTurns,
-               bench.cycles, reinterpret_cast<float*>(bench.sink));
-}
-
-// Cycles an instruction of a warp: in its first turn, with its code in memory or in L2 alone, and in a later turn.
-template <int kSizeKb>
-void measure_code(Bench& bench, int warps, int ctas) {
-  std::vector<double> first[2], later;
-  for (int repeat = 0; repeat < 5; ++repeat) {
-    for (const bool from_memory : {false, true}) {
-      // The instruction caches of all SMs are filled with other code.
-      kSizeKb == 512 ? run_code<256>(bench, 1, bench.multiprocessors())
-                     : run_code<512>(bench, 1, bench.multiprocessors());
-      if (from_memory) bench.forget_data();
-      run_code<kSizeKb>(bench, warps, ctas);
-      const std::vector<double> found = bench.counted(ctas * kTurns);
-      std::vector<double> of_ctas[2];
-      for (int i = 0; i < ctas * kTurns; i += kTurns) {
-        of_ctas[0].push_back(found[i]);
-        of_ctas[1].push_back(found[i + kTurns - 1]);
-      }
-      first[from_memory].push_back(median(of_ctas[0]));
-      later.push_back(median(of_ctas[1]));
-    }
-  }
-  const std::pair<const char*, std::vector<double>> states[] = {
-      {"memory", first[1]}, {"L2", first[0]}, {"warm", later}};
-  for (const auto& [state, values] : states) {
-    bench.figure("code", median(values) / (kSizeKb * kInstructionsOfKb), "cycles an instruction",
-                 {{"kb", kSizeKb}, {"warps", warps}, {"ctas", ctas}, {"from", state}});
-  }
-}
-
-template <size_t... kAt>
-void measure_codes(Bench& bench, std::index_sequence<kAt...>) {
-  (run_code<kCodeKb[kAt]>(bench, 1, 1), ...);  // the driver loads them
-  for (const int ctas : {1, bench.multiprocessors()}) {
-    for (const int warps : {1, 4, 16}) (measure_code<kCodeKb[kAt]>(bench, warps, ctas), ...);
-  }
-}
-
-// Dependent loads -------------------------------------------------------------------------------------------------
-
-constexpr int kLine = 32;  // words of 4 bytes
-
-// A cycle through all lines: a linear congruence of full period, as `lines` is a power of two.
-__global__ void link_lines(uint32_t* words, uint32_t lines) {
-  for (uint32_t i = blockIdx.x * blockDim.x + threadIdx.x; i < lines; i += gridDim.x * blockDim.x) {
-    words[int64_t{i} * kLine] = ((i * 1664525u + 1013904223u) & (lines - 1)) * kLine;
-  }
-}
-
-__global__ void follow_lines(const uint32_t* words, int before, int steps, long long* cycles, uint32_t* sink) {
-  uint32_t at = 0;
-  for (int i = 0; i < before; ++i) at = __ldcg(words + at);
-  const long long begin = now();
-#pragma unroll 1
-  for (int i = 0; i < steps; ++i) at = __ldcg(words + at);
-  sink[0] = at;
-  cycles[0] = now() - begin;
-}
-
-// A warp follows four lines, then all warps of the CTA learn where it is.
-__global__ void __launch_bounds__(512) follow_and_tell(const uint32_t* words, long long* cycles, uint32_t* sink) {
-  __shared__ uint32_t told;
-  uint32_t at = 0;
-  const long long spent = cycles_of<64>([&](int) {
-    if (threadIdx.x < 32) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) at = __ldcg(words + at);
-      told = at;
-    }
-    __syncthreads();
-    at = told;
-    __syncthreads();
-  });
-  if (threadIdx.x == 0) cycles[0] = spent;
-  sink[threadIdx.x] = at;
-}
-
-void measure_loads(Bench& bench) {
-  auto* words = reinterpret_cast<uint32_t*>(bench.data);
-  for (const int kb : {16, 4 * 1024, 16 * 1024, 1024 * 1024}) {
-    const uint32_t lines = kb * 8;
-    bench.launch({.ctas = 1024, .threads = 256}, link_lines, words, lines);
-    bench.forget_data();
-    // Beyond the size of L2 no line is met twice.
-    const int before = kb > 64 * 1024 ? 0 : lines;
-    bench.launch({}, follow_lines, words, before, 2000, bench.cycles, bench.sink);
-    bench.figure("dependent load", bench.counted(1)[0] / 2000, kCycles,
-                 {{"kb", kb}, {"from", before ? "L2" : "memory"}});
-  }
-  bench.launch({.ctas = 64, .threads = 256}, link_lines, words, 128u);
-  bench.launch({.threads = 512}, follow_and_tell, words, bench.cycles, bench.sink);
-  bench.figure("four loads, then told to the CTA", bench.counted(1)[0] / 64, kCycles, {{"warps", 16}});
-}
-
-// Barriers and clusters -------------------------------------------------------------------------------------------
-
-constexpr int kExchangeBytes = 32 * 1024;
-
-__global__ void __launch_bounds__(512) exchanges(long long* cycles, uint32_t* sink) {
-  __shared__ uint4 rows[kExchangeBytes / 16];
-  auto* next = reinterpret_cast<uint32_t*>(rows);
-  cg::cluster_group cluster = cg::this_cluster();
-  for (int i = threadIdx.x; i < kExchangeBytes / 4; i += blockDim.x) next[i] = (i + 33) % 1024;
-  cluster.sync();
-  const unsigned neighbour = (cluster.block_rank() + 1) % cluster.num_blocks();
-  const volatile uint32_t* mine = next;
-  const volatile uint32_t* theirs = cluster.map_shared_rank(next, neighbour);
-  const uint4* their_rows = cluster.map_shared_rank(rows, neighbour);
-  uint32_t at = 0, sum = 0;
-  long long found[5];
-  found[0] = cycles_of<64>([](int) { __syncthreads(); });
-  found[1] = cycles_of<64>([&](int) { cluster.sync(); });
-  found[2] = cycles_of<64>([&](int) { at = mine[at]; });
-  found[3] = cycles_of<64>([&](int) { at = theirs[at]; });
-  cluster.sync();
-  found[4] = cycles_of<8>([&](int turn) {
-    for (int i = threadIdx.x; i < kExchangeBytes / 16; i += blockDim.x) sum += their_rows[i].x ^ their_rows[i].w;
-    __syncthreads_or(sum == uint32_t(turn) + 1);  // all are there
-  });
-  if (threadIdx.x == 0 && blockIdx.x == 0) {
-    for (int i = 0; i < 5; ++i) cycles[i] = found[i];
-  }
-  sink[blockIdx.x * blockDim.x + threadIdx.x] = at + sum;
-  cluster.sync();  // nobody leaves while its memory is read
-}
-
-__global__ void nothing(int* never) {
-  if (never) *never = 1;
-}
-
-void measure_clusters(Bench& bench) {
-  bench.allow(0, exchanges);
-  for (const int cluster : {1, 2, 4, 8, 16}) {
-    for (int turn = 0; turn < 2; ++turn) {
-      bench.launch({.ctas = cluster, .threads = 512, .cluster = cluster}, exchanges, bench.cycles, bench.sink);
-    }
-    const std::vector<double> found = bench.counted(5);
-    bench.figure("__syncthreads", found[0] / 64, kCycles, {{"warps", 16}, {"cluster", cluster}});
-    bench.figure("cluster barrier", found[1] / 64, kCycles, {{"warps", 16}, {"cluster", cluster}});
-    bench.figure("shared load", found[2] / 64, kCycles, {{"warps", 16}, {"cluster", cluster}});
-    bench.figure("neighbour's shared load", found[3] / 64, kCycles, {{"warps", 16}, {"cluster", cluster}});
-    bench.figure("neighbour's 32 KB", found[4] / 8, kCycles, {{"warps", 16}, {"cluster", cluster}});
-  }
-  bench.allow(200 * kKb, nothing);
-  for (const int cluster : {2, 4, 8, 16}) {
-    for (const int kb : {0, 100, 200}) {
-      bench.figure("clusters at once", bench.clusters_at_once({cluster, 512, kb * kKb, cluster}, nothing), "clusters",
-                   {{"cluster", cluster}, {"shared kb", kb}});
-    }
-  }
-}
-
-// Tickets ---------------------------------------------------------------------------------------------------------
-
-__device__ uint32_t next_ticket(uint32_t* counter) {
-  uint32_t ticket;
-  asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(ticket) : "l"(counter), "r"(~0u) : "memory");
-  return ticket;
-}
-
-__global__ void take_tickets(uint32_t* counter, bool ordered, long long* cycles, uint32_t* sink) {
-  uint32_t ticket = 0;
-  const long long spent = cycles_of<32>([&](int) {
-    uint32_t* where = counter + (ticket >> 31);  // known only when the one before has come
-    ticket = ordered ? next_ticket(where) : atomicAdd(where, 1u);
-  });
-  cycles[blockIdx.x] = spent;
-  sink[blockIdx.x] = ticket;
-}
-
-__device__ void raise(uint32_t* flag, uint32_t value) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
-}
-
-__device__ void await(const uint32_t* flag, uint32_t value) {
-  uint32_t seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
-  } while (seen < value);
-}
-
-// Two CTAs raise flags for each other in turn.
-__global__ void pass_flags(uint32_t* flags, long long* cycles) {
-  uint32_t *mine = flags + blockIdx.x * kLine, *theirs = flags + (1 - blockIdx.x) * kLine;
-  cycles[blockIdx.x] = cycles_of<64>([&](int i) {
-    if (blockIdx.x == 0) raise(mine, i + 1);
-    await(theirs, i + 1);
-    if (blockIdx.x == 1) raise(mine, i + 1);
-  });
-}
-
-void measure_tickets(Bench& bench) {
-  auto* counters = reinterpret_cast<uint32_t*>(bench.data);
-  for (const bool ordered : {false, true}) {
-    for (const int ctas : {1, 33, bench.multiprocessors()}) {
-      bench.clear(kKb);
-      bench.launch({ctas, 1}, take_tickets, counters, ordered, bench.cycles, bench.sink);
-      bench.figure("ticket", median(bench.counted(ctas)) / 32, kCycles,
-                   {{"ctas", ctas}, {"order", ordered ? "acq_rel" : "relaxed"}});
-    }
-  }
-  bench.clear(kKb);
-  bench.launch({2, 1}, pass_flags, counters, bench.cycles);
-  bench.figure("flag to another CTA", bench.counted(1)[0] / 128, kCycles, {});
-}
-
-// Launches --------------------------------------------------------------------------------------------------------
-
-struct ManyArguments {
-  char bytes[3800];
-};
-__global__ void take_arguments(const __grid_constant__ ManyArguments arguments, int* never) {
-  if (never) *never = arguments.bytes[0];
-}
-
-template <bool kWaitsFirst>
-__global__ void overlapping(int* never) {
-  if (kWaitsFirst) asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  if (!kWaitsFirst) asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (never) *never = 1;
-}
-
-// times[0 to 1]: when a kernel of one thread ended; behind them: when each CTA of the next one began.
-__global__ void mark_end(long long* times) { times[0] = nanoseconds(); }
-__global__ void mark_begin(long long* times) {
-  if (threadIdx.x == 0) times[1 + blockIdx.x] = nanoseconds();
-}
-
-constexpr Launch kLaunches[] = {{1, 32},          {132, 512},       {132, 512, 200 * kKb}, {264, 256, 100 * kKb},
-                                {128, 512, 0, 4}, {128, 512, 0, 8}, {128, 512, 0, 16},     {2048, 256}};
-constexpr int kInGraph = 200;
-
-void measure_gaps(Bench& bench) {
-  int* never = nullptr;
-  for (const Launch& how : kLaunches) {
-    bench.figure(
-        "kernel in a graph", bench.graph_us(kInGraph, [&] { bench.launch(how, nothing, never); }), kUs,
-        {{"ctas", how.ctas}, {"threads", how.threads}, {"shared kb", how.shared / kKb}, {"cluster", how.cluster}});
-  }
-  bench.figure("kernel in a graph, 3800 bytes of arguments",
-               bench.graph_us(kInGraph, [&] { bench.launch({132, 512}, take_arguments, ManyArguments{}, never); }), kUs,
-               {{"ctas", 132}, {"threads", 512}});
-  bench.figure("graph of one kernel", bench.graph_us(1, [&] { bench.launch({}, nothing, never); }), kUs, {});
-  for (const Launch& size : {Launch{1, 32}, Launch{132, 512}}) {
-    for (const bool overlaps : {false, true}) {
-      Launch how = size;
-      how.overlaps = overlaps;
-      const auto measure = [&](auto kernel, const char* waits) {
-        bench.figure("dependent kernel in a graph", bench.graph_us(kInGraph, [&] { bench.launch(how, kernel, never); }),
-                     kUs, {{"ctas", how.ctas}, {"overlaps", int(overlaps)}, {"waits", waits}});
-      };
-      measure(overlapping<true>, "first");
-      measure(overlapping<false>, "last");
-    }
-  }
-}
-
-// From the end of a kernel to the first instruction of the next one's first and last CTA, in a graph.
-void measure_first_instructions(Bench& bench) {
-  bench.allow(200 * kKb, mark_begin);
-  for (const Launch& how : kLaunches) {
-    if (how.ctas >= kMaxCycles || how.cluster > 1) continue;
-    bench.graph_us(1, [&] {
-      bench.launch({}, nothing, static_cast<int*>(nullptr));
-      bench.launch({1, 1}, mark_end, bench.cycles);
-      bench.launch(how, mark_begin, bench.cycles);
-    });
-    const std::vector<double> times = bench.counted(1 + how.ctas);
-    const auto [first, last] = std::minmax_element(times.begin() + 1, times.end());
-    for (const auto& [which, time] : {std::pair{"first", *first}, {"last", *last}}) {
-      bench.figure("first instruction", time - times[0], "ns",
-                   {{"cta", which}, {"ctas", how.ctas}, {"threads", how.threads}, {"shared kb", how.shared / kKb}});
-    }
-  }
-}
-
-// Reading ---------------------------------------------------------------------------------------------------------
-
-// The slowest CTA's cycles, from its first load to the last byte.
-double cycles_of_reading(Bench& bench, int64_t bytes, int ctas, bool from_memory) {
-  std::vector<double> found;
-  for (int repeat = 0; repeat < 6; ++repeat) {
-    if (from_memory) bench.forget_data();
-    bench.launch({ctas, 512}, read_all, reinterpret_cast<const uint4*>(bench.data), bytes / 16, bench.sink,
-                 bench.cycles);
-    const std::vector<double> of_ctas = bench.counted(ctas);
-    if (repeat > 0) found.push_back(*std::max_element(of_ctas.begin(), of_ctas.end()));
-  }
-  return median(found);
-}
-
-void measure_reading(Bench& bench) {
-  const auto measure = [&](int64_t kb, int ctas, bool from_memory) {
-    bench.figure("reading", cycles_of_reading(bench, kb * kKb, ctas, from_memory), kCycles,
-                 {{"kb", kb}, {"ctas", ctas}, {"from", from_memory ? "memory" : "L2"}});
-  };
-  for (const int ctas : {1, 4, 16}) measure(1100, ctas, false);  // a row tile's pieces of a long sequence
-  for (const bool from_memory : {false, true}) {
-    for (const int ctas : {1, 4, 16, 64, 128}) measure(256, ctas, from_memory);  // a row of logits
-  }
-  for (const int ctas : {1, 4, 16, bench.multiprocessors(), 2 * bench.multiprocessors()}) {
-    measure(int64_t{ctas} * 3 * 1024, ctas, true);
-  }
-}
-
-// Arithmetic ------------------------------------------------------------------------------------------------------
-
-struct Counter {
-  uint32_t words[4];
+struct Times {  // of a CTA
+  int64_t cycles, begin_ns, end_ns;
+  uint32_t sm;
+  double ns() const { return double(end_ns - begin_ns); }
+  int mhz() const { return int(double(cycles) / ns() * 1e3); }
 };
 
-__device__ Counter philox(Counter c, uint32_t key) {
-  uint32_t first = key, second = key;
-#pragma unroll
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t left = uint64_t{0xD2511F53u} * c.words[0], right = uint64_t{0xCD9E8D57u} * c.words[2];
-    c = {uint32_t(right >> 32) ^ c.words[1] ^ first, uint32_t(right), uint32_t(left >> 32) ^ c.words[3] ^ second,
-         uint32_t(left)};
-    first += 0x9E3779B9u;
-    second += 0xBB67AE85u;
+FILE* file = nullptr;
+int sms = 0;
+uint4* memory = nullptr;  // kBytes
+Times* times = nullptr;   // which the host reads too
+
+template <typename... Values>
+void figure(const char* name, double value, const char* unit, const char* parameters, Values... values) {
+  for (FILE* to : {file, stdout}) {
+    fprintf(to, "{\"name\": \"%s\", \"value\": %.6g, \"unit\": \"%s\"", name, value, unit);
+    fprintf(to, parameters, values...);
+    fputs("}\n", to);
+    fflush(to);
   }
-  return c;
 }
 
-constexpr const char* kArithmetic[] = {"Philox-10 block", "two ex2", "two max.bf16x2", "64-bit division",
-                                       "redux",           "shuffle", "shared atomic",  "shared atomic, one bank"};
-constexpr int kKinds = std::size(kArithmetic), kTimes = 64;
+// The slowest CTA of a kernel; the first launch loads the code.
+template <typename Start>
+Times measured(int ctas, Start start) {
+  for (int i = 0; i < 2; ++i) {
+    start();
+    check_cuda(cudaDeviceSynchronize(), "kernel");
+  }
+  return *std::max_element(times, times + ctas, [](const Times& a, const Times& b) { return a.cycles < b.cycles; });
+}
 
-__global__ void __launch_bounds__(512) arithmetic(uint32_t key, long long divisor, long long* cycles, uint32_t* sink) {
-  __shared__ uint32_t counters[2048];
-  for (int i = threadIdx.x; i < 2048; i += blockDim.x) counters[i] = 0;
+struct Instant {
+  int64_t cycles, ns;
+};
+__device__ Instant now() {
+  Instant at;
+  asm volatile("mov.u64 %0, %%clock64;" : "=l"(at.cycles)::"memory");
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(at.ns)::"memory");
+  return at;
+}
+// Called by all threads of a CTA.
+__device__ void note(const Instant& begin, Times* times) {
   __syncthreads();
-  Counter c{threadIdx.x, key, blockIdx.x, key};
-  float f = threadIdx.x, g = key;
-  uint32_t m = key, n = key + threadIdx.x;
-  long long quotient = divisor * divisor;
-  long long found[kKinds];
-  found[0] = cycles_of<kTimes>([&](int) { c = philox(c, key); });
-  found[1] = cycles_of<kTimes>([&](int) {
-    asm volatile("ex2.approx.ftz.f32 %0, %0;\nex2.approx.ftz.f32 %1, %1;" : "+f"(f), "+f"(g));
-  });
-  found[2] = cycles_of<kTimes>([&](int i) {
-    asm volatile("max.NaN.bf16x2 %0, %0, %2;\nmax.NaN.bf16x2 %1, %1, %2;" : "+r"(m), "+r"(n) : "r"(c.words[0] + i));
-  });
-  found[3] = cycles_of<kTimes>([&](int i) { quotient = quotient / divisor + (1000000007ll << (i % 16)); });
-  found[4] = cycles_of<kTimes>([&](int) { m = __reduce_max_sync(~0u, m + threadIdx.x); });
-  found[5] = cycles_of<kTimes>([&](int) { n += __shfl_xor_sync(~0u, n, 1); });
-  found[6] = cycles_of<kTimes>([&](int) { atomicAdd(&counters[threadIdx.x], 1u); });
-  found[7] = cycles_of<kTimes>([&](int) { atomicAdd(&counters[threadIdx.x % 2 * 32], 1u); });
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kKinds; ++i) cycles[i] = found[i];
-  }
-  sink[threadIdx.x] = c.words[0] ^ c.words[1] ^ c.words[2] ^ c.words[3] ^ __float_as_uint(f + g) ^ m ^ n ^
-                      uint32_t(quotient) ^ counters[threadIdx.x];
+  if (threadIdx.x != 0) return;
+  const Instant end = now();
+  times[blockIdx.x] = {end.cycles - begin.cycles, begin.ns, end.ns};
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(times[blockIdx.x].sm));
 }
 
-void measure_arithmetic(Bench& bench) {
-  for (const int warps : {1, 4, 16}) {
-    for (int turn = 0; turn < 2; ++turn) {
-      bench.launch({1, warps * 32}, arithmetic, 7u, 1000003ll, bench.cycles, bench.sink);
+// TMA boxes: each CTA fills slots of 64 keys of 256 bytes from random pages ------------------------------------------
+
+constexpr int kSlot = 16384, kSlots = 8, kTurns = 256;
+
+struct Ring {
+  unsigned char slots[kSlots][kSlot];
+  uint64_t full[kSlots], empty[kSlots];
+};
+
+struct Boxes {  // of `keys` of a page, and one or both of their two panels of 64 columns
+  int rank, keys, panels, starters;
+  __host__ __device__ int bytes() const { return keys * panels * 128; }
+};
+
+// So many warps start a slot's boxes, a lane each; a thread of another warp waits for them.
+template <int kRank>
+__global__ void __launch_bounds__(160, 1)
+    copy_boxes(const __grid_constant__ ptx::TensorMap map, uint32_t pages, const Boxes boxes, Times* times) {
+  auto& ring = ptx::shared<Ring>();
+  if (threadIdx.x < kSlots) {
+    ptx::mbar_init(&ring.full[threadIdx.x], 1);
+    ptx::mbar_init(&ring.empty[threadIdx.x], 1);
+    ptx::fence_mbar_init();
+  }
+  __syncthreads();
+  const Instant begin = now();
+  const int warp = threadIdx.x / 32, box = threadIdx.x % 32 * boxes.starters + warp;
+  const int pages_of_slot = 64 / boxes.keys, panel = box / pages_of_slot;
+  const bool starts = warp < boxes.starters && box < kSlot / boxes.bytes();
+  const int offset = box * boxes.bytes();
+  uint32_t page = blockIdx.x * kTurns * pages_of_slot + box % pages_of_slot;
+  for (int turn = 0; turn < kTurns; ++turn, page += pages_of_slot) {
+    const int slot = turn % kSlots, phase = turn / kSlots & 1;
+    uint64_t* const full = &ring.full[slot];
+    if (warp == 4) {
+      if (threadIdx.x % 32 != 0) continue;
+      ptx::mbar_wait(full, phase);
+      ptx::mbar_arrive(&ring.empty[slot]);
+      continue;
     }
-    const std::vector<double> found = bench.counted(kKinds);
-    for (int i = 0; i < kKinds; ++i) bench.figure(kArithmetic[i], found[i] / kTimes, kCycles, {{"warps", warps}});
+    ptx::mbar_wait(&ring.empty[slot], phase ^ 1);
+    if (threadIdx.x == 0) ptx::mbar_arrive_expect(full, kSlot);
+    if (!starts) continue;
+    const uint32_t random = __umulhi(page * 0x9e3779b9u, pages);
+    if constexpr (kRank == 4) {
+      ptx::tma_load_4d(ring.slots[slot] + offset, &map, panel * 64, 0, 0, random, full);
+    } else {
+      asm volatile(
+          "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+          "[%1, {%2, %2, %3, %2, %4}], [%5];" ::"r"(ptx::smem_addr(ring.slots[slot] + offset)),
+          "l"(&map), "r"(0), "r"(panel), "r"(random), "r"(ptx::smem_addr(full))
+          : "memory");
+    }
+  }
+  note(begin, times);
+}
+
+// The dimensions are columns, slots, heads and pages, or columns, 8 slots, panels, groups of 8 slots and pages.
+ptx::TensorMap map_of(const Boxes& boxes, uint64_t pages) {
+  void* encode = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  check_cuda(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, cudaEnableDefault, &found),
+             "cuTensorMapEncodeTiled");
+  const uint32_t keys = boxes.keys, panels = boxes.panels, of = boxes.rank - 4;
+  const cuuint64_t sizes[2][5] = {{128, keys, 1, pages}, {64, 8, 2, keys / 8, pages}};
+  const cuuint64_t strides[2][4] = {{256, keys * 256, keys * 256}, {256, 128, 2048, keys * 256}};
+  const cuuint32_t box[2][5] = {{64, keys, 1, 1}, {64, 8, panels, keys / 8, 1}}, dense[5] = {1, 1, 1, 1, 1};
+  ptx::TensorMap made;
+  const CUresult status = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(encode)(
+      &made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, boxes.rank, memory, sizes[of], strides[of], box[of], dense,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw std::runtime_error("the driver makes no tensor map");
+  return made;
+}
+
+void measure_boxes(const char* from, size_t bytes) {
+  for (const auto& [rank, panels] : {std::pair{4, 1}, {5, 1}, {5, 2}}) {
+    for (const int keys : {8, 16, 32, 64}) {
+      for (const int starters : {1, 2, 4}) {
+        const Boxes boxes{rank, keys, panels, starters};
+        const uint32_t pages = bytes / (keys * 256);
+        const ptx::TensorMap map = map_of(boxes, pages);
+        const auto kernel = rank == 4 ? copy_boxes<4> : copy_boxes<5>;
+        const Times t =
+            measured(sms, [&] { launch(kernel, sms, 160, sizeof(Ring), nullptr, map, pages, boxes, times); });
+        figure("TMA box", t.ns() / (kTurns * kSlot / boxes.bytes()), "ns",
+               R"(, "bytes": %d, "rank": %d, "panels": %d, "warps": %d, "from": "%s", "mhz": %d)", boxes.bytes(), rank,
+               panels, starters, from, t.mhz());
+      }
+    }
   }
 }
 
-void measure_all(const char* path) {
-  Bench bench(path);
-  bench.describe();
-  measure_clock(bench, "before");
-  measure_codes(bench, std::make_index_sequence<std::size(kCodeKb)>());
-  measure_loads(bench);
-  measure_clusters(bench);
-  measure_tickets(bench);
-  measure_gaps(bench);
-  measure_first_instructions(bench);
-  measure_reading(bench);
-  measure_copies(bench);
-  measure_arithmetic(bench);
-  measure_clock(bench, "after");
+// L2: its rate with all SMs ---------------------------------------------------------------------------------------
+
+constexpr int kRounds = 64;
+
+__global__ void __launch_bounds__(1024, 2) read_all(const uint4* from, uint32_t count, Times* times) {
+  const Instant begin = now();
+  uint32_t sum = 0;
+  for (int round = 0; round < kRounds; ++round) {
+#pragma unroll 4
+    for (uint32_t i = (blockIdx.x + round * 17) % gridDim.x * 1024 + threadIdx.x; i < count; i += gridDim.x * 1024) {
+      const uint4 word = __ldcg(from + i);
+      sum += word.x ^ word.y ^ word.z ^ word.w;
+    }
+  }
+  __syncthreads_or(sum == 12345);
+  note(begin, times);
+}
+
+void measure_l2() {
+  for (const int mb : {8, 32, 48}) {
+    const Times t =
+        measured(2 * sms, [&] { launch(read_all, 2 * sms, 1024, 0, nullptr, memory, uint32_t(mb * kMb / 16), times); });
+    figure("rate of L2", mb * kMb * kRounds / t.ns() / 1e3, "TB/s", R"(, "mb": %d, "mhz": %d)", mb, t.mhz());
+  }
+}
+
+// Clusters: how many run at once ----------------------------------------------------------------------------------
+
+// Stays for 20 us, with so many numbers in registers.
+template <int kNumbers>
+__global__ void __launch_bounds__(512) stay(Times* times) {
+  uint32_t numbers[kNumbers], sum = 0;
+  for (uint32_t& number : numbers) number = clock();
+  const Instant begin = now();
+  while (now().ns - begin.ns < 20'000) continue;
+  for (const uint32_t number : numbers) sum = sum * 3 + number;
+  __syncthreads_or(sum == 12345);
+  note(begin, times);
+}
+
+// SM -> GPC: SMs that have held CTAs of one cluster are of one.
+std::map<uint32_t, uint32_t> gpcs;
+
+void measure_clusters(void (*kernel)(Times*), int threads, int shared_kb) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "clusters of 16");
+  for (const int cluster : {1, 2, 4, 8, 16}) {
+    const int ctas = 10 * sms / 16 * 16;
+    measured(ctas, [&] { launch_clusters(kernel, ctas, threads, cluster, shared_kb * 1024, nullptr, times); });
+    int64_t first_end = times[0].end_ns;
+    for (int i = 0; i < ctas; ++i) first_end = std::min(first_end, times[i].end_ns);
+    int at_once = 0;
+    for (int i = 0; i < ctas; ++i) {
+      const uint32_t sm = times[i].sm, first_sm = times[i / cluster * cluster].sm;
+      const uint32_t gpc = gpcs.try_emplace(sm, sm).first->second;
+      const uint32_t same = gpcs.try_emplace(first_sm, first_sm).first->second;
+      for (auto& entry : gpcs) entry.second = entry.second == gpc ? same : entry.second;
+      at_once += i % cluster == 0 && times[i].begin_ns < first_end;
+    }
+    figure("clusters at once", at_once, "clusters", R"(, "ctas": %d, "threads": %d, "registers": %d, "shared kb": %d)",
+           cluster, threads, pagedtree::cuda::attributes_of(kernel).numRegs, shared_kb);
+  }
+}
+
+// Exchanges between the CTAs of a cluster -------------------------------------------------------------------------
+
+constexpr int kExchanges = 64;
+enum Exchange { kClusterBarrier, kStores, kArrivals };
+
+template <Exchange kExchange>
+__global__ void exchange(Times* times) {
+  __shared__ uint64_t bars[2], words[2][16];
+  const uint32_t rank = ptx::cluster_rank(), size = ptx::cluster_size();
+  if (threadIdx.x < 2) {
+    ptx::mbar_init(&bars[threadIdx.x], 1);
+    ptx::fence_mbar_init();
+  }
+  ptx::cluster_sync();
+  const Instant begin = now();
+  uint64_t sum = rank;
+  for (int turn = 0; turn < kExchanges; ++turn) {
+    uint64_t *const bar = &bars[turn % 2], *const of_turn = words[turn % 2];
+    if (kExchange == kClusterBarrier) {
+      ptx::cluster_sync();
+    } else if (kExchange == kStores) {
+      if (threadIdx.x == 0) ptx::mbar_arrive_expect(bar, size * 8);
+      if (threadIdx.x < size) {
+        asm volatile(
+            "{.reg .b32 to, of; mapa.shared::cluster.u32 to, %0, %3; mapa.shared::cluster.u32 of, %1, %3; "
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %2, [of];}" ::"r"(
+                ptx::smem_addr(&of_turn[rank])),
+            "r"(ptx::smem_addr(bar)), "l"(sum), "r"(threadIdx.x)
+            : "memory");
+      }
+      ptx::mbar_wait(bar, turn / 2 & 1);
+      sum += of_turn[threadIdx.x % size];
+      __syncthreads();  // no thread is a turn behind
+    } else if (threadIdx.x == 0 && rank < 2) {
+      if (rank == 1) ptx::mbar_wait(bars, turn & 1);
+      asm volatile(
+          "{.reg .b32 at; mapa.shared::cluster.u32 at, %0, %1; "
+          "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [at];}" ::"r"(ptx::smem_addr(bars)),
+          "r"(1 - rank)
+          : "memory");
+      if (rank == 0) ptx::mbar_wait(bars, turn & 1);
+    }
+  }
+  __syncthreads_or(sum == 12345);
+  note(begin, times);
+  ptx::cluster_sync();  // nobody leaves while others store into its memory
+}
+
+void measure_exchange(const char* name, void (*kernel)(Times*)) {
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "clusters of 16");
+  for (const int cluster : {2, 4, 8, 16}) {
+    for (const int threads : {32, 256, 512}) {
+      const Times t = measured(cluster, [&] { launch_clusters(kernel, cluster, threads, cluster, 0, nullptr, times); });
+      figure(name, double(t.cycles) / kExchanges, "cycles", R"(, "ctas": %d, "threads": %d)", cluster, threads);
+    }
+  }
+}
+
+void measure_all() {
+  cudaDeviceProp device;
+  check_cuda(cudaGetDeviceProperties(&device, 0), "cudaGetDeviceProperties");
+  sms = device.multiProcessorCount;
+  fprintf(file, "{\"device\": \"%s\", \"multiprocessors\": %d}\n", device.name, sms);
+  check_cuda(cudaMallocManaged(&times, 4096 * sizeof(Times)), "cudaMallocManaged");
+  check_cuda(cudaMalloc(&memory, kBytes), "cudaMalloc");
+  check_cuda(cudaMemset(memory, 0, kBytes), "cudaMemset");
+  for (const int shared_kb : {200, 100, 70}) measure_clusters(stay<8>, 256, shared_kb);
+  measure_clusters(stay<100>, 512, 0);
+  std::map<uint32_t, int> sms_of;
+  for (const auto& [sm, gpc] : gpcs) ++sms_of[gpc];
+  for (const auto& [gpc, count] : sms_of) figure("SMs of a GPC", count, "SMs", "");
+  measure_exchange("cluster barrier", exchange<kClusterBarrier>);
+  measure_exchange("stores to all by st.async", exchange<kStores>);
+  measure_exchange("mbarrier, there and back", exchange<kArrivals>);
+  measure_l2();
+  measure_boxes("L2", 16 * kMb);
+  measure_boxes("memory", kBytes);
 }
 
 }  // namespace
-}  // namespace calibration
 
 int main(int count, char** arguments) {
   if (count != 2) {
     fprintf(stderr, "usage: %s OUT.jsonl\n", arguments[0]);
     return 2;
   }
-  calibration::measure_all(arguments[1]);
-  return 0;
+  file = fopen(arguments[1], "w");
+  try {
+    if (file == nullptr) throw std::runtime_error(std::string("cannot write ") + arguments[1]);
+    measure_all();
+  } catch (const std::exception& error) {
+    fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
 }

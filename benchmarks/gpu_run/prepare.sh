@@ -92,7 +92,8 @@ wheel() {
 }
 
 calibration() {
-  nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a --compress-mode=size -o "$1" $here/calibration.cu
+  nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a --compress-mode=size -Icsrc -o "$1" \
+    $here/calibration.cu
 }
 
 flashinfer() {  # the library of that name
@@ -145,7 +146,7 @@ END
 
 mkdir -p "$downloads"
 step wheel wheel csrc cmake CMakeLists.txt Makefile setup.py pyproject.toml python benchmarks/*.py benchmarks/*.cu
-step calibration calibration $here/calibration.cu $here/*.cuh
+step calibration calibration $here/calibration.cu csrc/cuda/tile csrc/core/common.h
 for name in flashinfer_{kernel,sampling}; do
   step $name $name.so $here/prepare.sh benchmarks/$name.cu benchmarks/flashinfer_kernel.py
 done
