@@ -96,7 +96,7 @@ class Ways:
         with packed_weights(self.model, *networks) if is_packed else nullcontext():
             begin = time.perf_counter()
             limits = {"max_new_tokens": self.count, "max_sequences": self.sequences}
-            out, stats = generate(self.model, batch, drafter=drafter, tree=tree, pack_weights=False, **limits)
+            out, stats = generate(self.model, batch, drafter=drafter, tree=tree, **limits)
             seconds = time.perf_counter() - begin
         new = [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)]
         return new, stats.tokens_per_step, seconds

@@ -148,21 +148,21 @@ def main() -> int:
     name = str(dtype).removeprefix("torch.")
     threads = f", {torch.get_num_threads()} threads" if args.device == "cpu" else ""
     print(f"{real_model.NAME}: {size:.0f} million parameters, {name}, {args.device}{threads}")
-    with packed_weights(demo.model):
+    heads = [network for make in demo.drafters.values() for network in getattr(make(), "networks", ())]
+    with packed_weights(demo.model, *heads):
         generate(demo.model, [[1, 2, 3]], max_new_tokens=2)  # what is done once
         demo.live()
         rows = demo.table()
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
-    if not demo.is_wrong:
-        return 0
-    if dtype == torch.float32:
+    if demo.is_wrong and dtype == torch.float32:
         print("output differs from plain decoding", file=sys.stderr)
         return 1
-    print(
-        f"In {name} wider passes round differently, so texts can diverge at near-ties;\n--dtype float32 gives the same"
-        " texts."
-    )
+    if demo.is_wrong:
+        print(
+            f"In {name} wider passes round differently, so texts can diverge at near-ties;\n--dtype float32 gives the"
+            " same texts."
+        )
     return 0
 
 

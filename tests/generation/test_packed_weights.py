@@ -1,11 +1,11 @@
-"""Packed weights: the same layers, faster, and afterwards the very same parameters."""
+"""Packed weights: the same layers and texts, faster, and afterwards parameters of the same bits."""
 
 from __future__ import annotations
 
-import tempfile
+import threading
+from functools import partial
 from weakref import ref
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,16 +14,34 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers")
 
-from generate_case import prompts_of, tiny
-from packed_case import OWN_MIN_ELEMENTS, linear_layers, of_any_size, packed_layers  # noqa: F401 - a fixture
+from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
+from safetensors.torch import load_file
+from subject_case import Subject
+from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import generate, packed_weights
-from pagedtree.integrations.transformers.packed_weights import PackedLinear, _dtypes
+from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS, PackedLinear, _dtypes
+from pagedtree.integrations.transformers.turns import in_turn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    """Small models are packed, too."""
+    for dtype in DTYPES:
+        monkeypatch.setitem(MIN_ELEMENTS, dtype, 1)
+
+
+def packed_layers(model):
+    return {name for name, module in model.named_modules() if type(module) is PackedLinear}
+
+
+def linear_layers(model):
+    return {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
 def skip_without(dtype):
@@ -49,23 +67,23 @@ def test_parameters_come_back_with_the_same_bits(dtype):
         model.model.layers[0].mlp.up_proj.weight[7, :4] = special
         bits(model.model.layers[0].mlp.up_proj.weight)[8, 0] = -3  # a NaN of other bits
     model.model.layers[1].requires_grad_(False)
+    model.lm_head.weight.mark = "kept"
     before = {name: (ref(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()}
     gradients = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with packed_weights(model) as count:
-        assert count == len(packed_layers(model)) == 15
-        assert packed_layers(model) == linear_layers(model)
+        assert packed_layers(model) == linear_layers(model) and count == 15
         weights = {module.weight for module in model.modules() if type(module) is PackedLinear}
         assert all(weight.is_mkldnn and isinstance(weight, nn.Parameter) for weight in weights)
         shapes = {name: (weight.shape, weight.dtype) for name, weight in model.named_parameters()}
         assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == gradients
         # Nothing is there twice: the dense forms are gone.
-        dense = [parameter() for parameter, _ in before.values() if parameter() not in set(model.parameters())]
-        assert len(dense) == 15 and all(p.numel() == p.untyped_storage().nbytes() == 0 for p in dense)
+        freed = {name for name, (parameter, _) in before.items() if parameter() is None}
+        assert freed == {f"{name}.weight" for name in packed_layers(model)}
     assert not packed_layers(model) and all(type(m) is nn.Linear for m in model.modules() if isinstance(m, nn.Linear))
     after = dict(model.named_parameters())
-    assert after.keys() == before.keys() == shapes.keys()
+    assert after.keys() == before.keys() == shapes.keys() and after["lm_head.weight"].mark == "kept"
     for name, (parameter, old) in before.items():
-        assert after[name] is parameter() and shapes[name] == (old.shape, dtype)
+        assert (parameter() is None or parameter() is after[name]) and shapes[name] == (old.shape, dtype)
         assert torch.equal(bits(after[name]), bits(old)) and after[name].is_contiguous()
         assert after[name].requires_grad == gradients[name]
 
@@ -138,17 +156,19 @@ def in_another_module(layer):
 
 
 def part_of_a_tensor(layer):
-    layer.weight = nn.Parameter(torch.randn(2, 8, 8)[0])
+    whole = torch.randn(2, 8, 8)
+    layer.weight = nn.Parameter(whole[0])
+    return whole
 
 
-def array_of_another_layer(layer):
-    array = np.zeros((8, 8), np.float32)
-    layer.weight, layer.other = (nn.Parameter(torch.from_numpy(array)) for _ in range(2))
+def memory_of_another_layer(layer):
+    other = nn.Linear(8, 8)
+    other.weight.data = layer.weight.data
+    return other
 
 
-def file_of_other_processes(layer):
-    with tempfile.TemporaryFile() as file:
-        layer.weight = nn.Parameter(torch.from_numpy(np.memmap(file, np.float32, shape=(8, 8))))
+def gradient(layer):
+    layer.weight.grad = torch.ones(8, 8)
 
 
 HOLDERS = {
@@ -157,20 +177,20 @@ HOLDERS = {
     "optimizer": lambda layer: torch.optim.SGD(layer.parameters(), lr=0.1),
     "data": lambda layer: layer.weight.data,
     "array": lambda layer: layer.weight.detach().numpy(),
-    "storage": lambda layer: layer.weight.untyped_storage(),
     "state": lambda layer: layer.state_dict(),
     "view": lambda layer: layer.weight[1:],
     "graph": lambda layer: layer(torch.randn(3, 8, requires_grad=True)),
     "shared memory": nn.Module.share_memory,
-    "file": file_of_other_processes,
     "part": part_of_a_tensor,
-    "another layer": array_of_another_layer,
+    "another layer": memory_of_another_layer,
+    "gradient": gradient,
+    "hook": lambda layer: layer.weight.register_hook(lambda grad: grad),
+    "later hook": lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda weight: None),
 }
 
 
-@pytest.mark.parametrize("copy_held", [False, True])
 @pytest.mark.parametrize("name", HOLDERS)
-def test_a_weight_that_others_hold_keeps_its_memory(name, copy_held):
+def test_a_weight_that_others_hold_stays(name):
     layer = nn.Linear(8, 8)
     holder = HOLDERS[name](layer)  # noqa: F841 - held
     parameter, address, x = ref(layer.weight), layer.weight.data_ptr(), torch.randn(3, 8)
@@ -178,16 +198,46 @@ def test_a_weight_that_others_hold_keeps_its_memory(name, copy_held):
 
     def check():
         dense = parameter()
-        assert dense.data_ptr() == address and dense.untyped_storage().nbytes() >= dense.nbytes
+        assert dense.data_ptr() == address and (name != "gradient" or dense.grad is not None)
         torch.testing.assert_close(F.linear(x, dense, layer.bias), expected)
         torch.testing.assert_close(layer(x), expected)
 
-    with torch.no_grad(), pytest.raises(KeyError), packed_weights(layer, copy_held=copy_held) as count:
-        assert count == copy_held
+    with torch.no_grad(), pytest.raises(KeyError), packed_weights(layer) as count:
+        assert count == 1
         check()
         raise KeyError
     check()
     assert layer.weight is parameter()
+
+
+@pytest.mark.parametrize("kind", ["embedding", "layer", "place"])
+def test_what_is_shared_within_a_model_stays_shared(kind):
+    model = nn.ModuleList([nn.Embedding(8, 8) if kind == "embedding" else nn.Linear(8, 8), nn.Linear(8, 8)])
+    if kind == "place":
+        model.append(model[1])
+    else:
+        model[1].weight = model[0].weight
+    x = torch.randn(3, 8)
+    expected = model[1](x).detach()
+    with torch.no_grad(), packed_weights(model) as count:
+        assert count == (1 if kind == "embedding" else 2)
+        torch.testing.assert_close(model[1](x), expected)
+    assert model[-1].weight is model[1 if kind == "place" else 0].weight
+    assert torch.equal(model[1](x), expected)
+
+
+def test_small_weights_stay(monkeypatch):
+    monkeypatch.setitem(MIN_ELEMENTS, torch.float32, 64)
+    with packed_weights(nn.Linear(8, 7), nn.Linear(8, 8)) as count:
+        assert count == 1
+
+
+def test_a_weight_that_was_replaced_inside_stays():
+    layers, mine = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Parameter(torch.randn(8, 8))
+    old = layers[1].weight.detach().clone()
+    with packed_weights(layers):
+        layers[0].weight = mine
+    assert layers[0].weight is mine and torch.equal(layers[1].weight, old)
 
 
 def test_an_exception_while_packing_undoes(monkeypatch):
@@ -241,13 +291,63 @@ def test_inputs_that_do_not_fit(x):
 
 def test_without_onednn_nothing_is_packed():
     model = tiny(0)
-    with torch.backends.mkldnn.flags(enabled=False):
-        with packed_weights(model) as count:
-            assert count == 0 and not packed_layers(model)
-        with pytest.raises(ValueError, match="pack_weights: expected a torch that has oneDNN's packed linear layers"):
-            generate(model, prompts_of((3,)), max_new_tokens=2, pack_weights=True)
+    with torch.backends.mkldnn.flags(enabled=False), packed_weights(model) as count:
+        assert count == 0 and not packed_layers(model)
 
 
 def test_only_modules_are_packed():
     with pytest.raises(TypeError, match=r"models: expected torch.nn.Module, got list"):
         packed_weights([nn.Linear(8, 8)]).__enter__()
+
+
+NETWORKS = {"draft model": 8, "combined": 8, "EAGLE": 8, "block": 15}
+
+
+@pytest.mark.parametrize("name", ["none", "ngram tree", "medusa", *NETWORKS])
+def test_texts_are_as_of_dense_weights(name):
+    subject = Subject(partial(tiny, 0))
+    model, drafter, texts = subject.model, subject.drafter(name), subject.texts
+    networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, nn.Module)]
+    with packed_weights(model, *networks) as count:
+        assert count == len(linear_layers(model)) + NETWORKS.get(name, 0)
+        sequences, _ = generate(model, prompts_of(LENGTHS), drafter=drafter, max_new_tokens=NEW_TOKENS)
+    assert lists(sequences) == texts
+
+
+@pytest.mark.parametrize("load", ["as stored", "converted", "state", "assigned"])
+def test_a_loaded_model_is_not_copied(load, tmp_path):
+    """transformers leaves weights in a private mapping of their file, where no conversion copies them."""
+    tiny(0).save_pretrained(tmp_path)
+    if load in ("as stored", "converted"):
+        dtype = torch.float32 if load == "as stored" else torch.bfloat16
+        model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    else:
+        model = tiny(1)
+        model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=load == "assigned")
+    weights = [ref(module.weight) for module in model.modules() if isinstance(module, nn.Linear)]
+    with packed_weights(model) as count:
+        assert count == len(weights) and not any(weight() is not None for weight in weights)
+
+
+@pytest.mark.parametrize("part", ["", "model.layers.1.mlp"])
+def test_packing_and_unpacking_wait_for_calls_in_other_threads(part):
+    """The other call may be of another model that shares a layer."""
+    model, packed, leave, unpacked = tiny(0), threading.Event(), threading.Event(), threading.Event()
+    module = model.get_submodule(part)
+
+    def hold():
+        with packed_weights(model):
+            packed.set()
+            leave.wait(60)
+        unpacked.set()
+
+    thread = threading.Thread(target=hold)
+    with in_turn(module):
+        thread.start()
+        assert not packed.wait(0.1) and not packed_layers(model)
+    assert packed.wait(60)
+    with in_turn(module):
+        leave.set()
+        assert not unpacked.wait(0.1) and packed_layers(model) == linear_layers(model)
+    assert unpacked.wait(60) and not packed_layers(model)
+    thread.join()

@@ -11,11 +11,11 @@ pytest.importorskip("transformers")
 from generate_case import generated, greedy, prompts_of, tiny, tiny_of
 from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
-from packed_case import of_any_size, packed_layers  # noqa: F401 - a fixture
 from subject_case import Subject
 
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention
+from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,7 +57,8 @@ WAYS = [("model", False), ("in place", True), ("forward", False), ("layers", Fal
 
 
 @pytest.mark.parametrize(("how", "is_warm"), WAYS)
-def test_compiled_models(how, is_warm):
+def test_compiled_models(how, is_warm, monkeypatch):
+    monkeypatch.setitem(MIN_ELEMENTS, torch.float32, 1)
     backend, prompts = Backend(), prompts_of(PROMPTS)
     expected = [greedy(tiny(0), prompt) for prompt in prompts]
     model = compiled_model(how, backend)
@@ -65,10 +66,10 @@ def test_compiled_models(how, is_warm):
         assert greedy(model, prompts[0], 2) == expected[0][: PROMPTS[0] + 2]
     before = backend.num_runs
     drafter = ModelDrafter(compiled_model(how, backend), num_nodes=4) if how == "model" else NgramDrafter(4)
-    for pack_weights in (False, True):
-        assert generated(model, drafter, prompts, pack_weights=pack_weights)[0] == expected
+    assert generated(model, drafter, prompts)[0] == expected
     with packed_weights(model) as count:
         assert count == 15 and greedy(model, prompts[0]) == expected[0]
+        assert generated(model, drafter, prompts)[0] == expected
     assert backend.num_runs == before
     model(prompts[0][None])
     assert backend.num_runs > before and greedy(model, prompts[0], 2) == expected[0][: PROMPTS[0] + 2]
@@ -97,12 +98,10 @@ def test_autocast(name, drafter):
             assert [greedy(model, prompt) for prompt in prompts] == expected
 
 
-def test_nothing_is_packed_or_captured_within_autocast():
+def test_refusals_within_autocast(monkeypatch):
+    monkeypatch.setitem(MIN_ELEMENTS, torch.float32, 1)
     model, drafter = tiny(0), NgramDrafter(4)
     with torch.autocast("cpu", torch.float16):
-        generated(model, drafter, count=64, on_step=lambda _: not packed_layers(model) or pytest.fail("packed"))
-        with pytest.raises(ValueError, match=r"pack_weights: expected None or False within torch\.autocast"):
-            generated(model, drafter, pack_weights=True)
         with pytest.raises(ValueError, match=r"cuda_graph: expected False within torch\.autocast"):
             generated(model, drafter, cuda_graph=True)
         with packed_weights(model), pytest.raises(RuntimeError, match=r"packed_weights: .* within torch\.autocast"):

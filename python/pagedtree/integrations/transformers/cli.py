@@ -7,8 +7,11 @@ import dataclasses
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
@@ -24,13 +27,14 @@ from pagedtree.integrations.transformers.command_models import DTYPES, NUM_NODES
 from pagedtree.integrations.transformers.generate import generate
 from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
+from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.printer import Printer
 from pagedtree.testing import backends
 
 __all__ = ["main"]
 
 # Options that `generate` has by the same names.
-PASSED = ("max_new_tokens", "n", "page_size", "num_pages", "min_new_tokens", "logprobs", "cuda_graph", "pack_weights")
+PASSED = ("max_new_tokens", "n", "page_size", "num_pages", "min_new_tokens", "logprobs", "cuda_graph")
 FILTERS = ("temperature", "top_p", "top_k", "min_p")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 # White space in front of a part of a JSON text: a line break, and four levels of four blanks are indented.
@@ -58,22 +62,26 @@ def main(argv: Sequence[str]) -> int:
         drafter = drafter_of(model, args)
         grammars = _grammars(parser, model, tokenizer, eos_ids, grammar, args)
         printer = Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
-        _, stats = generate(
-            model,
-            [prompt],
-            drafter=drafter,
-            params=params,
-            seeds=range(args.seed or 0, (args.seed or 0) + args.n),
-            eos_token_id=eos_ids,
-            stop_strings=args.stop,
-            tokenizer=tokenizer,
-            rule=rule,
-            callback=printer.add,
-            options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
-            grammars=grammars,
-            generation_config=not args.no_generation_config,
-            **{name: getattr(args, name) for name in PASSED},
-        )
+        networks = [network for network in getattr(drafter, "networks", ()) if isinstance(network, nn.Module)]
+        # Packing takes as long as 20 passes gain; in float32 it slows down passes of one or two tokens.
+        is_fast = model.dtype == torch.bfloat16 or drafter is not None or args.n >= 4
+        with packed_weights(model, *networks) if is_fast and args.max_new_tokens >= 64 else nullcontext():
+            _, stats = generate(
+                model,
+                [prompt],
+                drafter=drafter,
+                params=params,
+                seeds=range(args.seed or 0, (args.seed or 0) + args.n),
+                eos_token_id=eos_ids,
+                stop_strings=args.stop,
+                tokenizer=tokenizer,
+                rule=rule,
+                callback=printer.add,
+                options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
+                grammars=grammars,
+                generation_config=not args.no_generation_config,
+                **{name: getattr(args, name) for name in PASSED},
+            )
     except (OSError, ValueError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -135,8 +143,6 @@ def _parser() -> argparse.ArgumentParser:
     device = "cuda" if "cuda" in backends() else "cpu"
     add("--device", default=device, help="default: cuda where it can run, else cpu")
     add("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
-    packed = "lay out the weights for CPUs during the call (default: where that is likely to pay)"
-    add("--pack-weights", action=argparse.BooleanOptionalAction, help=packed)
     add("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
     return parser
 

@@ -39,7 +39,6 @@ def tree_generate(
     max_batch_tokens: int = 4096,
     max_sequences: int | None = None,
     cuda_graph: bool = False,
-    pack_weights: bool | None = None,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
     on_stats: Callable[[GenerationStats], None] | None = None,
@@ -82,9 +81,9 @@ def tree_generate(
         model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
         page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
         pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
-        max_sequences=max_sequences, tree=tree, cuda_graph=cuda_graph, pack_weights=pack_weights, callback=callback,
-        on_step=on_step, stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor,
-        options=options, grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
+        max_sequences=max_sequences, tree=tree, cuda_graph=cuda_graph, callback=callback, on_step=on_step,
+        stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor, options=options,
+        grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
         generation_config=False,  # the processors and criteria have all of it
     )  # fmt: skip
     if on_stats is not None:

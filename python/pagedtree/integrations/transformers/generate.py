@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
@@ -28,7 +28,6 @@ from pagedtree.integrations.transformers.attention import autocast_dtype
 from pagedtree.integrations.transformers.generate_arguments import Prompts
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
 from pagedtree.integrations.transformers.model import TransformersModel
-from pagedtree.integrations.transformers.packed_weights import check_packable, packed_weights, pays
 from pagedtree.integrations.transformers.rotary import check_constant, check_rotation
 from pagedtree.integrations.transformers.turns import in_turn
 
@@ -69,7 +68,6 @@ def generate(
     max_sequences: int | None = None,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
-    pack_weights: bool | None = None,
     shards: VocabShards | None = None,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
@@ -126,10 +124,6 @@ def generate(
         cuda_graph: replays a CUDA graph of the decode step where no sequence needs prefill; one for 1, 2, 4, 8, ...
             sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`,
             `MtpDrafter`.
-        pack_weights: whether model and drafter use `packed_weights` during the call (CPUs only). None: in calls of at
-            least 64 passes without drafts, in fp32 and fp16 only with at least 4 tokens a pass, drafts included; never
-            with shards or for weights held elsewhere. True raises ValueError if nothing can be packed, and within
-            torch.autocast.
         shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
             arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a
             `pagedtree.distributed.DraftGroup`.
@@ -171,8 +165,7 @@ def generate(
     """
     packed = TransformersModel(model)
     arguments.check_kinds(params=params, callback=callback, on_step=on_step, shards=shards, streamer=streamer)
-    arguments.check_kinds(share_prefix=share_prefix, pack_weights=pack_weights, cuda_graph=cuda_graph)
-    arguments.check_kinds(logits_processor=logits_processor)
+    arguments.check_kinds(share_prefix=share_prefix, cuda_graph=cuda_graph, logits_processor=logits_processor)
     if not isinstance(generation_config, bool):
         kind = type(generation_config).__name__
         raise TypeError(f"generation_config: expected True or False, got {kind}; True takes model.generation_config")
@@ -193,8 +186,8 @@ def generate(
     every_option = [read.on_options(option, i // n) for i, option in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
     adapted = as_drafter(drafter)
-    draft_config, networks = getattr(adapted.model, "config", None), adapted.networks
-    things, drafter = (model, model.config, drafter, adapted.model, draft_config, *networks), adapted
+    draft_config = getattr(adapted.model, "config", None)
+    things, drafter = (model, model.config, drafter, adapted.model, draft_config, *adapted.networks), adapted
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
     sequences = prompts.sequences(max_new_tokens, page_size)
     _limit_lengths(packed, sequences)
@@ -218,13 +211,6 @@ def generate(
             f"drafter: expected trees of at most {MAX_RECURRENT_NODES} nodes for a model with recurrent layers, got"
             f" max_nodes {drafter.max_nodes}"
         )
-    num_running = min(len(sequences), max_sequences or len(sequences))
-    if pack_weights:
-        check_packable(model)
-    is_packed = bool(pack_weights)
-    if pack_weights is None and num_running and shards is None:
-        num_passes = max_new_tokens * len(sequences) // num_running
-        is_packed = pays(model, num_passes, num_running * max(drafter.max_nodes, 1))
     if cuda_graph:
         _check_graph(model, drafter, packed.device, share_prefix, shards, matchers is not None)
     stats = GenerationStats(sequences=[SequenceStats() for _ in sequences])
@@ -233,9 +219,6 @@ def generate(
     sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
     with in_turn(*(thing for thing in things if thing is not None)), ExitStack() as stack:
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
-        if is_packed:
-            nets = [net for net in networks if isinstance(net, nn.Module)]
-            stack.enter_context(packed_weights(model, *nets, copy_held=bool(pack_weights)))
         if streamer is not None:
             callback = stack.enter_context(_streamed(streamer, prompts.tokens[0], callback))
         engine = Engine(

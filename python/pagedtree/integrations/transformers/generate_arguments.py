@@ -55,7 +55,7 @@ def _has(*members: str) -> Callable[[Any], bool]:
 
 # An argument's kind, unless it is None: its description and its check.
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(("share_prefix", "pack_weights", "cuda_graph"), ("True, False", _is_switch)),
+    **dict.fromkeys(("share_prefix", "cuda_graph"), ("True, False", _is_switch)),
     **dict.fromkeys(("callback", "on_step"), ("a function", callable)),
     "params": ("SamplingParams", lambda value: isinstance(value, SamplingParams)),
     "shards": ("VocabShards", _has("vocab", "num_ranks")),

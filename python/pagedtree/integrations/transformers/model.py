@@ -20,7 +20,6 @@ from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.attention import NAME, register
 from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
-from pagedtree.integrations.transformers.packed_linear import PackedRows
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
 
@@ -109,7 +108,7 @@ class TransformersModel(PackedModel):
         self._watched = _Watched()
         # Weights of other types, such as DTensor, may hook into torch's autograd dispatch.
         tensors = (*model.parameters(), *model.buffers())
-        self._is_plain = all(type(tensor) in (Tensor, nn.Parameter, PackedRows) for tensor in tensors)
+        self._is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._makes_masks = _makes_masks(model)
