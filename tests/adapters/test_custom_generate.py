@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny
-from tokenizer_case import words
+from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, words
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 

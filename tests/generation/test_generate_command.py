@@ -1,25 +1,31 @@
-"""The command `python -m pagedtree generate`: drafters, sampling, options, grammars and the checkpoint's own wishes."""
+"""The command `python -m pagedtree generate`, on tiny checkpoints of words w0, w1, ..."""
 
 from __future__ import annotations
 
-import copy
+import io
+import json
+import os
+import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from command_case import PROMPT, check_refused, command_of
-from generate_case import VOCAB, generated, greedy, tiny, tiny_eagle
-from tokenizer_case import words
+from generate_case import VOCAB, generated, tiny, tiny_eagle, words
 from transformers import GenerationConfig
 
 from pagedtree import SamplingParams
-from pagedtree.integrations.transformers import MedusaHeads, TokenOptions
-from pagedtree.integrations.transformers import cli as cli_module
+from pagedtree.generation.stats import GenerationStats, SequenceStats
+from pagedtree.integrations.transformers import cli as command
+from pagedtree.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+TEXT = " ".join(f"w{token}" for token in PROMPT)
 
 
 @pytest.fixture(scope="module")
@@ -28,199 +34,133 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def checkpoints(model, tmp_path_factory):
-    """A target, a draft, Medusa heads and an EAGLE-3 head over words w0, w1, ..., and a prompt."""
+def folder(model, tmp_path_factory):
+    """A target, a draft, an EAGLE-3 head, and a checkpoint that cannot be loaded."""
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, kind in (("target", model), ("draft", tiny(0, num_hidden_layers=1))):
         kind.save_pretrained(folder / name)
         words(VOCAB).save_pretrained(folder / name)
-    MedusaHeads(128, 3, model.lm_head).save_pretrained(folder / "medusa")
     tiny_eagle(model).save_pretrained(folder / "eagle")
-    (folder / "prompt.txt").write_text(" ".join(f"w{token}" for token in PROMPT))
+    (folder / "broken").mkdir()
+    (folder / "broken" / "config.json").write_text("[]")
     return folder
 
 
 @pytest.fixture
-def run(checkpoints, capsys):
-    return command_of(checkpoints, capsys, 12, "target")
+def run(folder, capsys, monkeypatch):
+    """Runs the command on the target; returns status, tokens printed or what else was, and standard error."""
+    monkeypatch.chdir(folder)
+    GenerationConfig().save_pretrained("target")
+
+    def run(*options):
+        capsys.readouterr()
+        arguments = ["--model", "target", "--prompt", TEXT, "--device", "cpu", "--max-new-tokens", "12", *options]
+        try:
+            status = cli.main(["generate", *arguments])
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        return status, [int(word[1:]) for word in out.split()] if out.startswith("w") else out, err
+
+    return run
 
 
-@pytest.fixture
-def configured(checkpoints, run):
-    """Runs the command with these fields in generation_config.json; returns tokens and what it says of the fields."""
-
-    def configured(fields, *options):
-        GenerationConfig(**fields).save_pretrained(checkpoints / "target")
-        outcome = run("--ngram", *options)
-        told = [line for line in outcome.err.splitlines() if line.startswith("generation_config.json: ")]
-        assert outcome.status == 0, outcome.err
-        return outcome.tokens, "".join(told)
-
-    yield configured
-    GenerationConfig().save_pretrained(checkpoints / "target")
+def expected(model, **options):
+    texts, _ = generated(model, None, [PROMPT], 12, generation_config=False, **options)
+    return [text[len(PROMPT) :] for text in texts]
 
 
-def drawn(model, *, count=12, **options):
-    """The new tokens of `generate` itself, without the model's generation config."""
-    texts, stats = generated(model, None, [PROMPT], count, generation_config=False, **options)
-    return [text[len(PROMPT) :] for text in texts], stats
+@pytest.mark.parametrize("drafts", ["", "--ngram", "--draft draft", "--drafter eagle"])
+def test_text(model, run, drafts):
+    status, tokens, err = run(*drafts.split())
+    assert (status, [tokens]) == (0, expected(model))
+    assert "device: cpu, dtype: torch.float32\n" in err and "12 tokens in" in err
 
 
-def sampled(model, **params):
-    return drawn(model, params=SamplingParams(**params))[0][0]
+def test_outcomes_and_json(model, run):
+    """Sampling options, seeds of several outcomes, statistics."""
+    filters = {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01}
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in filters.items()]
+    texts = expected(model, n=3, params=SamplingParams(**filters), seeds=[5, 6, 7])
+    status, out, _ = run(*options, "--seed", "5", "--n", "3")
+    outcomes = [part.split()[1:] for part in out.split("--- outcome ")[1:]]
+    assert status == 0 and outcomes == [[f"w{token}" for token in text] for text in texts]
+    status, out, _ = run(*options, "--seed", "5", "--n", "3", "--ngram", "--json")
+    found = json.loads(out)
+    assert status == 0 and [text.split() for text in found["texts"]] == outcomes
+    assert found["statistics"]["num_tokens"] == 36 and len(found["statistics"]["sequences"]) == 3
+    assert found["statistics"]["decode_tokens_per_second"] > 0
 
 
-def expected(model, **fields):
-    other = copy.copy(model)
-    other.generation_config = GenerationConfig(**fields)
-    return greedy(other, torch.tensor(PROMPT), 12)[len(PROMPT) :]
+def test_generation_config(model, run):
+    """Options replace its fields of the same name; the others stay, unless it is ignored."""
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.5).save_pretrained("target")
+    sampled = lambda **fields: expected(model, params=SamplingParams(repetition_penalty=1.5, **fields))[0]  # noqa: E731
+    status, tokens, err = run()
+    assert (status, tokens) == (0, sampled(temperature=0.6, top_p=0.9, top_k=50)) and "temperature=0.6" in err
+    assert run("--temperature", "0.9", "--top-k", "0")[1] == sampled(temperature=0.9, top_p=0.9)
+    assert run("--temperature", "0")[1] == sampled(temperature=0.0)
+    assert run("--no-generation-config")[1] == expected(model)[0]
+    assert run("--seed", "1")[1] != tokens
+    GenerationConfig(no_repeat_ngram_size=2).save_pretrained("target")
+    status, out, err = run("--ngram")
+    assert (status, out) == (2, "") and "got no_repeat_ngram_size=2" in err and "--no-generation-config" in err
 
 
-@pytest.mark.parametrize(
-    "drafts",
-    [
-        [],
-        ["--ngram"],
-        ["--draft", "draft"],
-        ["--medusa", "medusa"],
-        ["--eagle", "eagle"],
-        ["--drafter", "eagle"],
-        ["--drafter", "medusa", "--num-nodes", "8"],
-    ],
-)
-def test_the_models_own_text(model, checkpoints, run, drafts):
-    drafts = [checkpoints / option if option in ("draft", "medusa", "eagle") else option for option in drafts]
-    outcome = run(*drafts, "--page-size", "4")
-    assert outcome.status == 0 and outcome.tokens == expected(model)
-    assert "12 tokens in" in outcome.err and "tokens per sequence and step" in outcome.err
-
-
-def test_the_default_device_is_one_that_runs(checkpoints, run, monkeypatch):
-    """A GPU that this build cannot use is not the default."""
-    monkeypatch.setattr(cli_module, "backends", lambda: ["cpu"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert cli_module._parser().get_default("device") == "cpu"
-    check_refused(run, "--device", "cuda:1", message="--device cuda:1: needs a GPU and a build with CUDA")
-
-
-def test_progress(checkpoints, run, monkeypatch):
-    """A line for each tenth of the tokens, unless a single text on a terminal shows it by itself; on a terminal one
-    line, written anew."""
-
-    def counts(err):
-        return [int(line.split()[0]) for line in err.replace("\r", "\n").splitlines() if " of at most " in line]
-
-    status, out, err = run()
-    assert status == 0 and f"loading {checkpoints / 'target'}\n" in err and counts(err)[-1] == 12
-    assert "\r1 of" not in err and "device: cpu\n" in err
-    status, _, err = run("--n", "3")
-    assert status == 0 and len(counts(err)) == 10 and counts(err)[-1] == 36 and counts(err) == sorted(counts(err))
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    status, _, err = run()
-    assert status == 0 and counts(err) == list(range(1, 13)) and "\r12 of at most 12 tokens, " in err
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert run()[:2] == (0, out) and not counts(run().err)
+@pytest.mark.parametrize(("isa", "own", "used"), [("avx2", "bfloat16", "float32"), ("amx", "bfloat16", "bfloat16")])
+def test_dtype_is_the_checkpoints_where_the_cpu_is_fast(run, monkeypatch, tmp_path, isa, own, used):
+    monkeypatch.setattr(command, "_C", SimpleNamespace(available_isas=lambda: ["portable", isa]))
+    tiny(0).to(getattr(torch, own)).save_pretrained(tmp_path)
+    words(VOCAB).save_pretrained(tmp_path)
+    assert f"dtype: torch.{used}\n" in run("--model", str(tmp_path))[2]
+    assert "dtype: torch.float16\n" in run("--model", str(tmp_path), "--dtype", "float16")[2]
 
 
 REFUSED = [
-    (["--cuda-graph"], "cuda_graph: expected a model on a CUDA device, got one on cpu"),
-    (["--ngram", "--medusa", "x"], "not allowed with argument --ngram"),
-    (["--grammar", "x", "--json-schema", "y"], "not allowed with argument --grammar"),
-    (["--ngram", "--rule", "traversal", "--temperature", "0.9"], "weighs drafts that were drawn"),
-    (["--temperature=-1"], "temperature"),
+    ("--model nowhere", "--model: expected a folder with config.json, got nowhere"),
+    ("--model broken", "--model: expected a checkpoint that can be loaded, got broken: "),
+    ("--drafter target", "--drafter: expected a checkpoint that can be loaded, got target: "),
+    ("--prompt \udce9", "--prompt: expected UTF-8, got byte 0xe9"),
+    ("--prompt=", "--prompt: expected a text of at least one token"),
+    ("--ngram --draft draft", "argument --draft: not allowed with argument --ngram"),
+    ("--n 0", "n: expected at least 1, got 0"),
+    ("--temperature=-1", "temperature"),
+    ("--temperature 1 --seed 99999999999999999999", "seeds: expected 1 integers"),
+    ("--top-p 0.9", "--top-p: expected --temperature above 0"),
+    ("--temperature 0 --seed 0", "--seed: expected --temperature above 0"),
+    ("--device tpu", "argument --device: invalid choice"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_is_refused(run, options, message):
-    check_refused(run, *options, message=message)
+def test_refusals(run, options, message):
+    status, out, err = run(*options.split())
+    assert (status, out) == (2, "") and message in err.splitlines()[-1] and "Traceback" not in err, err
 
 
-@pytest.mark.parametrize("sampling", [[], ["--temperature=0.9", "--min-p=0.1"]])
-def test_request_options(model, run, sampling):
-    """Penalties without sampling, and with it; bad words, the least length, log-probabilities."""
-    options = ["--repetition-penalty", "1.3", "--frequency-penalty", "0.5", "--bad-word", "w9", "--bad-word", "w1 w4"]
-    outputs = ["--min-new-tokens", "3", "--logprobs", "2", "--presence-penalty", "1"]
-    outcome = run(*options, *outputs, *sampling, "--ngram")
-    fields = {"temperature": 0.9, "min_p": 0.1} if sampling else {"temperature": 0.0}
-    params = SamplingParams(**fields, repetition_penalty=1.3, frequency_penalty=0.5, presence_penalty=1.0)
-    words = TokenOptions(bad_words=[[9], [1, 4]])
-    (new,), stats = drawn(model, params=params, min_new_tokens=3, options=words, logprobs=2)
-    assert outcome.status == 0 and outcome.tokens == new
-    lines = [line.split() for line in outcome.err.splitlines() if "  rank " in line]
-    found = stats.sequences[0].logprobs
-    assert [line[0] for line in lines] == [f"'w{token}'" for token in new]
-    assert [line[3] for line in lines] == [str(rank) for rank in found.ranks]
-    assert [float(line[1]) for line in lines] == pytest.approx(found.logprobs, abs=1e-3)
+def test_interruptions(run, monkeypatch):
+    """Ctrl-C, and a reader that leaves, end the program without a word."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with monkeypatch.context() as patches:
+        patches.setattr(sys, "stdout", os.fdopen(writer, "w"))
+        status, _, err = run()
+        assert status == 141 and err.count("\n") == 1
+        sys.stdout.close()  # flushes
+    monkeypatch.setattr(command, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    status, out, err = run()
+    assert (status, out) == (130, "") and err.count("\n") == 1
 
 
-def test_grammars(checkpoints, run):
-    pytest.importorskip("xgrammar")
-    (checkpoints / "words.ebnf").write_text('root ::= "w1" ("w2" | "w3") "w4"\n')
-    outcome = run("--grammar", checkpoints / "words.ebnf", "--n", "2")
-    texts = [text.split()[1:] for text in outcome.out.split("--- outcome ")[1:]]
-    assert outcome.status == 0 and "grammars: " in outcome.err
-    assert all(text in (["w1", "w2", "w4"], ["w1", "w3", "w4"]) for text in texts) and len(texts) == 2
+def test_prompt_on_standard_input(monkeypatch):
+    """Line ends reach the model, a byte order mark does not."""
+    data = b"\xef\xbb\xbfw3\r\nw1\n\r\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert command._text(None) == "w3\r\nw1\n\r\n"
 
 
-@pytest.mark.parametrize("option", ["--grammar", "--json-schema"])
-def test_what_a_grammar_needs(checkpoints, run, monkeypatch, option):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
-    check_refused(run, option, checkpoints / "prompt.txt", message=f"{option} needs xgrammar: pip install xgrammar")
-
-
-# The checkpoint's generation_config.json ------------------------------------------------------------------------------
-
-OPTIONS = {"repetition_penalty": 1.5, "suppress_tokens": [3, 5]}
-SAMPLED = {"repetition_penalty": 1.5, "do_sample": True, "temperature": 0.6, "top_p": 0.9}
-FILE = {**SAMPLED, **OPTIONS}
-
-
-def test_greedy_text_of_a_config(model, configured):
-    plain = expected(model)
-    assert configured({}) == (plain, "")
-    tokens, told = configured(OPTIONS)
-    assert told == "generation_config.json: repetition_penalty=1.5, suppress_tokens=[3, 5]"
-    assert tokens == expected(model, **OPTIONS) != plain
-    assert configured(OPTIONS, "--no-generation-config") == (plain, "")
-    for options in (["--temperature", "0"], ["--rule", "greedy"], ["--temperature", "0", "--rule", "rejection"]):
-        assert configured(FILE, *options)[0] == tokens
-    eos = {"eos_token_id": [plain[3]], "min_length": 17}
-    tokens, told = configured(eos)
-    assert told.endswith(": min_length=17") and len(tokens) >= 9
-    assert configured(eos, "--min-new-tokens", "0") == (plain[: plain.index(plain[3]) + 1], "")
-
-
-def test_sampled_text_of_a_config(model, configured):
-    """An option replaces the field of its name, the others stay."""
-    filters = {"temperature": 0.6, "top_p": 0.9, "top_k": 50}
-    assert configured(SAMPLED)[0] == sampled(model, **filters, repetition_penalty=1.5)
-    assert configured(SAMPLED, "--no-generation-config")[0] == expected(model)
-    tokens, told = configured(SAMPLED, "--temperature", "0.9", "--top-k", "0")
-    assert tokens == sampled(model, temperature=0.9, top_p=0.9, repetition_penalty=1.5)
-    assert told == "generation_config.json: do_sample=True, top_p=0.9, repetition_penalty=1.5"
-    assert configured(SAMPLED, "--repetition-penalty", "1")[0] == sampled(model, **filters)
-    tokens, _ = configured({"repetition_penalty": 1.5}, "--temperature", "0.9")  # neither top_k nor top_p
-    assert tokens == sampled(model, temperature=0.9, repetition_penalty=1.5)
-    again, _ = configured(SAMPLED, "--seed", "0", "--n", "1")
-    assert again == configured(SAMPLED)[0] != configured(SAMPLED, "--seed", "1")[0]
-
-
-@pytest.mark.parametrize("option", ["--top-p=0.9", "--top-k=3", "--min-p=0.1", "--seed=1", "--seed=0"])
-def test_sampling_options_need_a_temperature(run, configured, option):
-    assert configured(FILE, option)
-    for switches in (["--temperature", "0"], ["--no-generation-config"]):
-        check_refused(run, option, *switches, message=f"{option.split('=')[0]}: needs --temperature above 0")
-
-
-@pytest.mark.parametrize(
-    ("fields", "options", "message"),
-    [
-        ({"no_repeat_ngram_size": 2}, [], "got no_repeat_ngram_size=2"),
-        (OPTIONS, ["--rule", "typical", "--temperature", "0.8"], "generation_config sets suppress_tokens: "),
-    ],
-)
-def test_configs_that_are_refused(checkpoints, run, configured, fields, options, message):
-    assert configured(fields, "--no-generation-config")
-    check_refused(run, "--ngram", *options, message=message)
-    check_refused(run, "--ngram", *options, message="--no-generation-config")
+def test_rate_is_that_of_decoding():
+    """The prompt is read for 3 s; 10 tokens follow the first one in 1 s."""
+    stats = GenerationStats(wall_time=4.0, sequences=[SequenceStats(num_tokens=11, time_to_first_token=3.0)])
+    assert stats.decode_tokens_per_second == 10.0 and stats.tokens_per_second == 2.75
+    assert stats.summary().startswith("11 tokens in 4.00 s: first token after 3000 ms, then 10.0 tokens/s\n")

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pagedtree.generation.logprobs import TokenLogprobs
 
-__all__ = ["GenerationStats", "SequenceStats", "decoding_rate"]
-
-
-def decoding_rate(num_tokens: Iterable[int], seconds: float) -> float:
-    """Returns tokens per second after each sequence's first one; 0 without any. num_tokens: per sequence. seconds:
-    since the first token of all."""
-    decoded = sum(max(count - 1, 0) for count in num_tokens)
-    return decoded / seconds if seconds > 0 else 0.0
+__all__ = ["GenerationStats", "SequenceStats"]
 
 
 @dataclass
@@ -113,7 +105,8 @@ class GenerationStats:
     def decode_tokens_per_second(self) -> float:
         """Tokens after each sequence's first one, over the time since the first token of all; 0 without any."""
         times = [sequence.time_to_first_token for sequence in self.sequences if sequence.num_tokens]
-        return decoding_rate((s.num_tokens for s in self.sequences), self.wall_time - min(times, default=0.0))
+        seconds = self.wall_time - min(times, default=0.0)
+        return (self.num_tokens - len(times)) / seconds if seconds > 0 else 0.0
 
     def summary(self) -> str:
         """Returns a human-readable summary of a few lines."""

@@ -4,241 +4,162 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
+import json
+import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 from transformers.utils import logging
 
-from pagedtree import SamplingParams
-from pagedtree.generation.drafters.grown import DRAFT_LAWS
-from pagedtree.generation.logprobs import TokenLogprobs
-from pagedtree.generation.rules import RULES
-from pagedtree.generation.token_options import TokenOptions
-from pagedtree.grammars import GrammarMatcher
-from pagedtree.integrations.transformers.chat import chat_prompt, turn_ends
-from pagedtree.integrations.transformers.command_files import check_checkpoint, errors_of, model_folder, read_text
-from pagedtree.integrations.transformers.command_models import DTYPES, NUM_NODES, drafter_of, load_model
+from pagedtree import _C, SamplingParams
+from pagedtree.generation.drafters import Drafter, NgramDrafter
 from pagedtree.integrations.transformers.generate import generate
-from pagedtree.integrations.transformers.generate_arguments import eos_tokens
 from pagedtree.integrations.transformers.generation_config import ConfigFields, config_fields
-from pagedtree.integrations.transformers.packed_weights import packed_weights
-from pagedtree.integrations.transformers.printer import Printer
+from pagedtree.integrations.transformers.model import ModelDrafter
+from pagedtree.integrations.transformers.mtp import load_drafter
 from pagedtree.testing import backends
 
-__all__ = ["main"]
+__all__ = ["is_fast", "main"]
 
-# Options that `generate` has by the same names.
-PASSED = ("max_new_tokens", "n", "page_size", "num_pages", "min_new_tokens", "logprobs", "cuda_graph")
-FILTERS = ("temperature", "top_p", "top_k", "min_p")
-PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-# White space in front of a part of a JSON text: a line break, and four levels of four blanks are indented.
-MAX_WHITESPACE = 20
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
+# Statistics that are no fields of `GenerationStats`.
+RATES = ("num_tokens", "time_to_first_token", "tokens_per_second", "decode_tokens_per_second", "tokens_per_step")
+# Our CPU kernels of these names need instructions for products of bfloat16. With them, torch is fast in it, too.
+BF16_ISAS = {"avx512", "amx"}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if args.device.startswith("cuda") and "cuda" not in backends():
-        print(f"{parser.prog}: --device {args.device}: needs a GPU and a build with CUDA", file=sys.stderr)
-        return 2
-    print(f"device: {args.device}", file=sys.stderr)
     try:
-        text, grammar = _read(args)
-        args.model = model_folder("--model", args.model)
-        with errors_of("--model", args.model):
-            tokenizer = AutoTokenizer.from_pretrained(args.model)
-        prompt = _prompt(tokenizer, text, args)
-        logging.disable_progress_bar()
-        model = load_model("--model", args.model, args)
-        eos_ids = list(dict.fromkeys([*eos_tokens(model, None), *(turn_ends(tokenizer) if args.chat else [])]))
-        rule, params = _sampling(parser, args, _config_fields(model, args))
-        drafter = drafter_of(model, args)
-        grammars = _grammars(parser, model, tokenizer, eos_ids, grammar, args)
-        printer = Printer(tokenizer, num_sequences=args.n, max_tokens=args.n * args.max_new_tokens)
-        networks = [network for network in getattr(drafter, "networks", ()) if isinstance(network, nn.Module)]
-        # Packing takes as long as 20 passes gain; in float32 it slows down passes of one or two tokens.
-        is_fast = model.dtype == torch.bfloat16 or drafter is not None or args.n >= 4
-        with packed_weights(model, *networks) if is_fast and args.max_new_tokens >= 64 else nullcontext():
-            _, stats = generate(
-                model,
-                [prompt],
-                drafter=drafter,
-                params=params,
-                seeds=range(args.seed or 0, (args.seed or 0) + args.n),
-                eos_token_id=eos_ids,
-                stop_strings=args.stop,
-                tokenizer=tokenizer,
-                rule=rule,
-                callback=printer.add,
-                options=TokenOptions(bad_words=_bad_words(tokenizer, args.bad_word) or None),
-                grammars=grammars,
-                generation_config=not args.no_generation_config,
-                **{name: getattr(args, name) for name in PASSED},
-            )
+        _run(args)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # as of `| head`; Python flushes stdout once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (OSError, ValueError) as error:
-        print(f"{parser.prog}: {error}", file=sys.stderr)
+        print(f"{parser.prog}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    printer.finish()
-    for i, sequence in enumerate(stats.sequences):
-        if sequence.logprobs is not None:
-            _print_logprobs(tokenizer, printer.tokens[i], sequence.logprobs)
-    print(stats.summary(), file=sys.stderr)
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pagedtree generate",
-        description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, progress and statistics"
-        " to stderr.",
+        description="Completes a prompt, in fewer passes with drafts. The text goes to stdout, statistics to stderr.",
     )
-    add = parser.add_argument
-    drafts, grammar = (parser.add_mutually_exclusive_group().add_argument for _ in range(2))
-    sampling = parser.add_argument_group(
-        "sampling", "only with a temperature above 0; the defaults are the checkpoint's where it samples"
-    ).add_argument
-    add("--model", required=True, help="checkpoint of the target: a folder, a GGUF file or a name on the hub")
-    add("--prompt", required=True, metavar="FILE", help="text file; - for standard input")
-    add("--chat", action="store_true", help="the prompt is a user's message, put into the tokenizer's chat template")
-    add("--system", metavar="TEXT", help="a system message in front of it; needs --chat")
-    drafts("--draft", metavar="PATH", help="checkpoint of a smaller model of the same tokenizer, as --model")
-    drafts("--drafter", metavar="FOLDER", help="folder of a draft head, of any format that load_drafter reads")
-    drafts("--medusa", metavar="PATH", help="folder of Medusa heads (config.json, medusa.safetensors)")
-    drafts("--eagle", metavar="PATH", help="folder of an EAGLE-3 head, as SGLang and vLLM load it")
-    drafts("--block", metavar="PATH", help="folder of a block drafter (DFlash)")
+    add, drafts = parser.add_argument, parser.add_mutually_exclusive_group().add_argument
+    sampling = parser.add_argument_group("sampling", "default: the checkpoint's generation_config.json").add_argument
+    add("--model", required=True, metavar="FOLDER", help="checkpoint of the target")
+    add("--prompt", metavar="TEXT", help="default: standard input")
+    drafts("--draft", metavar="FOLDER", help="checkpoint of a smaller model of the same tokenizer")
+    drafts("--drafter", metavar="FOLDER", help="draft head of any format that load_drafter reads")
     drafts("--ngram", action="store_true", help="draft from the text itself (prompt lookup)")
-    add("--draft-law", choices=DRAFT_LAWS, default="topk", help="how --draft chooses tokens (default %(default)s)")
-    add("--rule", choices=RULES, default="auto", help="how drafts are verified; all but typical are lossless")
-    add("--num-nodes", type=int, help=f"nodes of a draft tree with its root (default {NUM_NODES}, of n-grams 32)")
-    add("--depth", type=int, help="most draft tokens in a row (default: the drafter's own)")
-    add("--width", type=int, help="most guesses for a place (default: the drafter's own); 1 = chains")
     add("--max-new-tokens", type=int, default=128, help="default %(default)s")
     add("--n", type=int, default=1, help="outcomes of the prompt (default %(default)s)")
-    add("--stop", action="append", metavar="TEXT", help="ends the text where it occurs; may be repeated")
-    add("--min-new-tokens", type=int, help="tokens before an end-of-text token (default: the checkpoint's, or 0)")
-    add("--bad-word", action="append", default=[], metavar="TEXT", help="may not come; may be repeated")
-    add("--repetition-penalty", type=float, help="divides what came before (default: the checkpoint's, or 1 = off)")
-    add("--presence-penalty", type=float, help="subtracted from what was generated (default 0)")
-    add("--frequency-penalty", type=float, help="subtracted each time that it was (default 0)")
-    add("--logprobs", type=int, metavar="N", help="tells each token's log-probability, rank and the N most likely")
-    grammar("--json-schema", metavar="FILE", help="the text is JSON of this schema; needs xgrammar")
-    grammar("--grammar", metavar="FILE", help="the text follows this EBNF grammar; needs xgrammar")
-    blanks = f"most white space between two parts of the JSON text (default {MAX_WHITESPACE} characters; 0 = one line)"
-    add("--max-whitespace", type=int, metavar="N", help=blanks)
-    add("--no-generation-config", action="store_true", help="leave out what generation_config.json asks for")
-    add("--temperature", type=float, help="0 = greedy (default: the checkpoint's where it samples, else greedy)")
-    sampling("--top-p", type=float, help="else 1 = off")
-    sampling("--top-k", type=int, help="else 0 = off")
-    sampling("--min-p", type=float, help="else 0 = off")
+    sampling("--temperature", type=float, help="0 = greedy")
+    sampling("--top-k", type=int, help="0 = off")
+    sampling("--top-p", type=float, help="1 = off")
+    sampling("--min-p", type=float, help="0 = off")
     sampling("--seed", type=int, help="seed of the first outcome (default 0); each next one adds 1")
-    add("--page-size", type=int, default=16, help="tokens per page (default %(default)s)")
-    add("--num-pages", type=int, help="pages in the cache (default: enough)")
-    device = "cuda" if "cuda" in backends() else "cpu"
-    add("--device", default=device, help="default: cuda where it can run, else cpu")
-    add("--cuda-graph", action="store_true", help="replay a CUDA graph of the decode step")
-    add("--dtype", choices=DTYPES, help="default: the checkpoint's, on a CPU float32 where it is slow")
+    add("--no-generation-config", action="store_true", help="ignore generation_config.json, but for its EOS tokens")
+    devices = [name for name in ("cuda", "cpu") if name in backends()]
+    add("--device", choices=devices, default=devices[0], help="default %(default)s")
+    dtypes = ("float32", "bfloat16", "float16")
+    add("--dtype", choices=dtypes, help="default: the checkpoint's, on a CPU float32 where it is slow")
+    add("--json", action="store_true", help="print texts and statistics as JSON")
     return parser
 
 
-def _config_fields(model: Any, args: argparse.Namespace) -> ConfigFields:
-    if args.no_generation_config:
-        return ConfigFields()
-    options = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES, "min_new_tokens")}
-    options["stop_strings"] = args.stop
-    config = config_fields(model, rule="greedy" if args.temperature == 0 else args.rule, given=options)
-    if config.values:
-        print(f"generation_config.json: {config}", file=sys.stderr)
-    return config
-
-
-def _sampling(
-    parser: argparse.ArgumentParser, args: argparse.Namespace, config: ConfigFields
-) -> tuple[str, SamplingParams | None]:
-    """Returns rule and params, None = from the config; ends the program if an option would have no effect."""
-    if not (config.is_sampled if args.temperature is None else args.temperature):
-        for name in ("top_p", "top_k", "min_p", "seed"):
-            if getattr(args, name) is not None:
-                parser.error(f"--{name.replace('_', '-')}: needs --temperature above 0; without it decoding is greedy")
-    fields = {name: getattr(args, name) for name in (*FILTERS, *PENALTIES) if getattr(args, name) is not None}
-    if not fields:
-        return args.rule, None
-    if fields == {"temperature": 0.0} and args.rule in ("auto", "greedy"):
-        return "greedy", None
-    return args.rule, dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **fields)
-
-
-def _bad_words(tokenizer: Any, words: list[str]) -> list[list[int]]:
-    """Returns each text as tokens, also with a leading space: most tokenizers have other tokens for that."""
-    texts = [text for word in words for text in (word, f" {word.lstrip()}")]
-    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-
-
-def _read(args: argparse.Namespace) -> tuple[str, str | None]:
-    if args.max_whitespace is not None and (args.json_schema is None or args.max_whitespace < 0):
-        raise ValueError(f"--max-whitespace: expected 0 or more, with --json-schema, got {args.max_whitespace}")
-    if args.system is not None and not args.chat:
-        raise ValueError("--system: needs --chat")
-    for name in ("model", "draft", "drafter", "medusa", "eagle", "block"):
-        if getattr(args, name) is not None:
-            check_checkpoint(f"--{name}", getattr(args, name), of_model=name in ("model", "draft"))
-    files = {"--json-schema": args.json_schema, "--grammar": args.grammar}
-    grammar = next((read_text(option, path) for option, path in files.items() if path is not None), None)
-    return read_text("--prompt", args.prompt, stdin=True), grammar
-
-
-def _prompt(tokenizer: Any, text: str, args: argparse.Namespace) -> list[int]:
-    if args.chat:
-        with errors_of("--chat", args.model):
-            return chat_prompt(tokenizer, text, args.system)
-    prompt: list[int] = tokenizer(text)["input_ids"]
+def _run(args: argparse.Namespace) -> None:
+    text = _text(args.prompt)
+    for name in ("model", "draft", "drafter"):
+        folder = getattr(args, name)
+        if folder is not None and not Path(folder, "config.json").is_file():
+            raise ValueError(f"--{name}: expected a folder with config.json, got {folder}")
+    logging.disable_progress_bar()
+    tokenizer = _loaded("--model", args.model, AutoTokenizer.from_pretrained)
+    prompt = tokenizer(text)["input_ids"]
     if not prompt:
-        raise ValueError(f"--prompt: expected a text of at least one token, got {args.prompt}, which has none")
-    return prompt
+        raise ValueError("--prompt: expected a text of at least one token, got one of none")
+    model = _loaded("--model", args.model, AutoModelForCausalLM.from_pretrained, dtype=args.dtype or "auto")
+    if args.dtype is None and args.device == "cpu" and not is_fast(model.dtype):
+        model = model.float()
+    model = model.to(args.device).eval()
+    config = ConfigFields()
+    if not args.no_generation_config:
+        given = {name: getattr(args, name) for name in FILTERS}
+        config = config_fields(model, rule="greedy" if args.temperature == 0 else "auto", given=given)
+    followed = f", generation_config.json: {config}" if config.values else ""
+    print(f"device: {args.device}, dtype: {model.dtype}{followed}", file=sys.stderr)
+    is_live = args.n == 1 and not args.json
+    sequences, stats = generate(
+        model,
+        [prompt],
+        drafter=_drafter(args, model),
+        max_new_tokens=args.max_new_tokens,
+        params=_params(args, config),
+        seeds=range(args.seed or 0, (args.seed or 0) + args.n),
+        n=args.n,
+        tokenizer=tokenizer,
+        generation_config=not args.no_generation_config,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_live else None,
+    )
+    texts = [tokenizer.decode(sequence[len(prompt) :], skip_special_tokens=True) for sequence in sequences]
+    if args.json:
+        found = {name: getattr(stats, name) for name in RATES} | dataclasses.asdict(stats)
+        print(json.dumps({"texts": texts, "statistics": found}))
+        return
+    for i, text in enumerate(texts if not is_live else ()):
+        print(f"--- outcome {i}\n{text}")
+    print(stats.summary(), file=sys.stderr)
 
 
-def _grammars(
-    parser: argparse.ArgumentParser,
-    model: Any,
-    tokenizer: Any,
-    stops: list[int],
-    text: str | None,
-    args: argparse.Namespace,
-) -> list[GrammarMatcher] | None:
-    if text is None:
-        return None
-    option, path = ("--json-schema", args.json_schema) if args.json_schema else ("--grammar", args.grammar)
+def _text(prompt: str | None) -> str:
+    """Returns the prompt, with unchanged line ends and without a byte order mark."""
     try:
-        import xgrammar
+        return (sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt: expected UTF-8, got byte 0x{error.object[error.start]:02x}") from None
 
-        from pagedtree.integrations.xgrammar import XGrammarMatcher
-    except ModuleNotFoundError as error:
-        parser.error(f"{option} needs {error.name}: pip install xgrammar")
-    vocab_size = model.config.get_text_config().vocab_size
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=stops or None)
-    compiler = xgrammar.GrammarCompiler(info)
-    most = MAX_WHITESPACE if args.max_whitespace is None else args.max_whitespace
+
+def _loaded(option: str, folder: str, load: Callable[..., Any], *rest: Any, **options: Any) -> Any:
+    """Loads from the folder; names option and folder if that fails, whatever a reader of files stumbles over."""
     try:
-        if args.json_schema:
-            compiled = compiler.compile_json_schema(text, any_whitespace=most > 0, max_whitespace_cnt=most or None)
-        else:
-            compiled = compiler.compile_grammar(text)
-    except (RuntimeError, UnicodeError) as error:  # the latter where the message has a part of a character
-        message = " ".join(str(error).split())
-        raise ValueError(f"{option}: expected what xgrammar can read, got {path}: {message}") from None
-    return [XGrammarMatcher(xgrammar.GrammarMatcher(compiled), info.vocab_size) for _ in range(args.n)]
+        return load(folder, *rest, **options)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{option}: expected a checkpoint that can be loaded, got {folder}: {reason}") from error
 
 
-def _print_logprobs(tokenizer: Any, tokens: list[int], found: TokenLogprobs) -> None:
-    columns = zip(tokens, found.logprobs, found.ranks, found.top_tokens, found.top_logprobs, strict=True)
-    for token, logprob, rank, top, logprobs in columns:
-        line = ", ".join(
-            f"{tokenizer.decode([t])!r} {math.exp(value):.3f}" for t, value in zip(top, logprobs, strict=True)
-        )
-        print(f"{tokenizer.decode([token])!r:16} {logprob:8.3f}  rank {rank}  {line}", file=sys.stderr)
+def _drafter(args: argparse.Namespace, model: Any) -> Drafter | None:
+    if args.draft is not None:
+        draft = _loaded("--draft", args.draft, AutoModelForCausalLM.from_pretrained, dtype=model.dtype)
+        return ModelDrafter(draft.to(args.device).eval())
+    if args.drafter is not None:
+        drafter: Drafter = _loaded("--drafter", args.drafter, load_drafter, model)
+        return drafter
+    return NgramDrafter() if args.ngram else None
+
+
+def _params(args: argparse.Namespace, config: ConfigFields) -> SamplingParams | None:
+    """Returns the options over the config's own params; None = the config's."""
+    if not (config.is_sampled if args.temperature is None else args.temperature):
+        for name in (*FILTERS[1:], "seed"):
+            if getattr(args, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option}: expected --temperature above 0 with it, got greedy decoding")
+    given = {name: getattr(args, name) for name in FILTERS if getattr(args, name) is not None}
+    return dataclasses.replace(config.params() or SamplingParams(temperature=0.0), **given) if given else None
+
+
+def is_fast(dtype: torch.dtype) -> bool:
+    """Returns whether this CPU multiplies the dtype at least as fast as float32."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and not BF16_ISAS.isdisjoint(_C.available_isas()))
