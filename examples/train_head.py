@@ -1,84 +1,152 @@
 """Trains an EAGLE-3 head for a causal language model of transformers, from the model's own answers to prompts.
 
-    python examples/train_head.py --target FOLDER --out DIR --bf16      # into DIR/eagle
-    python examples/train_head.py --target FOLDER --out DIR --prompts FILE --held-out FILE
-    python examples/train_head.py --target FOLDER --out DIR --steps 3   # a smoke test
+    python examples/train_head.py --target FOLDER --out heads --bf16
+    python examples/train_head.py --target FOLDER --out heads --prompts FILE --held-out FILE
 
-A run that was stopped goes on from its last checkpoint, and nothing is answered or read twice; a finished one is only
-evaluated again. docs/your_model.md goes through it step by step.
+docs/your_model.md explains each step. A run that is interrupted begins anew.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import ast
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from own_texts import Text, own_texts
-from prompt_files import question, read_prompts, token_ids
-from prompts.training import training_prompts
-from real_prompts import KINDS, held_out
+from real_prompts import chat_ids, held_out
+from stdlib_text import STDLIB, read
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_text import SEED, Answers, Batch, layer_outputs
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from pagedtree.integrations.transformers import Drafter, EagleDrafter, EagleHead, NgramDrafter, generate
+from pagedtree import SamplingParams
+from pagedtree.integrations.transformers import EagleDrafter, EagleHead, NgramDrafter, generate
 
+SEED = 0
+PROMPTS = Path(__file__).parent / "prompts" / "training.json"
+# Each prompt is answered at each temperature: CHUNK answers a call, which fixes their seeds, BATCH of them at once.
+TEMPERATURES, TOP_P, CHUNK, BATCH = (0.0, 0.8), 0.95, 192, 64
+# The teacher's distribution is over the most likely tokens; the others are noise.
+TEACHER_TOKENS = 32
+CONTEXT = 768  # tokens of a step, and of the longest text
+# Training-time test: UNROLLED passes, each weighed DECAY of the one before. The first is over all positions of a text;
+# the others read the head's own states, at BRANCHES random positions.
+UNROLLED, DECAY, BRANCHES = 4, 0.8, 64
 LEARNING_RATE = 2e-3
-# Tokens of a step, and of the longest text.
-CONTEXT, SMOKE_CONTEXT = 768, 128
-# A run of fewer steps is a smoke test: it evaluates on little.
-SMOKE_STEPS = 20
-# Training-time test: the head reads its own states so many times, each weighed less than the one before.
-UNROLLED, DECAY = 4, 0.8
-# At so many random places of each text of a batch; the first time, at all places.
-BRANCHES = 64
-Prompts = Mapping[str, Sequence[Sequence[int]]]  # token ids, by the kind of prompt
 
 
-# The head and its loss ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Text:
+    """A prompt and its answer, and the target's outputs for all T tokens but the last."""
+
+    start: int  # of the answer
+    tokens: Tensor  # int64 [T + 1]
+    features: Tensor  # bfloat16 [T, F], the outputs of the head's layers, side by side
+    likely: Tensor  # int64 [T, K], the most likely next tokens, the likeliest first
+    logits: Tensor  # bfloat16 [T, K], of these
+
+
+def excerpt(file: str, name: str = "") -> str:
+    """Returns a module's docstring, or the source of a function or class in it, from Python's standard library."""
+    source = read(STDLIB / file)
+    node: Any = ast.parse(source)
+    if not name:
+        return ast.get_docstring(node) or ""
+    for part in name.split("."):
+        node = next(x for x in ast.walk(node) if isinstance(x, ast.FunctionDef | ast.ClassDef) and x.name == part)
+    return "\n".join(line[node.col_offset :] for line in source.splitlines()[node.lineno - 1 : node.end_lineno])
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Reads a JSON list of texts. A text may be a list of parts, where a list [file, name] is an `excerpt`."""
+    prompts = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str | list) for prompt in prompts):
+        raise ValueError(f"{file}: expected a JSON list of texts, got {prompts!r:.80}")
+    found = []
+    for prompt in prompts:
+        with suppress(FileNotFoundError, StopIteration):  # a module or function that this version of Python lacks
+            found.append("".join([part if isinstance(part, str) else excerpt(*part) for part in prompt]))
+    return found
+
+
+def answers(target: Any, layers: Sequence[int], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[Text]:
+    """Returns the target's answers to each prompt at each temperature, sorted by length."""
+    asked = list(dict.fromkeys((tuple(prompt), temperature) for prompt in prompts for temperature in TEMPERATURES))
+    texts = []
+    for first in range(0, len(asked), CHUNK):
+        chosen, temperatures = zip(*asked[first : first + CHUNK], strict=True)
+        params = SamplingParams(temperature=torch.tensor(temperatures), top_p=TOP_P)
+        how = {"max_new_tokens": max_new_tokens, "max_sequences": BATCH, "params": params}
+        # Without drafts: trees are chosen by the clock, and in bfloat16 another tree rounds differently.
+        sequences, stats = generate(target, [*map(list, chosen)], **how)
+        texts += [read_by(target, layers, *text) for text in zip(map(len, chosen), sequences, strict=True)]
+        print(f"answers: {len(texts)} of {len(asked)}, {stats.tokens_per_second:.0f} tokens/s", flush=True)
+    texts = [text for text in texts if text.start < len(text.features)]
+    if not texts:
+        raise ValueError(f"--prompts: expected texts of fewer than {CONTEXT} tokens, got none")
+    return sorted(texts, key=lambda text: len(text.tokens))
+
+
+@torch.no_grad()
+def read_by(target: Any, layers: Sequence[int], start: int, tokens: Tensor) -> Text:
+    """Runs the target over a prompt and its answer, which is cut off after CONTEXT tokens."""
+    tokens = tokens[: CONTEXT + 1]
+    output = target(input_ids=tokens[None, :-1], use_cache=False, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[i + 1] for i in layers], dim=-1)
+    likely = output.logits[0].topk(min(TEACHER_TOKENS, output.logits.shape[-1]))
+    return Text(start, tokens, features[0].bfloat16(), likely.indices, likely.values.bfloat16())
+
+
+def token_counts(texts: Sequence[Text], vocab_size: int) -> Tensor:
+    """Returns the expected number of times that the target chooses each token in the answers, float [V]."""
+    counts = torch.zeros(vocab_size)
+    for text in texts:
+        answer = slice(text.start - 1, None)
+        probs = text.logits[answer].float().softmax(-1)
+        counts.index_add_(0, text.likely[answer].flatten(), probs.flatten())
+    return counts
+
+
+def batches_of(texts: Sequence[Text]) -> list[list[Text]]:
+    """Groups texts, sorted by length, into batches of at most CONTEXT padded tokens."""
+    batches: list[list[Text]] = [[]]
+    for text in texts:
+        if batches[-1] and len(text.tokens) * (len(batches[-1]) + 1) > CONTEXT:
+            batches.append([])
+        batches[-1].append(text)
+    return batches
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """An early, a middle and a late one: those that SGLang and vLLM take by themselves, if there are as many."""
-    if num_layers < 6:
-        return tuple(range(max(num_layers - 1, 1)))
-    return 1, num_layers // 2 - 1, num_layers - 4
+    """Returns an early, a middle and a late layer: the defaults of SGLang and vLLM for at least 6 layers."""
+    return (1, num_layers // 2 - 1, num_layers - 4) if num_layers >= 6 else tuple(range(num_layers - 1))
 
 
-def attention_sizes(target: Any) -> tuple[int, int, int]:
-    """The target's query heads, KV heads, and their size."""
+def new_head(target: Any, layers: tuple[int, ...], target_ids: Tensor, intermediate_size: int) -> EagleHead:
     config = target.config.get_text_config()
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, head_dim
-
-
-def new_head(
-    target: Any, layers: tuple[int, ...], target_ids: Tensor, intermediate_size: int, heads: tuple[int, int, int]
-) -> EagleHead:
-    """heads: query heads, KV heads, and their size."""
-    config = target.config.get_text_config()
     sizes = {
         "hidden_size": config.hidden_size,
         "intermediate_size": intermediate_size,
-        "num_attention_heads": heads[0],
-        "num_key_value_heads": heads[1],
-        "head_dim": heads[2],
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         "rms_norm_eps": getattr(config, "rms_norm_eps", 1e-6),
         "rope_theta": 10000.0,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
     }
     head = EagleHead(sizes, target.get_input_embeddings(), target.get_output_embeddings(), layers, target_ids)
-    # Begin with states that the output layer reads well: the highest of the layers, under the target's own norm.
+    # The output layer reads these states well from the start: the highest of the layers, under the target's own norm.
     norm = getattr(getattr(target.get_decoder(), "norm", None), "weight", None)
     with torch.no_grad():
         head.fc.weight.zero_()[:, -config.hidden_size :].fill_diagonal_(1.0)
@@ -91,7 +159,7 @@ class Unrolled:
     """Attention of a head that drafts from several positions at once, from each in a branch of its own.
 
     The first pass is causal, over the target's features at all positions. In pass m, the row of root t is m tokens
-    further; it sees what the first pass saw at t, and of the later passes the rows of its own branch.
+    further; it sees the first pass's rows up to t, and the later passes' rows of its own branch.
 
     roots: int64 [B, R].
     """
@@ -121,8 +189,8 @@ class Unrolled:
 
 
 def unrolled_states(head: EagleHead, tokens: Tensor, features: Tensor, roots: Tensor) -> list[Tensor]:
-    """The head's states in each of UNROLLED passes: in the first one at all positions, [B, T, H], where what
-    `head.logits` makes of row t is about token t + 2; in pass m at the roots, [B, R, H], about tokens roots + 2 + m.
+    """Returns the head's states in each of UNROLLED passes: in the first one at all positions, [B, T, H], where
+    `head.logits` of row t is about token t + 2; in pass m at the roots, [B, R, H], about tokens roots + 2 + m.
 
     tokens: [B, T + 1]. features: [B, T, F], of the first T. roots: int64 [B, R], less than T - UNROLLED.
     """
@@ -136,243 +204,121 @@ def unrolled_states(head: EagleHead, tokens: Tensor, features: Tensor, roots: Te
     return found
 
 
-def cross_entropy(logits: Tensor, tokens: Tensor, probs: Tensor) -> Tensor:
-    """Cross entropy to a teacher's distribution over some tokens: logits [..., V], tokens, probs [..., K] -> [...]."""
-    return -(logits.log_softmax(-1, dtype=torch.float32).gather(-1, tokens) * probs).sum(-1)
+def places(is_learnt: Tensor, seed: int) -> Tensor:
+    """Returns random roots, int64 [B, BRANCHES]: learnt positions [B, T], not the first, with tokens for all passes."""
+    fits = is_learnt.clone()
+    fits[:, 0] = False
+    fits[:, :-1] &= is_learnt[:, 1:]  # padding
+    fits[:, fits.shape[1] - UNROLLED - 1 :] = False
+    fits[~fits.any(1), 1] = True  # in a text that is too short, where nothing is learnt
+    generator = torch.Generator().manual_seed(seed)
+    return fits.float().multinomial(BRANCHES, replacement=True, generator=generator)
 
 
-def unrolled_loss(head: EagleHead, batch: Batch, index: Tensor, seed: int) -> Tensor:
-    """index: int64 [V], each token's number in the draft vocabulary, -1 for others."""
-    tokens, probs = batch.teacher(index)
-    # Where the target's own choice is no draft token, nothing is to be learnt.
-    is_learnt = batch.is_learnt & (probs.sum(-1) > 0)
-    roots = batch.places(BRANCHES, UNROLLED + 1, seed)
-    texts, loss = torch.arange(len(roots))[:, None], torch.zeros(())
-    for m, states in enumerate(unrolled_states(head, batch.tokens, batch.features, roots)):
-        rows = torch.arange(1, states.shape[1])[None] if m == 0 else roots + 1 + m
-        states = states[:, : rows.shape[1]]
-        chosen = is_learnt[texts, rows]
-        losses = cross_entropy(head.logits(states[chosen]), tokens[texts, rows][chosen], probs[texts, rows][chosen])
-        loss = loss + DECAY**m * losses.sum() / chosen.sum().clamp(min=1)
-    return loss / sum(DECAY**m for m in range(UNROLLED))
+class Loss(nn.Module):
+    """The loss of a head on a batch. answers_only: whether prompts are not learnt."""
+
+    def __init__(self, head: EagleHead, answers_only: bool) -> None:
+        super().__init__()
+        self.head, self.answers_only = head, answers_only
+        # Each token's number in the draft vocabulary, -1 for others.
+        self.index = torch.full((head.config.vocab_size,), -1)
+        self.index[head.target_ids] = torch.arange(head.vocab_size)
+
+    def forward(self, batch: Sequence[Text], seed: int) -> Tensor:
+        tokens, features, likely, logits = (
+            pad_sequence([getattr(text, name) for text in batch], batch_first=True)
+            for name in ("tokens", "features", "likely", "logits")
+        )
+        place = torch.arange(tokens.shape[1] - 1)
+        is_learnt = place < torch.tensor([[len(text.tokens) - 1] for text in batch])
+        if self.answers_only:
+            is_learnt &= place >= torch.tensor([[text.start - 1] for text in batch])
+        roots = places(is_learnt, seed)
+        # The teacher's distribution is over the draft vocabulary; positions whose likeliest token it lacks are skipped.
+        likely = self.index[likely]
+        probs = logits.float().masked_fill(likely < 0, -torch.inf).softmax(-1)
+        is_learnt &= likely[..., 0] >= 0
+        rows, loss = torch.arange(len(batch))[:, None], torch.zeros(())
+        features = features.to(self.head.output_rows.dtype)
+        for m, states in enumerate(unrolled_states(self.head, tokens, features, roots)):
+            at = rows, torch.arange(1, states.shape[1])[None] if m == 0 else roots + 1 + m
+            chosen = is_learnt[at]
+            log_probs = self.head.logits(states[:, : chosen.shape[1]][chosen]).log_softmax(-1, dtype=torch.float32)
+            losses = -(log_probs.gather(-1, likely.clamp(min=0)[at][chosen]) * probs[at][chosen]).sum(-1)
+            loss = loss + DECAY**m * losses.sum() / chosen.sum().clamp(min=1)
+        return loss / sum(DECAY**m for m in range(UNROLLED))
 
 
-# Training -------------------------------------------------------------------------------------------------------------
-
-
-def learning_rate(steps: int, step: int, done: float) -> float:
-    """Linear warm-up, then a cosine down to a twentieth. done: the part of the whole run that is over."""
-    warmup = max(1, min(100, steps // 10))
-    cosine = 0.5 * (1 + math.cos(math.pi * done))
-    return LEARNING_RATE * min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * cosine)
-
-
-def fit(
-    module: nn.Module, loss_of: Callable[[int], Tensor], save: Callable[[], None], args: argparse.Namespace
-) -> None:
-    """Trains `module`; every `args.save_minutes`, saves it (and what `save` does besides) and all that resuming needs.
-
-    loss_of: the loss of a step, by its number. ValueError for a run that was begun as another one.
-    """
-    matrices = [p for p in module.parameters() if p.ndim > 1]
-    vectors = [p for p in module.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.98)
-    )
-    state_file = args.out / ".state" / "eagle.pt"
-    constants = hashlib.sha256(b"".join(x.numpy().tobytes() for x in module.buffers())).hexdigest()  # draft tokens
-    begun_as = repr((args.steps, CONTEXT, [tuple(p.shape) for p in module.parameters()], constants))
-    step, spent = 0, 0.0
-    if state_file.exists():
-        state = torch.load(state_file)
-        if state["begun_as"] != begun_as:
-            raise ValueError(
-                f"{state_file}: expected a run of the same steps, sizes and draft tokens; delete it to begin anew"
-            )
-        module.load_state_dict(state["module"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, spent = state["step"], state["minutes"]
-        print(f"eagle: resumed at step {step}")
-
-    def checkpoint() -> None:
-        state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "begun_as": begun_as}
-        state |= {"step": step, "minutes": spent + (time.monotonic() - began) / 60}
-        state_file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, state_file.with_suffix(".tmp"))
-        state_file.with_suffix(".tmp").replace(state_file)
-        save()
-
-    module.train()
-    print(f"eagle: {sum(p.numel() for p in module.parameters()):,} parameters, steps {step} to {args.steps}")
-    began = saved = time.monotonic()
-    first, mean_loss = step, 0.0
-    done_before = max(step / args.steps, spent / args.minutes if args.minutes else 0.0)
-    while step < args.steps:
-        minutes = spent + (time.monotonic() - began) / 60
-        done = max(step / args.steps, minutes / args.minutes if args.minutes else 0.0)
-        if done >= 1:
-            break
+def fit(loss: Loss, batches: Sequence[Sequence[Text]], steps: int) -> None:
+    """Trains a head. All batches come once, in a random order, before one comes again."""
+    parameters = [*loss.parameters()]
+    matrices, vectors = [x for x in parameters if x.ndim > 1], [x for x in parameters if x.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+    warmup, mean, began = max(1, min(100, steps // 10)), 0.0, time.monotonic()
+    for step in range(steps):
+        # A linear warm-up, then a cosine down to a twentieth.
+        cosine = 0.5 * (1 + math.cos(math.pi * (step / steps)))
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args.steps, step, done)
-        loss = loss_of(step)
-        loss.backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            group["lr"] = LEARNING_RATE * min(1.0, (step + 1) / warmup) * (0.05 + 0.95 * cosine)
+        epoch, number = divmod(step, len(batches))
+        order = torch.randperm(len(batches), generator=torch.Generator().manual_seed(SEED + epoch))
+        # Computed in the target's dtype; the weights that are trained stay in fp32.
+        rounded = {name: weight.to(loss.head.output_rows.dtype) for name, weight in loss.named_parameters()}
+        value = torch.func.functional_call(loss, rounded, (batches[int(order[number])], SEED + step))
+        value.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean_loss += (loss.item() - mean_loss) / min(step - first + 1, 50)
-        step += 1
-        if step % 20 == 0 or step == args.steps:
-            left = (minutes - spent) * (1 - done) / max(done - done_before, 1e-9)
-            print(f"eagle: step {step}  loss {mean_loss:.3f}, {left:.0f} minutes left", flush=True)
-        if time.monotonic() - saved > 60 * args.save_minutes:
-            checkpoint()
-            saved = time.monotonic()
-    checkpoint()
-    module.eval()
-
-
-class _Rounded(nn.Module):
-    """Computes the loss with weights in another dtype than the one that they are trained in."""
-
-    def __init__(self, module: nn.Module, loss_of: Callable[[int], Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.module, self._loss_of, self._dtype = module, loss_of, dtype
-
-    def loss(self, step: int) -> Tensor:
-        rounded = {name: weight.to(self._dtype) for name, weight in self.named_parameters()}
-        loss: Tensor = torch.func.functional_call(self, rounded, (step,))
-        return loss
-
-    def forward(self, step: int) -> Tensor:
-        return self._loss_of(step)
-
-
-# The program ----------------------------------------------------------------------------------------------------------
-
-
-def accepted_drafts(target: Any, prompts: Prompts, drafter: Drafter, max_new_tokens: int) -> dict[str, float]:
-    """Measures the mean number of accepted drafts of a tree, for each kind of prompts."""
-    found = {}
-    for kind, tokens in prompts.items():
-        _, stats = generate(target, tokens, drafter=drafter, max_new_tokens=max_new_tokens, rule="greedy")
-        steps = [count for sequence in stats.sequences for count in sequence.accepted]
-        found[kind] = sum(steps) / max(len(steps), 1)
-    return found
-
-
-def _show_accepted(name: str, target: Any, prompts: Prompts, drafter: Drafter, max_new_tokens: int) -> None:
-    found = accepted_drafts(target, prompts, drafter, max_new_tokens)
-    shown = ", ".join(f"{kind} {mean:.2f}" for kind, mean in found.items())
-    print(f"{name}: accepted drafts in a tree: {shown}", flush=True)
-
-
-@torch.no_grad()
-def show_guesses(head: EagleHead, target: Any, texts: Sequence[Text]) -> None:
-    """Prints how often each pass names the token that the target chose, if those before it were right."""
-    hits: list[list[Tensor]] = [[] for _ in range(UNROLLED)]
-    for text in texts:
-        tokens = torch.tensor([text.tokens])
-        features, _ = layer_outputs(target, head.feature_layers, tokens[:, :-1])
-        # From the prompt's last token on, every token that is guessed is one that the target chose.
-        roots = torch.arange(text.start - 2, tokens.shape[1] - 1 - UNROLLED)[None]
-        for m, states in enumerate(unrolled_states(head, tokens, features, roots)):
-            states = states[:, roots[0]] if m == 0 else states
-            guesses = head.target_ids[head.logits(states)[0].topk(3).indices]
-            hits[m].append(guesses == tokens[0, roots[0] + 2 + m, None])
-    for m, each in enumerate(hits):
-        top = torch.cat(each).float().mean(0).cumsum(0)
-        print(f"eagle: level {m + 1} on the target's greedy continuations: top-1 {top[0]:.1%}, top-3 {top[2]:.1%}")
+        mean += (value.item() - mean) / min(step + 1, 50)
+        if (step + 1) % 20 == 0 or step + 1 == steps:
+            left = (time.monotonic() - began) / (step + 1) * (steps - step - 1) / 60
+            print(f"step {step + 1}  loss {mean:.3f}, {left:.0f} minutes left", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    args = parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="checkpoint folder or name of a causal model")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the head")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="JSON list of texts (default: %(default)s)")
+    parser.add_argument("--held-out", type=Path, help="as --prompts: for the trial at the end")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
+    parser.add_argument("--answers-only", action="store_true", help="do not learn the prompts")
+    parser.add_argument("--steps", type=int, default=3000)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, faster where the CPU has it")
+    parser.add_argument("--draft-vocab", type=int, default=8192, help="the most frequent tokens (default %(default)s)")
+    parser.add_argument("--intermediate-size", type=int, help="default: half of the target's hidden size")
+    without = "leave out the output layer, which is rows of the target's; only pagedtree can load such a head"
+    parser.add_argument("--needs-target", action="store_true", help=without)
+    args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(SEED)
     logging.disable_progress_bar()
-    smoke, state, out = args.steps < SMOKE_STEPS, args.out / ".state", args.out / "eagle"
-    context = SMOKE_CONTEXT if smoke else CONTEXT
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     dtype = torch.bfloat16 if args.bf16 else "auto"
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype=dtype).eval().requires_grad_(False)
-    layers = tuple(args.feature_layers or default_layers(target.config.get_text_config().num_hidden_layers))
-    asked, tried = _asked(tokenizer, args, smoke)
-    texts = own_texts(target, asked, state / "answers.jsonl", args.max_new_tokens, args.temperatures)
-    source = Answers(target, layers, texts, state, context, context)
-    print(f"{len(texts)} texts, {source.num_tokens:,} tokens of answers")
+    config = target.config.get_text_config()
+    layers = default_layers(config.num_hidden_layers)
 
-    ids = source.frequencies.argsort(descending=True, stable=True)[: args.draft_vocab].sort().values
-    share = source.frequencies[ids].sum() / source.frequencies.sum()
-    print(f"eagle: {len(ids)} draft tokens, {share:.2%} of the text")
-    size = args.intermediate_size or target.config.get_text_config().hidden_size // 2
-    head = new_head(target, layers, ids, size, tuple(args.heads or attention_sizes(target)))
-    index = torch.full((head.config.vocab_size,), -1)
-    index[ids] = torch.arange(len(ids))
-    few = {kind: prompts[:4] for kind, prompts in tried.items()}
-    length = 16 if smoke else 96
+    def token_ids(prompts: Sequence[str]) -> list[list[int]]:
+        is_chat = bool(tokenizer.chat_template)
+        return [chat_ids(tokenizer, text) if is_chat else tokenizer.encode(text) for text in prompts]
 
-    def saved() -> EagleDrafter:
-        """As it was saved, rounded."""
-        nodes, depth, width = args.tree
-        return EagleDrafter(EagleHead.from_pretrained(out, target), num_nodes=nodes, depth=depth, width=width)
-
-    def save() -> None:
-        head.save_pretrained(out, needs_target=args.needs_target)
-        _show_accepted("eagle", target, few, saved(), length)
-
-    rounded = _Rounded(head, lambda step: unrolled_loss(head, source.batch(step), index, SEED + step), target.dtype)
-    fit(head, rounded.loss, save, args)
-    greedy = [prompt for prompts in tried.values() for prompt in prompts]
-    drafter, texts_of = saved(), own_texts(target, greedy, state / "answers.jsonl", 16 if smoke else 128, [0.0])
-    show_guesses(drafter.head, target, texts_of)
-    _show_accepted("n-gram tree", target, tried, NgramDrafter(16), length)
-    _show_accepted("eagle", target, tried, drafter, length)
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="checkpoint folder or name of a causal model")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--minutes", type=float, help="end after so many minutes of training at the latest")
-    parser.add_argument("--save-minutes", type=float, default=10.0, help="time between checkpoints")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16, faster where the CPU has it")
-    parser.add_argument("--prompts", type=Path, help="what it is asked: .json, .jsonl or a text in each line")
-    parser.add_argument("--num-prompts", type=int, help="only so many of them, the first ones")
-    parser.add_argument("--held-out", type=Path, help="prompts on which the drafter is tried; they are not learnt from")
-    parser.add_argument(
-        "--temperatures", type=float, nargs="+", default=(0.0, 0.8), help="at each of which every prompt is answered"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="of each answer")
-    parser.add_argument(
-        "--chat", action=argparse.BooleanOptionalAction, help="use the chat template (default: if there is one)"
-    )
-    parser.add_argument("--draft-vocab", type=int, default=8192, help="the most frequent tokens (default %(default)s)")
-    parser.add_argument("--intermediate-size", type=int, help="default: half of the target's hidden size")
-    parser.add_argument("--heads", type=int, nargs=3, metavar=("QUERY", "KV", "SIZE"), help="default: the target's")
-    parser.add_argument("--feature-layers", type=int, nargs="+", help="whose outputs it reads, counted from 0")
-    parser.add_argument(
-        "--needs-target",
-        action="store_true",
-        help="leave out the output layer, which is rows of the target's; only pagedtree can load such a head",
-    )
-    shape = ("NODES", "DEPTH", "WIDTH")
-    parser.add_argument("--tree", type=int, nargs=3, default=(8, 4, 2), metavar=shape, help="as it is tried")
-    return parser
-
-
-def _asked(tokenizer: Any, args: argparse.Namespace, smoke: bool) -> tuple[list[list[int]], Prompts]:
-    """Prompts to learn from, and those to try, by their kind."""
-    chat = bool(tokenizer.chat_template) if args.chat is None else args.chat
-    learnt = read_prompts(args.prompts) if args.prompts else [question(prompt.text) for prompt in training_prompts()]
-    tried = {kind: [question(prompt.text) for prompt in held_out(kind)] for kind in KINDS}
-    tried = {"prompts": read_prompts(args.held_out)} if args.held_out else tried
-    learnt = learnt[: args.num_prompts]
-    if smoke:
-        learnt, tried = learnt[:8], {kind: prompts[:1] for kind, prompts in tried.items()}
-    return token_ids(tokenizer, learnt, chat), {
-        kind: token_ids(tokenizer, prompts, chat) for kind, prompts in tried.items()
-    }
+    texts = answers(target, layers, token_ids(read_prompts(args.prompts)), args.max_new_tokens)
+    counts = token_counts(texts, config.vocab_size)
+    ids = counts.argsort(descending=True, stable=True)[: args.draft_vocab].sort().values
+    print(f"{len(texts)} texts; {len(ids)} draft tokens, {counts[ids].sum() / counts.sum():.2%} of the answers")
+    head = new_head(target, layers, ids, args.intermediate_size or config.hidden_size // 2)
+    fit(Loss(head, args.answers_only), batches_of(texts), args.steps)
+    head.save_pretrained(args.out, needs_target=args.needs_target)
+    saved = EagleHead.from_pretrained(args.out, target)  # rounded
+    tried = token_ids(read_prompts(args.held_out) if args.held_out else [prompt.text for prompt in held_out()])
+    drafters = {"n-grams": NgramDrafter(16), "the head": EagleDrafter(saved, num_nodes=8, depth=4, width=2)}
+    for name, drafter in drafters.items():
+        _, stats = generate(target, tried, drafter=drafter, max_new_tokens=min(96, args.max_new_tokens), rule="greedy")
+        print(f"trees of {name}: {stats.mean_accepted:.2f} accepted drafts a step", flush=True)
 
 
 if __name__ == "__main__":
