@@ -202,7 +202,7 @@ ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 ENGINE_speculators  := --no-deps speculators==0.9.0 dflash==0.1.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
-TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py generate_command.py gguf.py) \
+TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py generate_command.py) \
   $(addprefix tests/adapters/test_,transformers_attention.py custom_generate.py architectures.py)
 TESTS_vllm          := tests/engines/test_vllm_*.py --dist loadfile
 TESTS_vllm_v2       := $(TESTS_vllm)

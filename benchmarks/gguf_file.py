@@ -1,4 +1,4 @@
-"""A Llama as a GGUF file: for other libraries, which read such files, and for the tests of our own reading."""
+"""A Llama as a GGUF file, for other libraries, which read such files."""
 
 from __future__ import annotations
 
@@ -40,21 +40,10 @@ class Vocabulary:
     template: str | None = None
 
 
-def write_llama(
-    model: Any,
-    vocabulary: Vocabulary,
-    path: Path,
-    kind: str,
-    *,
-    architecture: str = "llama",
-    leave_out: Collection[str] = (),
-) -> Path:
-    """Writes the model with matrices of a type of GGUF ("F32", "F16", "BF16", "Q8_0", "Q4_1") and norms in fp32.
-
-    architecture, leave_out: another name for it, and parameters that the file lacks, for tests of bad files.
-    """
+def write_llama(model: Any, vocabulary: Vocabulary, path: Path, kind: str) -> Path:
+    """Writes the model with matrices of a type of GGUF ("F16", "BF16", "Q4_1") and norms in fp32."""
     config, types = model.config, gguf.GGMLQuantizationType
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, "llama")
     writer.add_name(path.stem)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -66,10 +55,9 @@ def write_llama(
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    # transformers 4 has no rope_parameters.
-    writer.add_rope_freq_base(getattr(config, "rope_theta", None) or config.rope_parameters["rope_theta"])
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(vocabulary.tokens)
@@ -84,8 +72,6 @@ def write_llama(
     if vocabulary.template:
         writer.add_chat_template(vocabulary.template)
     for name, weight in model.named_parameters():
-        if name in leave_out:
-            continue
         weight = weight.detach().float().cpu()
         if name.endswith(("q_proj.weight", "k_proj.weight")):  # GGUF's Llama rotates neighbouring columns
             weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)

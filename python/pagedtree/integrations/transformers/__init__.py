@@ -34,7 +34,6 @@ from pagedtree.generation.token_options import TokenOptions
 from pagedtree.integrations.transformers.attention import register
 from pagedtree.integrations.transformers.custom_generate import tree_generate
 from pagedtree.integrations.transformers.generate import generate
-from pagedtree.integrations.transformers.gguf import dequantized
 from pagedtree.integrations.transformers.model import ModelDrafter
 from pagedtree.integrations.transformers.mtp import MtpDrafter, MtpHead, load_drafter
 from pagedtree.integrations.transformers.packed_weights import packed_weights
@@ -65,7 +64,6 @@ __all__ = [
     "TextMemory",
     "TokenLogprobs",
     "TokenOptions",
-    "dequantized",
     "generate",
     "load_drafter",
     "medusa_tree",
