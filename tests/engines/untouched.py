@@ -15,7 +15,11 @@ LOADERS = {
 }
 MODULES = {
     "vllm": ["vllm.entrypoints.llm", "vllm.v1.engine.core", "vllm.v1.worker.cpu_worker"],
-    "sglang": ["sglang.srt.managers.scheduler", "sglang.srt.speculative.eagle_utils"],
+    "sglang": [
+        "sglang.srt.layers.attention.attention_registry",
+        "sglang.srt.managers.scheduler",
+        "sglang.srt.speculative.eagle_utils",
+    ],
 }
 
 
