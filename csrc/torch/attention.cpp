@@ -439,14 +439,14 @@ std::tuple<Tensor, Tensor> merge_states(const Tensor& out_a, const Tensor& lse_a
   "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor seq_lens, Tensor cu_seqlens_q,"   \
   " Tensor? tree_mask=None, *, Tensor? tree_lens=None, SymInt? max_seqlen_q=None, float? scale=None,"    \
   " float softcap=0.0, SymInt window=0, Tensor? sinks=None, Tensor? k_scale=None, Tensor? v_scale=None," \
-  " Tensor(a!)? plan=None"
+  " Tensor? plan=None"
 #define PT_LAYER_ARGUMENTS                                                                 \
   "Tensor q, Tensor k_cache, Tensor v_cache, SymInt step, Tensor? sinks, Tensor? k_scale," \
   " Tensor? v_scale"
 
 constexpr Op kOps[] = {
     {"tree_attention", "(" PT_ATTENTION_ARGUMENTS ") -> (Tensor out, Tensor lse)", PT_BOX(&tree_attention)},
-    {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(b!) out, Tensor(c!)? lse=None) -> ()",
+    {"tree_attention.out", "(" PT_ATTENTION_ARGUMENTS ", Tensor(a!) out, Tensor(b!)? lse=None) -> ()",
      PT_BOX(&tree_attention_out)},
     {"tree_attention.without_lse", "(" PT_ATTENTION_ARGUMENTS ") -> Tensor", PT_BOX(&tree_attention_without_lse)},
     {"_prepare_attention",

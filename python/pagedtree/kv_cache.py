@@ -192,7 +192,10 @@ def compact_kv(
     Raises ValueError for wrong shapes, dtypes or devices, before anything is written.
     """
     expect_type("caches", caches, Sequence)  # a tensor would be iterated page by page
-    return call(ops.compact_kv, list(caches), page_table, start, accept_index, num_accepted)
+    caches = list(caches)
+    if not caches and torch.compiler.is_compiling():  # torch 2.13's inductor fails on a call that writes to nothing
+        caches = [page_table.new_empty((0, 0))]
+    return call(ops.compact_kv, caches, page_table, start, accept_index, num_accepted)
 
 
 class PreparedCompaction:

@@ -128,7 +128,7 @@ def tree_attention() -> Call:
         max_seqlen_q=5, tree_lens=arguments["tree_lens"],
     )  # fmt: skip
     arguments |= {"out": torch.empty_like(arguments["q"]), "plan": plan}
-    return Call(pt.tree_attention, arguments, written=("out", "plan"))
+    return Call(pt.tree_attention, arguments, written=("out",))
 
 
 @valid_call

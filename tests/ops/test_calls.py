@@ -59,8 +59,10 @@ def test_opcheck(backend: str, device: torch.device, op: str) -> None:
 def test_compiled(backend: str, device: torch.device, name: str) -> None:
     call = call_on(device, name)
     torch.compiler.reset()  # compiled code is kept for the code of a function, and not for as many calls as there are
-    compiled = torch.compile(call.function, fullgraph=True, backend="aot_eager")
-    for found, expected in zip(call.results(compiled), call.results(), strict=True):
+    compiled = torch.compile(call.function, fullgraph=True)
+    with torch._inductor.config.patch(fallback_by_default=True):  # the C++ of torch's own ops takes minutes
+        results = call.results(compiled)
+    for found, expected in zip(results, call.results(), strict=True):
         assert found.dtype == expected.dtype and torch.equal(found, expected)
 
 
