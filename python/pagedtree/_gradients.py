@@ -1,6 +1,6 @@
 """Autograd registration of the ops: they have no backward pass, and raise when one is requested.
 
-The forward pass works under grad mode as elsewhere. Float outputs from tensors that require grad get a graph node that
+The forward pass works under grad mode. Float outputs from tensors that require grad get a graph node that
 raises in backward, as do tensors that an op has written. Their version counters increase as with PyTorch's own in-place
 ops.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["register_gradients"]
+__all__ = ["new_library", "register_gradients"]
 
 # Their outputs cannot require grad; without an autograd kernel a call is a few microseconds faster.
 OPS_OF_INTEGERS = {
@@ -26,8 +26,18 @@ OPS_OF_INTEGERS = {
 }  # fmt: skip
 
 
+def new_library(use: str) -> torch.library.Library:
+    """Returns an empty library, which replaces an earlier import's."""
+    # The ops outlive a package that is deleted from sys.modules, and take each registration once.
+    libraries: dict[str, torch.library.Library] = vars(torch.ops.pagedtree).setdefault("_libraries", {})
+    if use in libraries:
+        libraries[use]._destroy()
+    libraries[use] = torch.library.Library("pagedtree", "FRAGMENT")
+    return libraries[use]
+
+
 # An op, too: compiled forward passes trace the backward ahead, and must not fail before anyone runs it.
-_library = torch.library.Library("pagedtree", "FRAGMENT")
+_library = new_library("_refuse_backward")
 _library.define("_refuse_backward(str op, Tensor gradient, SymInt[] shape, ScalarType dtype) -> Tensor")
 
 
@@ -36,7 +46,7 @@ def _refuse_backward(op: str, gradient: Tensor, shape: Sequence[int], dtype: tor
     raise RuntimeError(f"{op}: has no gradient: pagedtree's ops are for inference only")
 
 
-@torch.library.register_fake("pagedtree::_refuse_backward")
+@torch.library.register_fake("pagedtree::_refuse_backward", lib=_library)
 def _refuse_backward_fake(op: str, gradient: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return gradient.new_empty(shape, dtype=dtype)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import pagedtree
 from pagedtree._arguments import expect_one_device
-from pagedtree._gradients import register_gradients
+from pagedtree._gradients import new_library, register_gradients
 
 
 def _load() -> Any:
@@ -44,7 +44,7 @@ def _public_ops() -> list[str]:
     return sorted(name for namespace, name in names if namespace == "pagedtree" and not name.startswith("_"))
 
 
-_library = torch.library.Library("pagedtree", "IMPL")
+_library = new_library("gradients")
 for _name in _public_ops():
     register_gradients(_library, _overload(_name))
 
@@ -52,7 +52,7 @@ for _name in _public_ops():
 def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a shape function for an op's outputs, preceded by the op's device check.
 
-    One tensor without values (on "meta") sends the whole call there, whatever the others are.
+    One tensor without values (on "meta") sends the whole call there.
     """
     op, arguments = name.partition(".")[0], _overload(name)._schema.arguments
     required = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
@@ -67,7 +67,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
             expect_one_device(op, **values)
             return fake(*args, **kwargs)
 
-        torch.library.register_fake(f"pagedtree::{name}")(checked)
+        torch.library.register_fake(f"pagedtree::{name}", checked, lib=new_library(f"fake {name}"))
         return fake
 
     return register
@@ -90,7 +90,7 @@ def makes_fakes() -> bool:
 
 
 def has_no_values(tensor: Tensor) -> bool:
-    """Returns whether this tensor or its results are fake or part of a trace, so that nothing can be prepared."""
+    """Returns whether this tensor or its results are fake or part of a trace, so nothing can be prepared."""
     return torch.compiler.is_compiling() or tensor.is_meta or makes_fakes()
 
 

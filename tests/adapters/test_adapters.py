@@ -31,10 +31,18 @@ others = ["sglang", "sgl_kernel", "flashinfer", "flash_attn", "vllm", "accelerat
 sys.modules.update(dict.fromkeys(others))  # whose import then fails
 import pagedtree, pagedtree.integrations, pagedtree.tools.cli
 assert "torch._dynamo" not in sys.modules  # the compiler: its import takes longer than all of these
-for name in sys.argv[1:]:
-    if name == "transformers":
+for _ in range(2):
+    for name in sys.argv[1:]:
+        if name == "transformers" and sys.modules[name] is None:
+            del sys.modules[name]
+        importlib.import_module("pagedtree.integrations." + name)
+    import torch, pagedtree
+    states = torch.ones(2, 1, 1, requires_grad=True), torch.ones(2, 1)
+    out, _ = pagedtree.merge_states(*states, *states)
+    assert out.tolist() == [[[1.0]]] * 2 and out.requires_grad
+    assert pagedtree.merge_states(*(2 * [t.to("meta") for t in states]))[0].shape == out.shape
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pagedtree"]:
         del sys.modules[name]
-    importlib.import_module("pagedtree.integrations." + name)
 """
 
 
@@ -44,7 +52,7 @@ for name in sys.argv[1:]:
     [pytest.param(ADAPTERS, id="without"), pytest.param(["transformers"], id="with", marks=pytest.mark.slow)],
 )
 def test_adapters_import_alone(adapters: list[str]) -> None:
-    """The package needs no engine, and an adapter no other engine than its own."""
+    """The package needs no engine, and an adapter no other engine than its own. Forgotten, it can be imported anew."""
     if "transformers" in adapters:
         pytest.importorskip("transformers")
     subprocess.run([sys.executable, "-c", IMPORTS, *adapters], check=True)
