@@ -147,13 +147,23 @@ def test_explicit_masks():
     additive = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
     with torch.no_grad():
         expected = reference(input_ids, attention_mask=mask).logits
-        for form in (mask, additive, torch.where(mask, 0.0, -torch.inf)):
+        for form in (mask, additive, torch.where(mask, 0.0, -torch.inf), torch.where(mask, 0.0, -10000.0)):
             torch.testing.assert_close(ours(input_ids, attention_mask=form).logits, expected, rtol=1e-4, atol=1e-4)
     with (
-        pytest.raises(ValueError, match=r"attention_mask. must be bool, or 0 and very negative, got a bias"),
+        pytest.raises(ValueError, match=r"attention_mask. must be bool, or 0 and at most -10000, got a bias"),
         torch.no_grad(),
     ):
         ours(input_ids, attention_mask=torch.rand(3, 1, 21, 21))
+
+
+@pytest.mark.parametrize("name", ["window", "sinks"])
+def test_compiled_models_have_one_graph(name):
+    ours, _ = pair(name)
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        for batch in (inputs(padded=True), inputs(padded=False)):
+            assert torch.equal(compiled(**batch).logits, ours(**batch).logits)
+    torch.compiler.reset()
 
 
 def test_layers_that_are_not_causal():

@@ -18,7 +18,7 @@ from pagedtree._C import HEAD_DIMS
 from pagedtree.bits import packed
 from pagedtree.integrations.masks import all_visible
 from pagedtree.integrations.transformers.latent import attend_latent, is_absorbed
-from pagedtree.integrations.transformers.packed_pass import current_pass
+from pagedtree.integrations.transformers.packed_pass import running_pass
 
 __all__ = ["NAME", "attention_forward", "autocast_dtype", "register"]
 
@@ -33,7 +33,7 @@ def register() -> None:
 
 def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Returns a pass's mask, called by transformers: ordinary passes get SDPA's, None if causal, else bool."""
-    packed = current_pass.get()
+    packed = running_pass()
     if packed is None:
         return sdpa_mask(*args, **kwargs)
     return packed.mask.of_layers(kwargs["mask_function"], kwargs.get("local_size"))
@@ -61,8 +61,8 @@ def attention_forward(
 
     s_aux: the sinks of gpt-oss. sliding_window: None = no window; left out: the module's.
     attention_mask: None (causal, or everything visible where the layer is not causal), bool [B, 1, T, >= S], or the
-    same as zeros and very negative numbers; in a packed pass the pass's own. Raises ValueError for other masks there,
-    other head sizes, dropout, training, attention weights as output, a position bias, and continuous batching.
+    same as zeros and numbers of at most -10000; in a packed pass the pass's own. Raises ValueError for other masks
+    there, other head sizes, dropout, training, attention weights as output, a position bias, and continuous batching.
     """
     _refuse_unsupported(module, key, value, dropout, kwargs)
     options = {
@@ -71,7 +71,7 @@ def attention_forward(
         "sinks": s_aux.detach().float() if s_aux is not None else None,
     }
     layer: Any = getattr(module, "layer_idx", None)
-    packed = current_pass.get()
+    packed = running_pass()
     query, key, value = _in_autocast(query, key, value)
     if packed is not None:
         seen = packed.mask.window_of(attention_mask)
@@ -176,10 +176,10 @@ def _pack_mask(mask: Tensor, batch: int, num_queries: int, kv_len: int) -> Tenso
         )
     visible = mask[:, 0, :, :kv_len].expand(batch, num_queries, kv_len)
     if visible.dtype != torch.bool:
-        hidden = visible <= torch.finfo(visible.dtype).min / 2
+        hidden = visible <= -10000  # as old scripts hide keys in fp16
         if bool(((visible != 0) & ~hidden).any()):
             raise ValueError(
-                f'attention implementation "{NAME}": `attention_mask` must be bool, or 0 and very negative, got a bias'
+                f'attention implementation "{NAME}": `attention_mask` must be bool, or 0 and at most -10000, got a bias'
             )
         visible = ~hidden
     return packed(visible).flatten(0, 1)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.packed_mask import PackedMask
 
-__all__ = ["PackedPass", "current_pass"]
+__all__ = ["PackedPass", "current_pass", "running_pass"]
 
 
-@dataclass
+@dataclass(eq=False)
 class PackedPass:
     """Where the layers write and read keys and values, and their masks."""
 
@@ -27,10 +27,19 @@ class PackedPass:
     def active(self) -> Iterator[None]:
         """Makes this the pass of "pagedtree" models inside the block."""
         token = current_pass.set(self)
+        _running.append(self)
         try:
             yield
         finally:
+            _running.remove(self)
             current_pass.reset(token)
 
 
 current_pass: ContextVar[PackedPass | None] = ContextVar("pagedtree_pass", default=None)
+# The passes of all threads. torch.compile guards this list, but cannot trace a context variable.
+_running: list[PackedPass] = []
+
+
+def running_pass() -> PackedPass | None:
+    """Returns the caller's pass."""
+    return current_pass.get() if _running else None
