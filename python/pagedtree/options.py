@@ -112,8 +112,8 @@ class RequestOptions:
             bad_words: lists of token ids. match_prompts: whether a bad word may begin in the prompt.
             stop_ids, min_positions: ids forbidden at positions below min_positions; both or neither.
 
-        Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, and empty words, TypeError for wrong
-        types.
+        Raises ValueError for lists of different lengths, ids outside 0..vocab - 1, empty words and NaN biases,
+        TypeError for wrong types.
         """
         lists = {"prompts": prompts, "outputs": outputs, "allowed": allowed, "bias": bias, "bad_words": bad_words}
         batch = _batch_of({**lists, "stop_ids": stop_ids, "min_positions": min_positions})
@@ -364,6 +364,8 @@ def _biases(name: str, entry: Mapping[int, float] | None) -> Mapping[int, float]
     for token, value in entry.items():
         if isinstance(value, bool) or not isinstance(value, Real):
             raise TypeError(f"{name}[{token!r:.20}]: expected a number, got {value!r:.60}")
+        if value != value:
+            raise ValueError(f"{name}[{token!r:.20}]: expected a number, got NaN")
     return entry
 
 

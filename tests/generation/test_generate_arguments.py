@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 from brackets_case import STOP, Brackets
 from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
 from toy_text_case import DRAFTERS
-from transformers import BatchEncoding
+from transformers import BatchEncoding, LlamaForSequenceClassification
 from transformers.generation import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -124,6 +124,7 @@ REFUSED = [
         params=SamplingParams(repetition_penalty=torch.ones(3)),
     ),
     refused(r"options: bias\[0\]: expected ids in 0..127", options=TokenOptions(bias={VOCAB: 1.0})),
+    refused(r"options: bias\[0\]\[3\]: expected a number, got NaN", options=TokenOptions(bias={3: float("nan")})),
     refused("options: bad_words.*at least one token", options=TokenOptions(bad_words=[[]])),
     refused("options: expected one value, or a list", TypeError, options={"bias": {1: 1.0}}),
     refused("options: expected TokenOptions or None, got int", TypeError, options=[1]),
@@ -396,6 +397,16 @@ def test_bad_models(model):
         generate(tiny(0).train(), [[1]], max_new_tokens=4)
     with pytest.raises(ValueError, match=r"expected a head_dim in 64, .* got 32"):
         generate(tiny(0, head_dim=32), [[1]], max_new_tokens=4)
+    for other, message in (
+        (None, "transformers, got NoneType"),
+        ("gpt2", "transformers, got str"),
+        (torch.nn.DataParallel(model), r"transformers, got DataParallel; pass its \.module"),
+        (model.model, "with its output layer, got LlamaModel"),
+        (LlamaForSequenceClassification(model.config), "with its output layer, got LlamaForSequenceClassification"),
+        (tiny(0).double(), r"float16 or bfloat16, got torch\.float64"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^model: expected .*{message}"):
+            generate(other, [[1]], max_new_tokens=4)
 
 
 def test_no_prompts(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -114,13 +115,13 @@ def test_stop_strings_in_a_long_text():
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 def test_a_callback_ends_sequences(model, texts, monkeypatch, cuda_graph):
-    """True ends its sequence; what was generated stays, and the others go on."""
+    """A true answer ends its sequence; what was generated stays, and the others go on."""
     monkeypatch.setattr(FixedStep, "captures", False)
-    answers = [[] for _ in PROMPTS]
+    answers, ends = [[] for _ in PROMPTS], {1: torch.tensor(True), 3: 1}
 
     def callback(sequence, tokens):
         answers[sequence] += tokens
-        return len(answers[sequence]) >= 5 if sequence in (1, 3) else 1  # nothing but True does it
+        return ends.get(sequence) if len(answers[sequence]) >= 5 else np.False_
 
     sequences, stats = generated(model, NgramDrafter(8), callback=callback, cuda_graph=cuda_graph)
     for b, (sequence, of) in enumerate(zip(sequences, stats.sequences, strict=True)):

@@ -341,7 +341,7 @@ class Engine:
             stats.decode_steps += 1
             stats.accepted.append(max(len(tokens) - 1, 0))
         sequence.tokens += tokens
-        if self.on_tokens is not None and self.on_tokens(sequence.index, tokens) is True:
+        if self.on_tokens is not None and self.on_tokens(sequence.index, tokens):
             stats.finish_reason = stats.finish_reason or "callback"
 
     def _history_of(self, sequences: list[GeneratedSequence]) -> Tensor:

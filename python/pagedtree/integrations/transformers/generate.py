@@ -127,7 +127,7 @@ def generate(
         shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
             arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a
             `pagedtree.distributed.DraftGroup`.
-        callback: called with (sequence, new tokens) after each pass, in sequence order. True ends the sequence; with
+        callback: called with (sequence, new tokens) after each pass, in sequence order. A true result ends it; with
             shards all ranks must agree. on_step: called with a `StepResult` after each pass.
         options: `TokenOptions`: one for all, or a list with one or None per prompt or sequence.
         min_new_tokens: minimum number of tokens before EOS (not before stop strings); one number, or one per prompt or

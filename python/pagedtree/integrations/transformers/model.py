@@ -34,8 +34,14 @@ POSITION_TABLES = ("wpe", "embed_positions", "position_embeddings", "pos_encodin
 
 
 def check_model(model: Any) -> None:
-    """Raises ValueError, with the reason, for models that cannot run on packed tokens. Problems visible only inside a
-    layer are refused there: other masks, head sizes, layers that run twice."""
+    """Raises ValueError, with the reason, for models that cannot run on packed tokens; TypeError for other objects.
+    Layers refuse other masks and head sizes, and to run twice."""
+    name, is_model = type(model).__name__, isinstance(model, nn.Module) and hasattr(model, "config")
+    if not (is_model and hasattr(model, "can_generate")):
+        hint = "; pass its .module" if isinstance(getattr(model, "module", None), nn.Module) else ""
+        raise TypeError(f"model: expected a causal language model of transformers, got {name}{hint}")
+    if not model.can_generate():
+        raise ValueError(f"model: expected a causal language model with its output layer, got {name}")
     if model.training:
         raise ValueError("model: expected evaluation mode, got training mode; call model.eval()")
     config = model.config.get_text_config()
@@ -43,7 +49,6 @@ def check_model(model: Any) -> None:
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
-    name = type(model).__name__
     if not _has(model, lambda inner: inner._can_set_attn_implementation()):
         raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
@@ -58,6 +63,8 @@ def check_model(model: Any) -> None:
             raise ValueError(
                 f"model: expected an embedding and an output layer with a weight, got a {type(layer).__name__}"
             )
+        if layer is not None and layer.weight.dtype == torch.float64:
+            raise ValueError("model: expected weights of torch.float32, float16 or bfloat16, got torch.float64")
     # transformers 4.57 hands the keys of one layer to another in its cache, which is not used here.
     if getattr(config, "num_kv_shared_layers", 0) and any(
         getattr(module, "kv_shared_layer_index", None) is not None for module in model.modules()
@@ -102,7 +109,7 @@ class TransformersModel(PackedModel):
     `latent.latent_layers` and `recurrent.recurrent_layers` do."""
 
     def __init__(self, model: Any) -> None:
-        model = model._modules.get("_orig_mod", model)  # of torch.compile(model)
+        model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
         check_model(model)
         self.model, self.latent_layers, self.recurrent_layers = model, latent_layers(model), recurrent_layers(model)
         self._watched = _Watched()
