@@ -121,8 +121,8 @@ def torch_flash_attention(p: Problem) -> Way:
 
 def flash_attention_way(p: Problem, attend: Callable[..., Tensor], caches: list[Any], **tables: Tensor) -> Way:
     how = {"cache_seqlens": p.seq_lens, "softmax_scale": p.scale, "causal": True} | tables
-    q = p.q.view(p.batch, -1, p.heads, p.head_dim)
-    return Way(lambda copy: attend(q, *caches[copy], **how).view(p.q.shape))
+    rows = p.batch, p.tree.num_nodes, p.heads, p.head_dim
+    return Way(lambda copy: attend(p.q.view(rows), *caches[copy], **how).view(p.q.shape))
 
 
 @peer("flash-attn (causal)", when=package("flash_attn", "cuda"), like=paged_tree_causal)
