@@ -16,7 +16,7 @@ are. Other libraries run in bfloat16 (real_peers.py). All is greedy.
 
 Texts are compared with those of plain decoding. In half precision a pass over more tokens rounds in another way, and
 nearly tied tokens part the texts: of each such text the margin between the two tokens' logits is kept. In float32 a
-different text is an error (exit code 1).
+different text is an error (exit code 1). On a GPU "captured" ways replay a CUDA graph of the decode step.
 
 The file is written after each batch, and what it has from earlier runs stays: a run replaces what it measures. With
 --missing only what the file lacks is measured, so that a run that was cut off can be continued.
@@ -71,6 +71,8 @@ class Ways:
         self.alone = {f"{THEIRS}, prompt lookup"}
         for name, (make, tree) in drafting(self.model).items():
             self.every[name] = lambda batch, make=make, tree=tree: self.ours(batch, make, tree)  # type: ignore[misc]
+            if device == "cuda" and name in (PLAIN, "n-gram tree", "EAGLE-3 tree"):
+                self.every[f"{name}, captured"] = lambda batch, make=make: self.ours(batch, make, cuda_graph=True)  # type: ignore[misc]
         if device == "cpu" and dtype == torch.bfloat16:
             source = Source(self.model, real_model.checkpoint(), folder, torch.get_num_threads(), sequences)
             for name, generation in ready(source).items():
@@ -89,14 +91,14 @@ class Ways:
         return [row[: row.index(end) + 1] if end in row else row for row in rows], 0.0, seconds
 
     def ours(
-        self, batch: Tokens, make: Maker = lambda: None, tree: str | None = None, is_packed: bool = True
+        self, batch: Tokens, make: Maker = lambda: None, tree: str | None = None, is_packed: bool = True, **how: Any
     ) -> Answers:
         drafter = make()
         networks = [net for net in getattr(drafter, "networks", ()) if isinstance(net, torch.nn.Module)]
         with packed_weights(self.model, *networks) if is_packed else nullcontext():
             begin = time.perf_counter()
-            limits = {"max_new_tokens": self.count, "max_sequences": self.sequences}
-            out, stats = generate(self.model, batch, drafter=drafter, tree=tree, **limits)
+            how |= {"max_new_tokens": self.count, "max_sequences": self.sequences}
+            out, stats = generate(self.model, batch, drafter=drafter, tree=tree, **how)
             seconds = time.perf_counter() - begin
         new = [row[len(prompt) :].tolist() for row, prompt in zip(out, batch, strict=True)]
         return new, stats.tokens_per_step, seconds

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from pagedtree import _C
+from pagedtree._engine import chosen_engine
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler reports each start and stop
 
@@ -150,7 +151,8 @@ def kernel_times(call: Callable[[], object]) -> dict[str, tuple[int, float]]:
     found: dict[str, list[float]] = {}
     for event in profiler.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            name = event.name.split("<")[0].split("(")[0].split("::")[-1].strip()
+            name = event.name.replace("(anonymous namespace)::", "").split("<")[0].split("(")[0]
+            name = name.removeprefix("void ").split("::")[-1].strip()
             found.setdefault(name, []).append(event.device_time)
     return {name: (len(times) // calls, statistics.median(times)) for name, times in found.items()}
 
@@ -298,6 +300,7 @@ def machine_facts() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "engine": chosen_engine() if torch.cuda.is_available() else None,
     }
 
 
