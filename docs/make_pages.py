@@ -47,7 +47,10 @@ PAGES = {
         "real-amx": kept("real_amx", of_model.ways),
     },
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
-    DOCS.parent / "README.md": {"first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK))},
+    DOCS.parent / "README.md": {
+        "gpu": kept("headline_h200", of_runs.first_on_gpu),
+        "first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK)),
+    },
     DOCS / "transformers.md": {"architectures": architectures.listed},
     DOCS / "api.md": {"names": make_api.names},
 }

@@ -6,7 +6,7 @@ Each function takes a result and the name of its file, and gives Markdown.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from tables import Result, Row, Show, fastest_other, field, listing, machine_line, op_name, others, over_floor
 
@@ -79,29 +79,52 @@ ON_GPU = re.compile(
 )
 
 
-def on_gpu(result: Result, name: str) -> str:
-    """Rows of headline.py: the time, and the fastest peer's and FlashInfer's with a tree mask over ours."""
+# README's, as users of an engine say it.
+FIRST_ON_GPU = {
+    "B 1, L 8k, T 16": "1 sequence of 8k keys, tree of 16",
+    "B 1, L 32k, T 64": "1 sequence of 32k keys, tree of 64",
+    "R 64, 256 MB": "8 sequences of 8k keys, trees of 16",
+    "B 32, L 8k, T 64": "32 sequences of 8k keys, trees of 64",
+    "eight prompts of 1k": "8 prompts of 1k tokens",
+    "top-p 0.9, 2048 rows": "2048 rows of logits, top-p 0.9",
+}
 
-    def of_trees(row: Row) -> str:
-        return next((f"{ratio:.2f} x" for peer, ratio in row["ratio"].items() if "(custom mask)" in peer), "")
+
+def against(name: str) -> Show:
+    return lambda row: next((f"{ratio:.2f} x" for peer, ratio in row["ratio"].items() if name in peer), "")
+
+
+def gpu_table(rows: Iterable[Row], point: Show, **more: Show) -> str:
+    """Rows of headline.py: the time, and over it the fastest peer's and FlashInfer's with a tree mask."""
 
     def of_fastest(row: Row) -> str:
         ratio, peer = fastest_other(row)
         return f"{ratio:.2f} x {peer.removesuffix(' on gathered KV').removesuffix(' on gathered rows')}" if peer else ""
 
-    machine = result["machine"]
-    rows = [row for row in result["rows"] if ON_GPU.fullmatch(row["point"])]
     columns: dict[str, Show] = {
         "op": op_name,
-        "point": lambda row: row["point"].removeprefix(f"{row['op']}, "),
+        "point": point,
         "us": lambda row: f"{row['ms'] * 1e3:.0f}",
         "floor / time": over_floor,
         "vs fastest peer": of_fastest,
-        "vs FlashInfer, tree mask": of_trees,
+        "vs FlashInfer, tree mask": against("(custom mask)"),
     }
+    return listing(rows, columns | more)
+
+
+def first_on_gpu(result: Result, name: str) -> str:
+    rows = {row["point"]: row for row in result["rows"]}
+    more = {"vs vLLM's tree kernel (Triton)": against("Triton unified")}
+    return gpu_table((rows[point] for point in FIRST_ON_GPU), lambda row: FIRST_ON_GPU[row["point"]], **more)
+
+
+def on_gpu(result: Result, name: str) -> str:
+    machine = result["machine"]
+    rows = [row for row in result["rows"] if ON_GPU.fullmatch(row["point"])]
+    table = gpu_table(rows, lambda row: row["point"].removeprefix(f"{row['op']}, "))
     spread = max(row["spread_ms"] / row["ms"] for row in rows)
     note = (
         f"{machine['cuda']}; a copy reads {machine['read_gb_per_s'] / 1e3:.2f} TB/s, a bf16 matmul does"
         f" {machine['matmul_gflop_per_s']['bfloat16'] / 1e3:.0f} TFLOP/s. Spreads are at most {spread:.0%} of the time."
     )
-    return f"{note} {machine_line(machine, name)}\n\n{listing(rows, columns)}"
+    return f"{note} {machine_line(machine, name)}\n\n{table}"
