@@ -79,12 +79,6 @@ by_wheel() {  # options for bench_ops.py...: rows that are measured with each wh
   done
 }
 
-checks() {
-  step machine 30 "${machine[@]}"
-  step check 50 "$python" -m pagedtree check "${check[@]}" --json "${out}check.json"
-  step wgmma 40 "${self_test[@]}"
-}
-
 if [ "$rehearse" = 1 ]; then
   check=(--device cpu --backend simt --quick --only append_kv)
   bench=(--device cpu --backend simt --threads 1 --headline --quick --seconds 0.001) calls=(--rows append_kv)
@@ -124,12 +118,15 @@ PEERS=(pagedtree SDPA FlashInfer flash-attn Triton vLLM)
 PROFILED=("B 1, L 8k, T 16" "verify_sampled, top-p 0.9, B 8" "top-p 0.9, 2048 rows" "verify_rejection, drawn drafts, B 8")
 
 case $part in
-  check) checks ;;
+  check | 1)
+    step machine 30 "${machine[@]}"
+    step check 50 "$python" -m pagedtree check "${check[@]}" --json "${out}check.json"
+    step wgmma 40 "${self_test[@]}"
+    ;;&
   step) step whole $PART_SECONDS "$python" benchmarks/bench_step.py "${whole[@]}" --json "${out}step.json" ;;
   walk) by_wheel "${walk[@]}" ;;
   boxes) by_wheel "${boxes[@]}" ;;
   1)
-    checks
     export PAGEDTREE_ENGINE=wgmma
     step calibration 45 "${calibration[@]}"
     step calls 120 "$python" benchmarks/bench_ops.py --seconds 0.05 "${bench[@]}" "${calls[@]}" --peers \
