@@ -51,7 +51,7 @@ TABLES: dict[str, Table] = {
 NODES, FEW_NODES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64), (1, 8, 16, 32, 64)
 LARGE_PAGES_NODES, PEERS_NODES = (1, 16, 64), (16, 64)
 ROOM = 1024  # tokens behind the context
-OURS, LEVEL, BLOCK = "pagedtree", "EAGLE-3 level", "block drafter"
+LEVEL, BLOCK = "EAGLE-3 level", "block drafter"
 Row = dict[str, Any]
 
 
@@ -142,8 +142,7 @@ class Bench:
     def step_row(self, nodes: int, batch: int, length: int, **how: Any) -> Row:
         """A step's time depends on the nodes, hardly on their tree: chains up to 8, then the best trees."""
         tree = pt.DraftTree.chain(nodes - 1) if nodes <= 8 else likeliest(nodes, np.array(TABLES["a"]))
-        peer = how.get("peer")
-        row = {"kind": "step", "attention": peer.name if peer else OURS}
+        row = {"kind": "step", "attention": how["peer"].name if "peer" in how else "pagedtree"}
         return row | self.row(tree, [TABLES["a"]] * batch, length, **how)
 
     def by_peers(self, peers: Sequence[Peer], *where: int, page: int = PAGE) -> Iterator[Row]:
@@ -198,8 +197,8 @@ class Bench:
 
     def unequal(self, batch: int, length: int) -> Iterator[Row]:
         tables = [TABLES["ac"[b % 2]] for b in range(batch)]
-        level, cost = self.draft_seconds[LEVEL, batch, length], self.cost(batch, length)
-        most = max(self.costs[batch, length])
+        level, most = self.draft_seconds[LEVEL, batch, length], max(self.costs[batch, length])
+        cost = self.cost(batch, length)
         tree = pt.choose_tree(np.mean(tables, 0), cost, max_nodes=most, max_depth=8, level_cost=level)
         row = {"kind": "unequal", "way": "equal trees"} | self.row(tree, tables, length, longer=2)
         yield rated(row, sum(pt.expected_tokens(tree, table) for table in tables), level * tree.max_depth)

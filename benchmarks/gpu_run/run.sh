@@ -6,9 +6,8 @@
 # PART, the most valuable first (benchmarks/README.md has seconds and sizes):
 #   check    check, the self-test of wgmma
 #   step     whole steps, in tokens per second
-#   walk     verification, recurrent layers and rope_append, once with the wheel and once with each of variants/
-#            (WALK="--rows verify_greedy")
-#   boxes    attention, likewise (BOXES="--ops tree_attention")
+#   walk     verification, recurrent layers, rope_append: once with each wheel, variants/ included (WALK="--rows TEXT")
+#   boxes    attention, likewise (BOXES="--ops NAME")
 #   1        as check; calibration, all headline rows without peers, tests (TESTS="tests/ops/...")
 #   2        the headline rows and their peers
 #   3        ncu on six kernels, racecheck (RACES="--only wgmma"), a sweep (SWEEP="--ops tree_attention --axes batch")
