@@ -57,7 +57,7 @@ def test_copies(name):
         steps(subject, drafter, tree="auto")
         drafted = [[tokens for tokens, _ in steps(subject, other, tree=None)] for other in copies]
         assert all(draft == drafted[0] for draft in drafted)
-        copies = [copy.deepcopy(drafter)]
+        copies = []
 
 
 class Foreign:

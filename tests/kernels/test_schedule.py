@@ -82,12 +82,6 @@ def case(target: Target) -> dict:
     return mixed(target, *((900, 70, 1100, 2600) if target.backend == "simt" else (9000, 70, 5000, 13000)))
 
 
-@pytest.fixture
-def short_case(target: Target) -> dict:
-    """The same for tests that attend many times."""
-    return mixed(target, 300, 70, 500, 1100)
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("window", [0, 300, 1500])
 @pytest.mark.parametrize(
@@ -172,24 +166,25 @@ def test_row_tiles_are_shared_where_keys_are_many(
 
 
 @once_per_backend
-def test_plans_for_other_calls_give_right_results(target: Target, short_case: dict) -> None:
+def test_plans_for_other_calls_give_right_results(target: Target) -> None:
     """For other lengths, heads, tiles or windows, with starts alone, or with no range: only the balance suffers."""
-    plan = plan_of(short_case, 8)
-    call = dict(short_case, max_seqlen_q=8)
+    case = mixed(target, 300, 70, 500, 1100)
+    plan = plan_of(case, 8)
+    call = dict(case, max_seqlen_q=8)
     dense = torch.zeros_like(plan).view(3, 1025, -1)  # 200 cuts in one sequence
     dense[:, 0, 0] = 256
     dense[:, 1:257, 2] = torch.arange(256) // 2
     dense[2, 1:257, 0] = 2
-    lens, cu = short_case["seq_lens"], short_case["cu_seqlens_q"]
+    lens, cu = case["seq_lens"], case["cu_seqlens_q"]
     one_more = (torch.arange(len(lens)) == 2).int().to(lens.device)
     planned_for = [
         *(dict(seq_lens=other.int()) for other in (lens.flip(0), lens + 64, lens - 1, lens + one_more, lens * 0)),
         *(dict(cu_seqlens_q=other.int()) for other in (cu[-1] - cu.flip(0), cu - cu[1], cu * 0, cu // 2)),
-        dict(q=short_case["q"][:, :2]),
-        dict(k_cache=short_case["k_cache"][:, :, :1], q=short_case["q"][:, :2]),
+        dict(q=case["q"][:, :2]),
+        dict(k_cache=case["k_cache"][:, :, :1], q=case["q"][:, :2]),
     ]
-    plans = [plan_of({**short_case, "tree_lens": None, **other}, 8) for other in planned_for]
-    plans += [plan, dense.view(-1), plan_of(short_case, 71)]
+    plans = [plan_of({**case, "tree_lens": None, **other}, 8) for other in planned_for]
+    plans += [plan, dense.view(-1), plan_of(case, 71)]
     for value in (0, -1, 2**31 - 1):
         plans.append(torch.zeros_like(plan))
         plans[-1].view(3 * 1025, -1)[:, :14] = value  # the last words are 0 between calls
@@ -197,13 +192,14 @@ def test_plans_for_other_calls_give_right_results(target: Target, short_case: di
         check(dict(call, plan=other))
     for window in (1, 100, 700):
         check(dict(call, plan=plan, window=window))  # the plan is for no window
-        check(dict(call, plan=plan_of(short_case, 8, window), window=window))
+        check(dict(call, plan=plan_of(case, 8, window), window=window))
 
 
 @once_per_backend
-def test_hostile_plans_come_to_an_end(target: Target, short_case: dict) -> None:
+def test_hostile_plans_come_to_an_end(target: Target) -> None:
     """What attention_plan has not written leaves no memory. Only the CPU is sure to give right results then."""
-    plan = plan_of(short_case, 8)
+    case = mixed(target, 150, 70, 260, 560)
+    plan = plan_of(case, 8)
     generator = torch.Generator().manual_seed(0)
     shuffled, shifted = plan.clone(), plan.clone()
     for entries in shuffled.view(3, 1025, -1):
@@ -219,9 +215,9 @@ def test_hostile_plans_come_to_an_end(target: Target, short_case: dict) -> None:
         plans[-1].view(3 * 1025, -1)[:, word] = value
     for hostile in plans:
         if target.backend == "cpu":
-            check(dict(short_case, plan=hostile))
+            check(dict(case, plan=hostile))
         else:
-            tree_attention(**short_case, plan=hostile, max_seqlen_q=8)
+            tree_attention(**case, plan=hostile, max_seqlen_q=8)
 
 
 def check_sharing(target: Target, case: dict, plan: torch.Tensor) -> None:
@@ -289,13 +285,14 @@ def test_many_pieces(target: Target, monkeypatch: pytest.MonkeyPatch, name: str)
     tiles = [-(-int(s) // KV_TILE) for s in case["seq_lens"]]
     cuts = [(b, row, tiles[b] if row < cut else 1) for b in range(len(tiles)) for row in range(2)]
     starts = [(b, row, kv) for b, row, count in cuts for kv in range(count)]
-    for keep in (starts, starts[::2], [s for s in starts if s[2] != 3]):
+    without_third, every = [s for s in starts if s[2] != 3], ("forward", "reverse", "random:3")
+    for keep, orders in ((starts, every), (starts[::2], ("reverse",)), (without_third, ("forward",))):
         plan = torch.zeros_like(plan_of(case)).view(3, 1025, -1)
         plan[ALL, 0, :2] = torch.tensor([len(keep), sharers])
         plan[ALL, 1 : 1 + len(keep), :3] = torch.tensor(keep)
         before = plan.clone()
         result = tree_attention(**case, plan=plan.view(-1), return_lse=True)
-        for order in ("forward", "reverse", "random:3"):
+        for order in orders:
             monkeypatch.setenv("PAGEDTREE_SIMT_ORDER", order)
             again = tree_attention(**case, plan=plan.view(-1), return_lse=True)
             assert all(torch.equal(a, b) for a, b in zip(result, again, strict=True))

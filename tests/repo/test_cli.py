@@ -50,6 +50,7 @@ def test_the_best_isa_is_chosen_unless_one_is_forced(monkeypatch):
 
 
 def test_info_tells_the_engine(monkeypatch):
+    monkeypatch.setattr(info, "_cuda_kernels", dict)  # which takes half a second
     monkeypatch.delenv("PAGEDTREE_ENGINE", raising=False)
     if "cuda" not in backends():
         assert info.collect()["cuda_engine"] == "mma.sync (auto, without a GPU)"

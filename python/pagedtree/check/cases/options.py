@@ -207,8 +207,8 @@ def _logprobs_of(
         if not filtered and clean.max() > -math.inf:  # also of probabilities that are too small for a number
             scores = (clean - clean.max()).astype(np.float64)
             logprobs = scores - np.log(np.exp(scores).sum())
-    order = [x for x in np.argsort(-clean, kind="stable").tolist() if clean[x] > -math.inf or clean.max() == -math.inf]
-    top = (order + [-1] * top_n)[:top_n]
+    order = np.argsort(-clean, kind="stable")[:top_n].tolist()
+    top = [x if clean[x] > -math.inf or clean.max() == -math.inf else -1 for x in order]
     of_top = [float(logprobs[x]) if x >= 0 else -math.inf for x in top]
     if not 0 <= token < len(clean):
         return -math.inf, 0, top, of_top
