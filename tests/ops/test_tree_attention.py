@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, once_per_backend, random_tree
-from device_case import to_device
+from attention_case import CPU, Target, check, on_host, once_per_backend, random_tree
+from device_case import made_on, to_device
 
 from pagedtree import DraftTree, reference, tree_attention
 from pagedtree.check.cases.inputs import as_words
@@ -95,6 +95,54 @@ def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[s
                 cache[slots] = torch.nan
         found = tree_attention(**case, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"head_dim": 64, "window": 40},
+        {"head_dim": 128},
+        {"head_dim": 128, "cache_dtype": torch.float8_e4m3fn},
+        pytest.param({"head_dim": 192, "head_dim_v": 128}, marks=pytest.mark.slow),
+        pytest.param({"head_dim": 256, "softcap": 20.0}, marks=pytest.mark.slow),
+        {**LATENT, "window": 200},
+        {**LATENT, "head_dim": 512},
+        pytest.param({**LATENT, "cache_dtype": torch.float8_e4m3fn}, marks=pytest.mark.slow),
+    ],
+    ids=lambda options: " ".join(map(str, options.values())),
+)
+def test_what_is_not_finite_changes_only_rows_that_see_it(target: Target, options: dict[str, Any]) -> None:
+    """The bits of other rows are those with zeros in the slots: of refused drafts, of later tokens of a prompt."""
+    if target.backend != "cpu":
+        pytest.skip("the CUDA kernels follow")
+    # A sequence, a key of it, from its end, and the columns of K and of V that overflow.
+    poisons = [(0, -2, (0, 0), (5, 6)), (0, -7, (0, 0), (0, 512)), (1, -5, (7, 8), (0, 0)), (1, -30, (0, 0), (9, 11)),
+               (2, -1, (0, 576), (0, 512)), (3, -9, (0, 0), (1, 2)), (3, -60, (0, 0), (3, 4))]  # fmt: skip
+    kinds, options = [BINARY, "causal", CHAIN, RANDOM], dict(options)
+    call = {name: options.pop(name) for name in ("window", "softcap") if name in options}
+    for dtype, value in zip(target.dtypes, (torch.nan, torch.inf, -torch.inf), strict=False):
+        batch = target.case([300, 90, 20, 150], kinds, dtype=dtype, causal_queries=12, poison=torch.nan, **options)
+        clean, case = batch.build(**call), batch.build(**call)
+        case["sinks"] = clean["sinks"] = torch.linspace(-2, 2, case["q"].shape[1])
+        offsets, lengths = case["cu_seqlens_q"].tolist(), case["seq_lens"].tolist()
+        unseeing = torch.ones(offsets[-1], dtype=torch.bool)
+        for b, key, *columns in poisons:
+            key += lengths[b]
+            page, slot, rows = case["page_table"][b, key // 16], key % 16, slice(offsets[b], offsets[b + 1])
+            for name, (begin, end) in zip(("k_cache", "v_cache"), columns, strict=True):
+                clean[name][page, slot] = 0
+                case[name][page, slot, :, begin:end] = value
+            words, tree_len = case["tree_mask"][rows].cpu(), int(case["tree_lens"][b])
+            mask = reference.visible_keys(lengths[b], len(words), tree_len, words, call.get("window", 0))
+            unseeing[rows] &= ~mask[:, key].to(unseeing.device)
+        found, expected = (tree_attention(**arguments, return_lse=True) for arguments in (case, clean))
+        assert all(torch.equal(a[unseeing], b[unseeing]) for a, b in zip(found, expected, strict=True))
+        assert 10 < unseeing.sum() < len(unseeing) - 10
+        with made_on(CPU):
+            out, lse = reference.tree_attention(**on_host(case))
+        tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+        torch.testing.assert_close(found[0].cpu().double(), out, atol=tolerance, rtol=tolerance, equal_nan=True)
+        assert torch.equal(found[1].cpu().isfinite(), lse.isfinite())
 
 
 @pytest.mark.parametrize("head_dim", [512, 576])

@@ -90,7 +90,12 @@ def tree_attention(
         logits = torch.cat([scores, sink.double()[:, None, None].expand(-1, n, 1)], -1)
         total = logits.logsumexp(-1)
         weights = (scores - total.masked_fill(total == -torch.inf, 0)[..., None]).exp()
-        out[begin : begin + n] = torch.einsum("hqk,khd->qhd", weights, v)
+        is_finite = v.isfinite().all(2).all(1)
+        of_rows = torch.einsum("hqk,khd->qhd", weights[..., is_finite], v[is_finite])
+        for key in torch.nonzero(~is_finite).flatten().tolist():  # which the others must not multiply by 0
+            rows = visibility[:, key]
+            of_rows[rows] += weights[:, rows, key].T[..., None] * v[key]
+        out[begin : begin + n] = of_rows
         lse[begin : begin + n] = total.T
     return out, lse
 

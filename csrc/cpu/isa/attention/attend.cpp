@@ -79,9 +79,11 @@ void attend_with(const TreeAttentionParams& p, const RowTile& tile, int64_t begi
   each_head([](int32_t, const RowTile&, const Workspace&, const Engine& engine) { engine.finish(); });
 }
 
-void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t begin, int64_t end, const Workspace& ws) {
+// `few`: whether the row tile, of which `tile` may be a part, has few rows.
+void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, bool few, int64_t begin, int64_t end,
+                  const Workspace& ws) {
 #if defined(PAGEDTREE_BF16_GEMM)
-  if (tile.rows <= kFewRows && Bf16Engine::takes(p)) {
+  if (few && Bf16Engine::takes(p)) {
     return with_dtype(p.kv_dtype, [&]<DType kType>() {
       if constexpr (kType == DType::kBFloat16 || kType == DType::kFloat8E4M3) {
         attend_with<DotBf16Engine<kType>>(p, tile, begin, end, ws);
@@ -89,7 +91,7 @@ void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t beg
     });
   }
 #endif
-  if (tile.rows <= kFewRows) {
+  if (few) {
     return with_dtype(p.kv_dtype, [&]<DType kType>() { attend_with<DotEngine<kType>>(p, tile, begin, end, ws); });
   }
 #if defined(PAGEDTREE_BF16_GEMM)
@@ -98,13 +100,23 @@ void attend_tiles(const TreeAttentionParams& p, const RowTile& tile, int64_t beg
   attend_with<Fp32Engine>(p, tile, begin, end, ws);
 }
 
-void keep_piece(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws, const Piece& piece) {
-  const int32_t rows = tile.heads * tile.rows;
-  for (int64_t i = 0; i < rows * p.head_dim_v; i += kLanes) store(piece.out + i, load(ws.out + i));
-  for (int32_t r = 0; r < rows; ++r) {
-    piece.maximum[r] = ws.states[r].maximum;
-    piece.sum[r] = ws.states[r].sum;
+// Whether a row may have met a value that is not finite and that it does not see: its weight of 0 times that is NaN.
+// Scores are not mixed so, and where a sum is NaN, a row has seen why.
+bool is_poisoned(const TreeAttentionParams& p, const RowTile& tile, const Workspace& ws) {
+  if (tile.token(p, 0) == tile.token(p, tile.rows - 1)) return false;  // all rows see the same
+  vint poisoned{};
+  for (int64_t r = 0; r < int64_t{tile.heads} * tile.rows; ++r) {
+    if (ws.states[r].sum != ws.states[r].sum) continue;
+    const float* row = ws.out + r * p.head_dim_v;
+    for (int64_t d = 0; d < p.head_dim_v; d += kLanes) poisoned |= load(row + d) * 0.0f != 0.0f;
   }
+  return lane_bits(poisoned) != 0;
+}
+
+void keep_row(const TreeAttentionParams& p, const Piece& piece, int64_t row, const float* out, const RowState& state) {
+  for (int64_t d = 0; d < p.head_dim_v; d += kLanes) store(piece.out + row * p.head_dim_v + d, load(out + d));
+  piece.maximum[row] = state.maximum;
+  piece.sum[row] = state.sum;
 }
 
 }  // namespace
@@ -125,16 +137,29 @@ void attend(const TreeAttentionParams& p, const AttentionRange& range) {
       const int64_t end = b == stop.sequence && index == stop.row_tile ? stop.kv_tile : work.kv_tiles;
       if (begin >= end) continue;
       const RowTile tile = row_tile(p, ranges.shape, b, index);
-      attend_tiles(p, tile, begin, end, ws);
-      if (begin > 0) {
-        keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kHead));
-      } else if (end < work.kv_tiles) {
-        keep_piece(p, tile, ws, ranges.piece(range.index, AttentionRanges::kTail));
-      } else {
-        for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
-          finish_row(p, tile.only(r / tile.rows), r % tile.rows, ws.out + r * p.head_dim_v, ws.states[r].maximum,
-                     ws.states[r].sum);
+      const auto attend_part = [&](const RowTile& part) {
+        attend_tiles(p, part, tile.rows <= kFewRows, begin, end, ws);
+        for (int32_t h = 0; h < part.heads; ++h) {
+          for (int32_t r = 0; r < part.rows; ++r) {
+            const int64_t row = int64_t{h} * tile.rows + part.first_row - tile.first_row + r;
+            const float* out = ws.out + (h * part.rows + r) * p.head_dim_v;
+            const RowState& state = ws.states[h * part.rows + r];
+            if (begin > 0 || end < work.kv_tiles) {
+              const auto side = begin > 0 ? AttentionRanges::kHead : AttentionRanges::kTail;
+              keep_row(p, ranges.piece(range.index, side), row, out, state);
+            } else {
+              finish_row(p, part.only(h), r, out, state.maximum, state.sum);
+            }
+          }
         }
+      };
+      attend_part(tile);
+      if (!is_poisoned(p, tile, ws)) continue;
+      // Once more, each token by itself: a row's bits do not depend on the rows beside it.
+      RowTile part = tile;
+      for (int64_t left = tile.rows; left > 0; part.first_row += part.rows, left -= part.rows) {
+        part.rows = static_cast<int32_t>(min_of(left, p.group_size - part.first_row % p.group_size));
+        attend_part(part);
       }
     }
   }

@@ -58,7 +58,6 @@ void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, i
     for (int64_t d = 0; d < p.head_dim_v; d += kLanes) store(out + d, splat(0.0f));
     for (int32_t i = 0; i < count; ++i) {
       const float weight = weight_of(pieces[i].maximum[r], top);
-      if (weight == 0.0f) continue;
       sum += weight * pieces[i].sum[r];
       add_scaled(out, pieces[i].out + r * p.head_dim_v, p.head_dim_v, weight);
     }

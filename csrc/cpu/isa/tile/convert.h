@@ -19,7 +19,7 @@ static inline vfloat float_from_half(vuint half) {
 
 static inline vfloat float_from_e4m3(vuint code) {
   const vuint magnitude = code & 0x7fu;
-  const vuint normal = (magnitude << 20) + (120u << 23) + bits<vuint>((magnitude == 0x7fu) & 0x7f800000);
+  const vuint normal = ((magnitude << 20) + (120u << 23)) | bits<vuint>((magnitude == 0x7fu) & 0x7f800000);
   const vfloat subnormal = __builtin_convertvector(bits<vint>(magnitude), vfloat) * 0x1p-9f;
   const vfloat value = select(magnitude < 8u, subnormal, bits<vfloat>(normal));
   return bits<vfloat>(bits<vuint>(value) | (code & 0x80u) << 24);
