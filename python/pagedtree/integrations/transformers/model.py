@@ -92,16 +92,35 @@ def _takes_positions(model: nn.Module) -> bool:
     )
 
 
+def _text_models(model: Any) -> list[Any]:
+    """Returns the text model and the models around it: not a vision tower or other parts."""
+    inner: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    text = model.config.get_text_config()
+    around = [part for part in inner if _has(part, lambda module: module.config is text)]
+    return around or inner
+
+
+# By id of a config: the config, its own attention implementation, and the open blocks of `use_attention`, which need not
+# close in order: drafters may share it.
+_switched: dict[int, list[Any]] = {}
+
+
 @contextmanager
-def use_attention(model: Any, name: str = NAME) -> Iterator[None]:
-    """Switches the model to the attention implementation `name` inside the block."""
+def use_attention(model: Any) -> Iterator[None]:
+    """Switches the model's text part to the attention implementation "pagedtree" inside the block."""
     register()
-    previous = model.config._attn_implementation
-    model.set_attn_implementation(name)
+    configs = {id(part.config): part.config for part in _text_models(model) if part._can_set_attn_implementation()}
+    for key, config in configs.items():
+        _switched.setdefault(key, [config, config._attn_implementation, 0])[2] += 1
+        # Not by set_attn_implementation, which sets the parts, too, and asks whether they support the value.
+        config._attn_implementation_internal = NAME
     try:
         yield
     finally:
-        model.set_attn_implementation(previous)
+        for key, config in configs.items():
+            _switched[key][2] -= 1
+            if _switched[key][2] == 0:
+                config._attn_implementation_internal = _switched.pop(key)[1]
 
 
 class TransformersModel(PackedModel):
