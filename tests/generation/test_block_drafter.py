@@ -16,6 +16,7 @@ from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 from safetensors.torch import save_file
 
 from pagedtree.generation.drafters import NoDrafter, waiting_features
+from pagedtree.generation.drafters.checkpoint_config import CAUSAL
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,8 +172,9 @@ def test_the_published_layout_is_read(model, tmp_path):
     assert BlockDraftConfig.from_dict({**newer, "rope_parameters": rope}).rope_theta == 5e5
     sliding = {**PUBLISHED, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048}
     assert [BlockDraftConfig.from_dict(sliding).window(i) for i in range(2)] == [2048, None]
-    causal = {**sliding, "dflash_config": {**PUBLISHED["dflash_config"], "causal": True}}
-    assert [BlockDraftConfig.from_dict(causal).window(i) for i in range(2)] == [2048, 0]
+    for name in CAUSAL:
+        causal = {**sliding, "dflash_config": {**PUBLISHED["dflash_config"], name: True}}
+        assert [BlockDraftConfig.from_dict(causal).window(i) for i in range(2)] == [2048, 0]
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from generate_case import tiny, tiny_eagle
 from safetensors.torch import load_file, save_file
 
 from pagedtree.generation.drafters import block_config, eagle_config
+from pagedtree.generation.drafters.checkpoint_config import CAUSAL
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.formats import rows_of
 from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
@@ -107,7 +108,7 @@ HOSTILE = {
         "dflash_config.attention_sink_bias": [True],
         "dflash_config.projector_type": ["domino", 1],
         "draft_vocab_size": [64, *SIZE],
-        "is_causal": FLAG,
+        **dict.fromkeys(CAUSAL, FLAG),
         "layer_types": ["x", 3, ["linear_attention"] * 2, ["full_attention"], [1, 2], {}],
         "mask_token_id": [value for value in SIZE if value != 0] + [128],
         "rope_parameters": OBJECT[:-1],
@@ -235,6 +236,8 @@ CONTRADICTIONS = {
         ({"speculators_model_type": "dflash2"}, "architectures: expected a list of DFlash2DraftModel"),
         ({"speculators_model_type": "dflash"}, "aux_hidden_state_layer_ids: expected the inputs of layers"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_scaling: rope_type: expected one of default"),
+        ({"is_causal": False, "causal_head": True}, "is_causal: expected the same as causal_head true, got False"),
+        ({"bidirectional": False}, "bidirectional: expected a known entry, .* which tokens see each other; keep it"),
     ],
     "medusa": [],
 }

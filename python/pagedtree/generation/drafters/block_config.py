@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_config import CAUSAL, HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows
 from pagedtree.generation.drafters.layers import LayerSizes
 from pagedtree.generation.drafters.rotary_config import Rotary
@@ -96,10 +96,9 @@ class BlockDraftConfig(LayerSizes):
             values["target_layer_ids"] = _usual_layers(entries, layers)
         if draft_vocab == vocab_size:
             values["draft_vocab_size"] = None
-        causal = "causal" if "causal" in entries else "is_causal"
         config = cls(
             rope_theta=rotary.theta,
-            is_causal=entries.flag(causal, False) if causal in entries else None,
+            is_causal=entries.value("is_causal"),
             rotary=None if rotary.kind == "default" else rotary,
             **values,
         )
@@ -114,7 +113,7 @@ class BlockDraftConfig(LayerSizes):
         if kind == "dflash2":
             config._check_dflash2(entries)
         entries.only(**ONLY, target_hidden_size=config.hidden_size)
-        entries.refuse_others({*HARMLESS, "dflash_config", "is_causal", "tie_word_embeddings", "use_sliding_window"})
+        entries.refuse_others({*HARMLESS, *CAUSAL, "dflash_config", "tie_word_embeddings", "use_sliding_window"})
         return config
 
     def to_dict(self) -> dict[str, Any]:
@@ -178,7 +177,9 @@ def _of_dflash(top: ConfigEntries) -> tuple[str, ConfigEntries]:
     names = top.words("architectures", [name for names in ARCHITECTURES.values() for name in names])
     kind = "dflash2" if set(names) & set(ARCHITECTURES["dflash2"]) else "dflash"
     # Some keys are in an inner dictionary, which DFlash prefers.
-    return kind, ConfigEntries({**top.entries, **top.section("dflash_config").entries}, top.where)
+    inner = top.section("dflash_config")
+    entries = {**top.entries, **inner.entries, "is_causal": top.is_causal(inner)}
+    return kind, ConfigEntries(entries, top.where)
 
 
 def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
@@ -191,16 +192,21 @@ def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
     by_input = top.integers("aux_hidden_state_layer_ids", least=1)
     if not by_input:
         top.refuse("aux_hidden_state_layer_ids", "the inputs of layers of the target, from 1")
-    two_sided = top.flag("sliding_window_non_causal", kind == "dflash2")
+    is_causal = top.is_causal(layer)
+    two_sided = top.flag("sliding_window_non_causal", kind == "dflash2" and not is_causal)
+    if two_sided and is_causal:
+        top.refuse("sliding_window_non_causal", "false in a causal head")
     renamed: Mapping[str, Any] = {
         "target_layer_ids": [layer - 1 for layer in by_input],
         "block_size": settings.get("block_size", 8),
         "window_from_anchor": True,
-        "is_causal": False if two_sided else None,
+        "is_causal": False if two_sided else is_causal,
         "tie_word_embeddings": False,  # of the verifier
         **(DFLASH2_DEFAULTS if kind == "dflash2" else {}),
     }
     for name in ("aux_hidden_state_layer_ids", "sliding_window_non_causal", "speculators_model_type"):
+        settings.pop(name, None)
+    for name in CAUSAL:
         settings.pop(name, None)
     entries = {**layer.entries, **renamed, **{name: v for name, v in settings.items() if v is not None}}
     return kind, ConfigEntries({**entries, "window_from_anchor": True}, top.where)

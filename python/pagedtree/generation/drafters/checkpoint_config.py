@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import reprlib
 from collections.abc import Collection, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["CONFIG_NAME", "HARMLESS", "ConfigEntries"]
+__all__ = ["CAUSAL", "CONFIG_NAME", "HARMLESS", "ConfigEntries"]
 
 CONFIG_NAME = "config.json"
 # Above every real size, and small enough that the product of two fits in 64 bits.
@@ -32,6 +34,10 @@ WORDS = """
     transformers_version typical_p unk_token_id use_bfloat16 use_cache
 """
 HARMLESS = frozenset(WORDS.split())
+# Names of one flag: of vLLM, of JetSpec and of transformers.
+CAUSAL = ("causal", "causal_head", "is_causal")
+# In names of entries that may decide which tokens see each other.
+ABOUT_MASKS = re.compile("causal|direction|attn|attention|mask(?!_token)")
 
 
 class ConfigEntries:
@@ -96,6 +102,17 @@ class ConfigEntries:
             self.refuse(key, "true or false")
         return value
 
+    def is_causal(self, *others: ConfigEntries) -> bool | None:
+        """Returns the flag of CAUSAL under any of its names, here or in `others`; None without. Refuses two values."""
+        found: tuple[str, bool] | None = None
+        for entries, name in product((self, *others), CAUSAL):
+            if name in entries:
+                flag = entries.flag(name, False)
+                if found is not None and flag != found[1]:
+                    entries.refuse(name, f"the same as {found[0]} {json.dumps(found[1])}")
+                found = name, flag
+        return None if found is None else found[1]
+
     def integers(self, key: str, *, least: int, most: int = MAX_SIZE) -> tuple[int, ...]:
         """Returns a list of integers from `least` to `most`; () without an entry."""
         values = self.value(key, [])
@@ -131,6 +148,9 @@ class ConfigEntries:
         """Refuses entries that are neither read nor in `harmless`; names that begin with _ are private notes."""
         for key in self.entries:
             if key in self and key not in self._read and key not in harmless and not str(key).startswith("_"):
+                if ABOUT_MASKS.search(str(key).lower()):
+                    # The head would load without it, too, and only draft worse.
+                    self.refuse(key, "a known entry, as this one may decide which tokens see each other; keep it")
                 self.refuse(key, "no such entry, as nobody knows whether it changes what is computed")
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
+from pagedtree.generation.drafters.checkpoint_config import CAUSAL, HARMLESS, ConfigEntries
 from pagedtree.generation.drafters.formats import check_heads, entry, head_dim_of, read_rows, rows_of
 from pagedtree.generation.drafters.layers import LayerSizes, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
@@ -36,7 +36,7 @@ ONLY: dict[str, Any] = {
     "bias": False,
     "qkv_bias": False,
     "use_sliding_window": False,
-    "is_causal": True,
+    **dict.fromkeys(CAUSAL, True),
     "logit_scale": 1.0,
 }
 # Kinds of speculators and their layers; Qwen 3's norm queries and keys.
