@@ -76,4 +76,4 @@ class PackedModel(Protocol):
         in `Drafter`. Raises ValueError if the model lacks such layers or cannot run this pass."""
 
     def new_hidden(self, num_rows: int) -> Tensor:
-        """Returns zeros [num_rows, H] in dtype and device of the output layer's input."""
+        """Returns zeros [num_rows, H] in dtype and device of `PassOutput.hidden`."""

@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
         self._vocab_size: int | None = None
 
     def check_target(self, model: PackedModel) -> None:
-        check_place([*self.model.parameters(), self.model.embeddings], model)
+        check_place(self.model.parameters(), model, (self.model.embeddings,))
         self.model.check_target(model.hidden_size, model.vocab_size)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:

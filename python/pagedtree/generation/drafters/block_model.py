@@ -16,7 +16,7 @@ from pagedtree.generation.drafters.block_layers import CandidateSelector, LocalC
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.layers import DecoderLayer, RotaryAngles, Rotation, layer_shapes
 from pagedtree.generation.drafters.rotary_config import Rotary
-from pagedtree.generation.drafters.target import Target
+from pagedtree.generation.drafters.target import Target, call_shared
 
 __all__ = ["BlockDraftConfig", "BlockDraftModel"]
 
@@ -123,7 +123,7 @@ class BlockDraftModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Maps tokens of whole blocks and their positions, int64 [..., T], to the states [..., T, hidden_size] for
         `logits`. attend: a layer's attention over the context and the blocks' keys and values."""
-        states = F.embedding(tokens, self.embeddings)
+        states = call_shared(lambda ids: F.embedding(ids, self.embeddings), tokens)
         if self.config.input_embedding_scale != 1.0:
             states = states * self.config.input_embedding_scale
         rotation = self._angles.at(positions, states.dtype)
@@ -134,7 +134,7 @@ class BlockDraftModel(nn.Module):
     def logits(self, states: Tensor) -> Tensor:
         """Maps a block's states [..., hidden_size] to logits [..., V] of the same places; with `sample_from_anchor`,
         of the next ones. With a draft vocabulary the columns are `target_ids`."""
-        logits = self._of_target[1](states) if self.lm_head is None else self.lm_head(states)
+        logits = call_shared(self._of_target[1], states) if self.lm_head is None else self.lm_head(states)
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         cap = self.config.final_logit_softcapping

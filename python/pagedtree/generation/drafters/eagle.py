@@ -50,7 +50,7 @@ class EagleDrafter(TreeGrower):
 
     def check_target(self, model: PackedModel) -> None:
         super().check_target(model)
-        check_place([*self.head.parameters(), self.head.input_rows, self.head.output_rows], model)
+        check_place(self.head.parameters(), model, (self.head.input_rows, self.head.output_rows))
         self.head.check_target(model.hidden_size, model.vocab_size)
 
     def begin(self, page_size: int, sampling: Sampling) -> None:

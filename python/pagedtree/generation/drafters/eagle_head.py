@@ -14,7 +14,7 @@ from pagedtree.generation.drafters import checkpoint
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.layers import Attend, DecoderLayer, RotaryAngles, Rotation
-from pagedtree.generation.drafters.target import Target, check_attention
+from pagedtree.generation.drafters.target import SHARDED, Target, call_shared, check_attention
 
 __all__ = ["EagleHead"]
 
@@ -57,6 +57,8 @@ class EagleHead(nn.Module):
         self.config = EagleConfig.read(ConfigEntries(config))
         self.feature_layers = tuple(feature_layers)
         num_tokens = lm_head.weight.shape[0]
+        if hasattr(lm_head.weight, "to_local"):  # rows of it are used without the layer
+            raise ValueError(SHARDED)
         if target_ids is None:
             target_ids, rows = torch.arange(num_tokens, dtype=torch.int64), lm_head.weight
         else:
@@ -147,7 +149,7 @@ class EagleHead(nn.Module):
         """Maps the target's tokens, int64 [..., T], and states [..., T, H] to the next states. positions: int64,
         broadcast to tokens. attend: as in `layers`; later layers also pass their number, as `layer`."""
         rotation = self._angles.at(positions, states.dtype)
-        out: Tensor = self.midlayer(self.embedding(tokens), states, rotation, attend)
+        out: Tensor = self.midlayer(call_shared(self.embedding, tokens), states, rotation, attend)
         for number, layer in self.layers.items():
             out = layer(out, rotation, partial(attend, layer=int(number)))
         return self.norm(out) if self.config.norm_output else out
@@ -157,7 +159,7 @@ class EagleHead(nn.Module):
         states = states if self.config.norm_output else self.norm(states)
         if self.lm_head is not None:
             return cast(Tensor, self.lm_head(states))
-        return F.linear(states, self.output_rows)
+        return F.linear(states.to(self.output_rows.dtype), self.output_rows)
 
     def save_pretrained(
         self, path: str | Path, dtype: torch.dtype = torch.bfloat16, *, needs_target: bool = False

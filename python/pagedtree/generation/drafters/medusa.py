@@ -15,7 +15,7 @@ from pagedtree import Commit, Draft, DraftTree, medusa_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult, best_trees, roots_only
 from pagedtree.generation.drafters.checkpoint import StoredTensors, save_checkpoint
 from pagedtree.generation.drafters.checkpoint_config import HARMLESS, ConfigEntries
-from pagedtree.generation.drafters.target import Target, check_place
+from pagedtree.generation.drafters.target import Target, call_shared, check_place
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -89,8 +89,7 @@ class MedusaHeads(nn.Module):
         states = hidden.unsqueeze(-2) + F.silu(update)
         if self.outputs is not None:
             return torch.einsum("...hd,hvd->...hv", states, self.outputs)
-        logits: Tensor = self._lm_head[0](states)
-        return logits
+        return call_shared(self._lm_head[0], states)
 
     def save_pretrained(self, path: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Writes config.json and medusa.safetensors into the folder `path`."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,12 @@ from pagedtree import attention_plan
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.packed_model import PackedModel
 
-__all__ = ["Target", "check_attention", "check_place"]
+__all__ = ["Target", "call_shared", "check_attention", "check_place", "dtype_of"]
+
+SHARDED = (
+    "model: expected an embedding and an output layer in one piece, which a draft head shares, got shards (DTensor), as"
+    " FSDP2's fully_shard makes them"
+)
 
 
 class Target(NamedTuple):
@@ -30,21 +35,27 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> Target:
-        """Returns the parts of a model of transformers. Raises ValueError without an output layer."""
+        """Returns the parts of a model of transformers. Raises ValueError without an output layer, or if it or the
+        embedding is offloaded."""
         embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
+        if embed_tokens.weight.is_meta or lm_head.weight.is_meta:
+            raise ValueError(
+                "model: expected an embedding and an output layer in memory, which a draft head shares, got offloaded"
+                " ones (device meta)"
+            )
         config = model.config.get_text_config()
         sizes = {config.vocab_size, embed_tokens.weight.shape[0], lm_head.weight.shape[0]}
         return cls(embed_tokens, lm_head, config.hidden_size, config.num_hidden_layers, frozenset(sizes))
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the output layer, which heads use too. Raises ValueError if it is quantized."""
+        """Device and dtype of hidden states, and so of heads. Raises ValueError if the output layer is quantized."""
         weight: Tensor = self.lm_head.weight
         if not weight.is_floating_point():
             raise ValueError(f"model: expected an output layer that is not quantized, got {weight.dtype}")
-        return weight.device, weight.dtype
+        return weight.device, dtype_of(self.embed_tokens, self.lm_head)
 
     def check(self, entries: ConfigEntries, key: str, size: int) -> None:
         if size not in self.vocab_sizes:
@@ -58,12 +69,40 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     attention_plan(empty, empty.new_zeros(1), **heads, page_size=1, max_seqlen_q=1)
 
 
-def check_place(weights: Iterable[Tensor], model: PackedModel) -> None:
-    """Raises ValueError for drafter weights on another device or of another dtype than the target."""
+def dtype_of(embed_tokens: Any, lm_head: Any) -> torch.dtype:
+    """Returns the dtype of hidden states: the embedding's, as an output layer may compute in fp32 over a body of bf16;
+    the output layer's over a quantised embedding."""
+    weight: Tensor = embed_tokens.weight
+    return weight.dtype if weight.is_floating_point() else cast(torch.dtype, lm_head.weight.dtype)
+
+
+def check_place(weights: Iterable[Tensor], model: PackedModel, shared: Iterable[Tensor] = ()) -> None:
+    """Raises ValueError for drafter weights on another device or of another dtype than the target's hidden states.
+    shared: weights of the target's, of any dtype."""
     like = model.new_hidden(0)
-    for weight in weights:
-        if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
+    of_drafter = [weight for weight in weights if weight.is_floating_point()]
+    for weight in of_drafter:
+        if (weight.device, weight.dtype) != (like.device, like.dtype):
             raise ValueError(
                 f"drafter: expected weights in the target's {like.dtype} on {like.device}, got {weight.dtype} on"
                 f" {weight.device}; see its .to()"
             )
+    for weight in shared:
+        if weight.device != like.device:
+            raise ValueError(
+                f"drafter: expected the target's embedding and output layer on {like.device}, got them on"
+                f" {weight.device}, offloaded or of another model"
+            )
+
+
+def call_shared(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    """Calls a layer of the target's for a head. Raises ValueError for a layer whose weight is in shards now."""
+    weight = getattr(layer, "weight", None)
+    if inputs.is_floating_point() and isinstance(weight, Tensor) and weight.is_floating_point():
+        inputs = inputs.to(weight.dtype)  # an output layer in fp32 over a body of bf16
+    try:
+        return layer(inputs)
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        raise ValueError(SHARDED) from error

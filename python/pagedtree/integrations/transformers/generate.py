@@ -296,6 +296,8 @@ def _check_graph(
     check_device(device)
     for name, network in (("model", model), ("drafter", drafter.model)):
         check_constant(f"cuda_graph: {name}", network)
+        if isinstance(network, torch.nn.Module) and any(weight.is_meta for weight in network.parameters()):
+            raise ValueError(f"cuda_graph: {name}: expected weights on the GPU, got offloaded ones (device meta)")
     if shards is not None:
         raise ValueError("shards: expected None with cuda_graph, got a VocabShards")
     if has_grammars:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from pagedtree.generation import drafters
+from pagedtree.generation.drafters.target import dtype_of
 from pagedtree.generation.packed_model import PackedModel, PassOutput
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.attention import NAME, register
@@ -65,11 +66,36 @@ def check_model(model: Any) -> None:
             )
         if layer is not None and layer.weight.dtype == torch.float64:
             raise ValueError("model: expected weights of torch.float32, float16 or bfloat16, got torch.float64")
+    _check_devices(model)
     # transformers 4.57 hands the keys of one layer to another in its cache, which is not used here.
     if getattr(config, "num_kv_shared_layers", 0) and any(
         getattr(module, "kv_shared_layer_index", None) is not None for module in model.modules()
     ):
         raise ValueError("model: expected layers that share keys without transformers' cache, as in transformers 5.23")
+
+
+def _check_devices(model: Any) -> None:
+    """Raises ValueError for layers on several devices."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    parts = (model.get_input_embeddings(), decoder, model.get_output_embeddings())
+    devices = {str(device) for part in parts if part is not None for device in _devices(part)}
+    if len(devices) > 1:
+        raise ValueError(
+            f"model: expected all layers on one device, got {', '.join(sorted(devices))}; load it without device_map,"
+            " or offload layers"
+        )
+
+
+def _devices(module: nn.Module, target: Any = None) -> Iterator[torch.device]:
+    """Yields the devices where the weights are used: offloaded ones are there, on `target`, during a forward only."""
+    hook = getattr(module, "_hf_hook", None)  # accelerate's
+    targets = (getattr(each, "execution_device", None) for each in getattr(hook, "hooks", (hook,)))
+    target = next((device for device in targets if device is not None), target)
+    for weight in module.parameters(recurse=False):
+        is_offloaded = weight.is_meta and target is not None
+        yield torch.empty(0, device=target).device if is_offloaded else weight.device
+    for child in module.children():
+        yield from _devices(child, target)
 
 
 def _has(model: nn.Module, property_of: Callable[[Any], bool]) -> bool:
@@ -100,8 +126,8 @@ def _text_models(model: Any) -> list[Any]:
     return around or inner
 
 
-# By id of a config: the config, its own attention implementation, and the open blocks of `use_attention`, which need not
-# close in order: drafters may share it.
+# By id of a config: the config, its own attention implementation, and the number of open blocks of `use_attention`,
+# which need not close in order: drafters may share it.
 _switched: dict[int, list[Any]] = {}
 
 
@@ -141,12 +167,14 @@ class TransformersModel(PackedModel):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.model.get_input_embeddings().weight.device
-        return device
+        embeddings = self.model.get_input_embeddings()
+        return next(_devices(embeddings), embeddings.weight.device)
 
     @property
     def vocab_size(self) -> int:
-        return int(self.model.get_input_embeddings().num_embeddings)
+        embeddings = self.model.get_input_embeddings()
+        # Adapters around an embedding have its weight alone; a quantised weight may have another shape.
+        return int(getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0])
 
     @property
     def num_logits(self) -> int:
@@ -173,11 +201,13 @@ class TransformersModel(PackedModel):
         for module in self.model.modules():
             for name in POSITION_TABLES:
                 table = getattr(module, name, None)
-                rows = table.num_embeddings if isinstance(table, nn.Embedding) else None
-                if isinstance(table, Tensor) and table.ndim == 2:
-                    rows = table.shape[0]
-                # OPT and BioGPT begin with some rows that are for no position.
-                if rows is not None and rows - getattr(table, "offset", 0) == count:
+                weight = table if isinstance(table, Tensor) else getattr(table, "weight", None)
+                if not isinstance(weight, Tensor) or weight.ndim != 2:
+                    continue
+                # OPT and BioGPT begin with some rows that are for no position; an adapter may be around the table.
+                inner = table.modules() if isinstance(table, nn.Module) else ()
+                offset: Any = next((inside.offset for inside in inner if hasattr(inside, "offset")), 0)
+                if weight.shape[0] - offset == count:
                     return True
         return False
 
@@ -223,6 +253,8 @@ class TransformersModel(PackedModel):
         hidden, features = self._watched.take()
         if rows is not None and not kwargs:
             logits, hidden = logits[rows], hidden[rows] if hidden is not None else None
+        if hidden is not None:  # an output layer of another dtype may get it converted
+            hidden = hidden.to(self._dtype)
         return PassOutput(logits, hidden, features)
 
     def _without_autograd(self) -> AbstractContextManager[Any]:
@@ -234,9 +266,12 @@ class TransformersModel(PackedModel):
         return nullcontext()
 
     def new_hidden(self, num_rows: int) -> Tensor:
-        weight: Tensor = self.model.get_output_embeddings().weight
-        # Not by new_zeros: of a packed weight it would have oneDNN's layout.
-        return torch.zeros((num_rows, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+        width = self.model.get_output_embeddings().weight.shape[1]
+        return torch.zeros((num_rows, width), dtype=self._dtype, device=self.device)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return dtype_of(self.model.get_input_embeddings(), self.model.get_output_embeddings())
 
     @cached_property
     def _expected(self) -> tuple[int, int | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import Drafter, EagleDrafter
 from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, have_same_values
-from pagedtree.generation.drafters.target import Target, check_attention
+from pagedtree.generation.drafters.target import Target, call_shared, check_attention
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.attention import NAME
@@ -122,7 +122,7 @@ class MtpHead(nn.Module):
         """Maps tokens and positions, int64 [T], with states [T, H], to the next states. step: the pass over a paged
         cache. None: one text, read by transformers' own attention, as for training."""
         embed, _, _, rotary = self._of_target
-        parts = [self.token_norm(embed(tokens)), self.state_norm(states)]
+        parts = [self.token_norm(call_shared(embed, tokens)), self.state_norm(states)]
         joined = self.projection(torch.cat(parts[::-1] if self.is_state_first else parts, dim=-1))[None]
         arguments: dict[str, Any] = {
             "position_ids": positions[None],
@@ -140,7 +140,7 @@ class MtpHead(nn.Module):
 
     def logits(self, states: Tensor) -> Tensor:
         """Turns the outputs of `forward`, [..., H], into logits of the target's tokens."""
-        return cast(Tensor, self._of_target[1](states))
+        return call_shared(self._of_target[1], states)
 
     @classmethod
     def from_pretrained(cls, path: str | Path, model: Any) -> MtpHead:
@@ -209,6 +209,8 @@ def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
     if not fits:
         raise ValueError("model: expected a layer with full attention, got none")
     (layer,) = decoder_layers(model, fits[-1:])
+    if any(weight.is_meta for weight in layer.parameters()):
+        raise ValueError("model: expected a layer in memory, which MTP layers copy, got an offloaded one (device meta)")
     attention = next((module for module in layer.modules() if hasattr(module, "layer_idx")), None)
     if attention is None or not hasattr(attention, "config"):
         raise ValueError(f"model: expected layers of transformers' attention interface, got {type(layer).__name__}")
