@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +17,13 @@ pytest.importorskip("transformers")
 from brackets_case import STOP, Brackets
 from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
 from toy_text_case import DRAFTERS
-from transformers import BatchEncoding, LlamaForSequenceClassification
+from transformers import (
+    BatchEncoding,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
 from transformers.generation import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -30,6 +38,7 @@ from transformers.generation import (
 from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees
 from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, generate
 from pagedtree.integrations.transformers.turns import in_turn
+from pagedtree.integrations.transformers.whole_inputs import check_scales
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -315,6 +324,48 @@ def test_turns_end_and_nest():
     assert len(turns) == 3
 
 
+class Prepares(LlamaForCausalLM):
+    """A class's own inputs, as of soft prompts."""
+
+    def prepare_inputs_for_generation(self, input_ids, **kwargs):
+        return super().prepare_inputs_for_generation(input_ids + 1, **kwargs)
+
+
+class PerTensor:
+    pass
+
+
+class Weight(torch.Tensor):
+    pass
+
+
+def prepares(model, of_class):
+    if of_class:
+        model.__class__ = Prepares
+    else:  # as peft does with its soft prompts
+        model.prepare_inputs_for_generation = partial(Prepares.prepare_inputs_for_generation, model)
+    return model
+
+
+def adapted(model, **fields):
+    """With a config as of peft; its packages are stand-ins here, as torchao's."""
+    model.peft_config = {"default": SimpleNamespace(**fields)}
+    return model
+
+
+def quantized(model, granularity, **fields):
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Weight), requires_grad=False)
+    layer.weight.act_quant_kwargs = SimpleNamespace(granularity=granularity)
+    vars(layer.weight).update(fields)
+    return model
+
+
+def two_ways(model):
+    model.config.use_bidirectional_attention = True  # PaliGemma's prefix
+    return model
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["model", "draft model"])
 @pytest.mark.parametrize(
@@ -328,6 +379,15 @@ def test_turns_end_and_nest():
             lambda model: model.set_output_embeddings(torch.nn.Sequential(model.lm_head)) or model,
             "an embedding and an output layer with a weight, got a Sequential",
         ),
+        (
+            lambda model: prepares(model, True),
+            "the prepare_inputs_for_generation of transformers, got Prepares.prepare_inputs_for_generation",
+        ),
+        (lambda model: prepares(model, False), "the prepare_inputs_for_generation of transformers, got prepare"),
+        (lambda model: adapted(model, is_prompt_learning=True), "no virtual tokens beside the ids"),
+        (lambda model: adapted(model, alora_invocation_tokens=[5]), ".* a SimpleNamespace that looks for its alora_"),
+        (two_ways, "causal layers, got a config with use_bidirectional_attention"),
+        (lambda model: quantized(model, PerTensor()), ".* a Weight with one dynamic scale for all tokens of a pass"),
     ],
 )
 def test_layers_that_are_refused(model, kind, change, message):
@@ -336,6 +396,22 @@ def test_layers_that_are_refused(model, kind, change, message):
             generate(change(tiny(0)), [[5, 6]], max_new_tokens=2)
         else:
             generate(model, [[5, 6]], drafter=ModelDrafter(change(tiny(0))), max_new_tokens=2)
+
+
+def test_layers_that_look_alike_are_served():
+    """Adapters of other kinds, the model's own method where peft leaves it, scales of rows and constant ones."""
+    model, prompt = tiny(0), torch.tensor([5, 6, 7])
+    expected = greedy(model, prompt, 4)
+    model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
+    for changed in (adapted(model, is_prompt_learning=False), quantized(model, object())):
+        assert lists(generate(changed, [prompt], max_new_tokens=4)[0]) == [expected]
+    check_scales(quantized(model, PerTensor(), act_quant_scale=torch.ones(())))
+
+
+def test_token_types_that_are_embedded_are_refused():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=64, n_head=1, n_layer=1)).eval()
+    with pytest.raises(ValueError, match="input_ids: expected no token_type_ids for GPT2LMHeadModel"):
+        generate(model, {"input_ids": [[5, 6]], "token_type_ids": [[0, 0]]}, max_new_tokens=2)
 
 
 class Proposes:

@@ -30,11 +30,12 @@ from pagedtree.integrations.transformers.generation_config import ConfigFields, 
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.integrations.transformers.rotary import check_constant, check_rotation
 from pagedtree.integrations.transformers.turns import in_turn
+from pagedtree.integrations.transformers.whole_inputs import check_token_types
 
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
 
-__all__ = ["generate"]
+__all__ = ["generate", "streamed"]
 
 # Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
 # queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
@@ -175,6 +176,8 @@ def generate(
     settings = {"min_new_tokens": min_new_tokens, "stop_strings": stop_strings}
     config = config_fields(model, params=params, rule=rule, given=settings) if generation_config else ConfigFields()
     stops = config.stops(stop_strings, tokenizer)
+    if isinstance(input_ids, Mapping) and input_ids.get("token_type_ids") is not None:
+        check_token_types(model)
     vocab_size, num_logits = (packed.vocab_size, packed.num_logits) if shards is None else (shards.vocab, shards.vocab)
     prompts = Prompts.of(input_ids, attention_mask, vocab_size, None if pad in eos_ids else pad, n)
     every_option = arguments.options_of(options, prompts)
@@ -220,7 +223,7 @@ def generate(
     with in_turn(*(thing for thing in things if thing is not None)), ExitStack() as stack:
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         if streamer is not None:
-            callback = stack.enter_context(_streamed(streamer, prompts.tokens[0], callback))
+            callback = stack.enter_context(streamed(streamer, prompts.tokens[0], callback))
         engine = Engine(
             packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
             tuner, stops, requests if requests.is_used else None,
@@ -232,11 +235,12 @@ def generate(
 
 
 @contextmanager
-def _streamed(
-    streamer: Any, prompt: list[int], callback: Callable[[int, list[int]], object] | None
+def streamed(
+    streamer: Any, prompt: list[int] | None, callback: Callable[[int, list[int]], object] | None
 ) -> Iterator[Callable[[int, list[int]], object]]:
     """Yields a callback that feeds the streamer token by token, then calls the other one."""
-    streamer.put(torch.tensor([prompt], dtype=torch.int64))
+    if prompt is not None:
+        streamer.put(torch.tensor([prompt], dtype=torch.int64))
 
     def put(sequence: int, tokens: list[int]) -> object:
         for token in tokens:

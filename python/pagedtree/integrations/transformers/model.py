@@ -23,6 +23,7 @@ from pagedtree.integrations.transformers.forwards import uncompiled
 from pagedtree.integrations.transformers.latent import absorbed, latent_layers
 from pagedtree.integrations.transformers.packed_pass import PackedPass
 from pagedtree.integrations.transformers.recurrent import RECURRENT_KINDS, on_trees, recurrent_layers
+from pagedtree.integrations.transformers.whole_inputs import check_preparation, check_scales
 
 __all__ = ["ModelDrafter", "TransformersModel", "check_model", "decoder_layers", "use_attention"]
 
@@ -54,11 +55,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
         raise ValueError(f"model: expected a forward that takes position_ids, that of {name} does not")
-    if any(type(module).__module__.startswith("torch.ao.nn.") for module in model.modules()):
-        raise ValueError(
-            "model: expected layers that treat each token by itself, got those of torch.ao.quantization"
-            " (quantize_dynamic and others), which scale all tokens of a pass together"
-        )
+    check_scales(model)
+    check_preparation(model)
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         if layer is not None and not isinstance(getattr(layer, "weight", None), Tensor):
             raise ValueError(

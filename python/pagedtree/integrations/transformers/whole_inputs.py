@@ -1,0 +1,112 @@
+"""Refuses models that do more with a text than their forward does with its ids, or that look at all tokens of a pass
+together: packed tokens and trees would lose or change it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+__all__ = ["check_preparation", "check_scales", "check_token_types"]
+
+# Methods that make the inputs of a forward from a text; packed tokens do without.
+PREPARING = ("prepare_inputs_for_generation", "_prepare_model_inputs", "_update_model_kwargs_for_generation")
+ALONE = "model: expected layers that treat each token by itself, got"
+
+
+def _parts(model: Any) -> Iterator[Any]:
+    """Yields the model, perhaps a wrapper such as peft's, and each model of transformers in it."""
+    yield model
+    yield from (part for part in model.modules() if isinstance(part, PreTrainedModel) and part is not model)
+
+
+def check_preparation(model: Any) -> None:
+    """Raises ValueError for soft prompts, adapters that search the text, and own methods that prepare inputs."""
+    for part in _parts(model):
+        configs = getattr(part, "peft_config", None) or {}
+        for name, config in (configs if isinstance(configs, Mapping) else {"": configs}).items():
+            kind = type(config).__name__
+            if getattr(config, "is_prompt_learning", False) and not getattr(part, "_adapters_disabled", False):
+                raise ValueError(f"model: expected no virtual tokens beside the ids, got those of peft's {kind}")
+            if getattr(config, "alora_invocation_tokens", None) and _is_active(model, name):
+                raise ValueError(f"{ALONE} a {kind} that looks for its alora_invocation_tokens in the text")
+    inner = next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), model)
+    for part, method in itertools.product((model, inner), PREPARING):
+        if not _is_library(part, inner, method):
+            own = getattr(getattr(part, method), "__qualname__", method)
+            raise ValueError(
+                f"model: expected the {method} of transformers, got {own}, which packed tokens do not pass"
+            )
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
+        raise ValueError("model: expected causal layers, got a config with use_bidirectional_attention (a prefix LM)")
+
+
+def _is_active(model: nn.Module, adapter: str) -> bool:
+    """Returns whether some layer of peft's uses the adapter, or no layer tells."""
+    every: list[Any] = list(model.modules())
+    layers = [layer for layer in every if isinstance(getattr(layer, "disable_adapters", None), bool)]
+    return not layers or any(adapter in layer.active_adapters for layer in layers if not layer.disable_adapters)
+
+
+def _is_library(part: Any, inner: Any, method: str) -> bool:
+    """Returns whether the method is of a class of transformers, or peft's, which calls that of the model in it."""
+    function, roots = getattr(type(part), method, None), {"transformers", "peft"}
+    if method in vars(part):  # peft leaves the method of the model in it there
+        owners = [owner for owner in (part, inner) if hasattr(type(owner), method)]
+        owner = next((o for o in owners if vars(part)[method] == getattr(type(o), method).__get__(o)), None)
+        if owner is None:
+            return False
+        function = getattr(type(owner), method)
+    if part is inner:
+        roots = {"transformers"}
+    functions = [] if function is None else [function, inspect.unwrap(function)]
+    return all(getattr(f, "__globals__", {}).get("__name__", "").partition(".")[0] in roots for f in functions)
+
+
+def check_scales(model: nn.Module) -> None:
+    """Raises ValueError for layers that scale the activations of a whole pass by one number."""
+    for layer in model.modules():
+        if type(layer).__module__.startswith("torch.ao.nn."):
+            raise ValueError(
+                f"{ALONE} those of torch.ao.quantization (quantize_dynamic and others), which scale all tokens of a"
+                " pass together"
+            )
+        for thing in (layer, *layer._parameters.values()):
+            if _scales_a_pass(thing):
+                raise ValueError(
+                    f"{ALONE} a {type(thing).__name__} with one dynamic scale for all tokens of a pass (per tensor);"
+                    " per row or token would do"
+                )
+
+
+def _scales_a_pass(thing: Any) -> Any:
+    """Looks at weights of torchao (within a DTensor, too), its training layers, and layers of compressed-tensors."""
+    if thing is None or type(thing) in (Tensor, nn.Parameter):
+        return False
+    if isinstance(thing, Tensor):
+        thing = getattr(thing, "_local_tensor", thing)
+        kwargs = getattr(thing, "act_quant_kwargs", None)
+        is_fixed = getattr(thing, "act_quant_scale", None) is not None
+        granularity = type(getattr(kwargs, "granularity", None)).__name__
+        return getattr(kwargs, "use_dynamic_per_tensor_scale", False) or (granularity == "PerTensor" and not is_fixed)
+    cast = getattr(vars(thing).get("config"), "cast_config_input", None)
+    scheme = getattr(vars(thing).get("quantization_scheme"), "input_activations", None)
+    return getattr(getattr(cast, "scaling_granularity", None), "name", "") == "TENSORWISE" or (
+        getattr(scheme, "dynamic", False) is True and getattr(scheme, "strategy", "") == "tensor"
+    )
+
+
+def check_token_types(model: Any) -> None:
+    """Raises ValueError for models whose token_type_ids of 0 are not the same as none."""
+    table = model.get_input_embeddings()
+    for part in _parts(model):
+        takes = "token_type_ids" in inspect.signature(part.forward).parameters
+        if takes and any(child is table for child in part.children()):  # GPT-2 and its kin add token 0's embedding
+            raise ValueError(
+                f"input_ids: expected no token_type_ids for {type(model).__name__}, which adds the embedding of the"
+                " token with that number"
+            )
