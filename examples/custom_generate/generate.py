@@ -9,8 +9,6 @@ from pagedtree.integrations.transformers import NgramDrafter, tree_generate
 
 def generate(model, *args, drafter=None, **kwargs):
     """`model.generate` with draft trees, by default from the text itself."""
-    if kwargs.get("assistant_model") is not None or kwargs.get("streamer") is not None:
-        raise ValueError("generate: expected drafter= for assistant_model= and callback= for streamer=")
     if "stop_strings" in kwargs:
         kwargs["stop_tokenizer"] = kwargs.pop("tokenizer", None)
     # The class's: the model's own attribute may be this very function.

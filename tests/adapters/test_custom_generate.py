@@ -11,7 +11,15 @@ import torch
 pytest.importorskip("transformers")
 
 from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, words
-from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
+from transformers import (
+    DynamicCache,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    dynamic_module_utils,
+)
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
@@ -179,11 +187,35 @@ def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, 
         model.generate(**batch, **options, **OURS)
 
 
-def test_a_cache_that_holds_tokens_is_refused(model, batch):
+def test_what_transformers_keeps_for_its_own_loops(model, batch):
+    """A streamer acts, also for a function around ours, and ends after a refusal; others are refused."""
+    prompt = {"input_ids": batch["input_ids"][:1]}
+
+    def around(*args, **kwargs):
+        return tree_generate(*args, **kwargs, drafter=NgramDrafter(4))
+
+    for function in (tree_generate, around):
+        expected, got = TextIteratorStreamer(words(VOCAB), timeout=5), TextIteratorStreamer(words(VOCAB), timeout=5)
+        model.generate(**prompt, **GREEDY, streamer=expected)
+        model.generate(**prompt, **GREEDY, streamer=got, custom_generate=function)
+        assert "".join(got) == "".join(expected)
     cache = DynamicCache(config=model.config)
-    model(batch["input_ids"][:1, :4], past_key_values=cache)
-    with pytest.raises(ValueError, match="past_key_values: expected an empty cache, got one of 4 tokens"):
-        model.generate(batch["input_ids"][:1], past_key_values=cache, **GREEDY, **OURS)
+    kept = {"past_key_values": cache, "assistant_model": tiny(1), "synced_gpus": True}
+    for name, value in kept.items():
+        streamer = TextIteratorStreamer(words(VOCAB), skip_prompt=True, timeout=5)
+        with pytest.raises(ValueError, match=f"{name}: expected "):
+            model.generate(**prompt, **GREEDY, **OURS, **{name: value}, streamer=streamer)
+        assert not "".join(streamer)
+
+
+def test_text_alone_of_a_vision_model(batch):
+    """transformers makes empty outputs of the vision encoder then."""
+    text = {**tiny(0).config.to_dict(), "pad_token_id": 0}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision)).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    assert torch.equal(model.generate(**batch, **GREEDY, **OURS), model.generate(**batch, **GREEDY))
 
 
 def test_stop_strings(model, batch, tmp_path, monkeypatch):

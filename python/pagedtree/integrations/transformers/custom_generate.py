@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from pagedtree import SamplingParams
 from pagedtree.generation.drafters import StepResult
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
-from pagedtree.integrations.transformers.generate import generate
+from pagedtree.integrations.transformers.generate import generate, streamed
 
 __all__ = ["tree_generate"]
 
+# Arguments of `model.generate` that are for transformers' own decoding loops.
+KEPT = ("streamer", "assistant_model", "synced_gpus")
 # Arguments that transformers prepares for its own cache and passes to any decoding loop; not used here.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -60,36 +68,47 @@ def tree_generate(
 
     Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
 
+    A `streamer` gets the new tokens of one sequence.
+
     Raises ValueError, naming the option, for beams, other logits processors (no_repeat_ngram_size, typical_p, ...),
-    stopping criteria other than length and EOS, scores or states as output, a cache that already holds tokens, and
-    further inputs of the model. In place of `streamer` and `assistant_model` use callback and drafter.
+    stopping criteria other than length and EOS, scores or states as output, past_key_values, synced_gpus,
+    assistant_model (use drafter), and further inputs of the model.
     """
-    if stop_strings is not None and stop_tokenizer is None:
-        raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None")
-    mode = generation_config.get_generation_mode().value
-    if mode not in ("greedy_search", "sample"):
-        raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
-    names = [name for name in OUTPUTS if getattr(generation_config, name, None)]
-    if names:
-        raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(names)}")
-    params = SamplingParams() if generation_config.do_sample else None
-    max_length, eos_token_id = _limits(stopping_criteria)
-    attention_mask = _attention_mask(input_ids, model_kwargs)
-    if params is not None and seeds is None:
-        seeds = torch.randint(2**63 - 1, (input_ids.shape[0],))
-    result, stats = generate(
-        model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params, seeds=seeds,
-        page_size=page_size, num_pages=num_pages, attention_mask=attention_mask, eos_token_id=eos_token_id,
-        pad_token_id=generation_config.pad_token_id, rule=rule, max_batch_tokens=max_batch_tokens,
-        max_sequences=max_sequences, tree=tree, cuda_graph=cuda_graph, callback=callback, on_step=on_step,
-        stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor, options=options,
-        grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
-        generation_config=False,  # the processors and criteria have all of it
-    )  # fmt: skip
-    if on_stats is not None:
-        on_stats(stats)
-    sequences: Any = result
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    given = _given(model, model_kwargs)
+    streamer = given.get("streamer")
+    context: Any = nullcontext(callback) if streamer is None else streamed(streamer, None, callback)
+    with context as callback:  # a streamer's reader waits for its end, also after a refusal
+        if stop_strings is not None and stop_tokenizer is None:
+            raise ValueError(
+                "stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None"
+            )
+        _check_given(given, len(input_ids))
+        mode = generation_config.get_generation_mode().value
+        if mode not in ("greedy_search", "sample"):
+            raise ValueError(f"tree_generate: expected greedy search or sampling, got {mode}")
+        names = [name for name in OUTPUTS if getattr(generation_config, name, None)]
+        if names:
+            raise ValueError(f"tree_generate: expected sequences alone as output, got {', '.join(names)}")
+        params = SamplingParams() if generation_config.do_sample else None
+        max_length, eos_token_id = _limits(stopping_criteria)
+        attention_mask = _attention_mask(input_ids, model_kwargs)
+        if params is not None and seeds is None:
+            seeds = torch.randint(2**63 - 1, (input_ids.shape[0],))
+        result, stats = generate(
+            model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params,
+            seeds=seeds, page_size=page_size, num_pages=num_pages, attention_mask=attention_mask,
+            eos_token_id=eos_token_id, pad_token_id=generation_config.pad_token_id, rule=rule, tree=tree,
+            max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, cuda_graph=cuda_graph, callback=callback,
+            on_step=on_step, stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor,
+            options=options, grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
+            generation_config=False,  # the processors and criteria have all of it
+        )  # fmt: skip
+        if on_stats is not None:
+            on_stats(stats)
+        sequences: Any = result
+        return (
+            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+        )
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:
@@ -102,18 +121,54 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 
 
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
-    names = [name for name, value in model_kwargs.items() if name not in PREPARED and value is not None]
+    names = [name for name, value in model_kwargs.items() if name not in PREPARED and not _is_empty(value)]
     if names:
         raise ValueError(
             f"tree_generate: expected no inputs of the model but tokens and a mask, got {', '.join(names)}"
         )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0:
-        raise ValueError(f"past_key_values: expected an empty cache, got one of {cache.get_seq_length()} tokens")
     mask: Tensor | None = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
     if positions is not None:
         kept = torch.ones_like(input_ids) if mask is None else mask.long()
-        if positions.shape != kept.shape or not torch.equal(positions * kept, (kept.cumsum(-1) - 1) * kept):
+        implied = ((kept.cumsum(-1) - 1) * kept).expand(*positions.shape[:-2], -1, -1)  # some have planes of positions
+        if positions.shape != implied.shape or not torch.equal(positions * kept, implied):
             raise ValueError("position_ids: expected those that the attention mask implies, got others")
     return mask
+
+
+def _is_empty(value: Any) -> bool:
+    """Returns whether an input holds nothing, as transformers' own outputs of encoders do for text alone."""
+    if isinstance(value, Mapping | list | tuple):
+        return all(map(_is_empty, value.values() if isinstance(value, Mapping) else value))
+    return value is None
+
+
+def _given(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the `model.generate` that calls: it hands some of them to its own loops alone."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        held = frame.f_locals if frame.f_globals.get("__name__") == GenerationMixin.__module__ else {}
+        if frame.f_code.co_name == "generate" and held.get("self") is model:
+            break
+        frame = frame.f_back
+    else:  # called by other means
+        return model_kwargs
+    given: dict[str, Any] = {**held["kwargs"], **{name: held[name] for name in KEPT}}
+    if given["synced_gpus"] is None and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model)):
+        given["synced_gpus"] = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    return given
+
+
+def _check_given(given: dict[str, Any], num_sequences: int) -> None:
+    if given.get("streamer") is not None and num_sequences != 1:
+        raise ValueError(f"streamer: expected one sequence, got {num_sequences}")
+    if given.get("assistant_model") is not None:
+        raise ValueError("assistant_model: expected drafter=ModelDrafter(assistant_model) in its place")
+    if given.get("synced_gpus"):
+        raise ValueError(
+            "synced_gpus: expected False, as each rank runs passes of its own, got True (transformers' default for"
+            " FSDP and ZeRO-3); False is right where all ranks have the same prompts and seeds"
+        )
+    if given.get("past_key_values") is not None:
+        kind = type(given["past_key_values"]).__name__
+        raise ValueError(f"past_key_values: expected None, as keys and values stay in a paged cache, got a {kind}")
