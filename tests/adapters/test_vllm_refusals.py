@@ -9,6 +9,11 @@ from pagedtree.integrations.vllm.limits import SCHEDULER, check_config
 WORKER = "pagedtree.integrations.vllm.worker.TreeCPUWorker"
 
 
+@pytest.fixture(autouse=True)
+def plugins(monkeypatch):
+    monkeypatch.setenv("PAGEDTREE_PLUGINS", "vllm")
+
+
 def config_of(**model):
     """A configuration that trees can run with, as far as `check_config` looks at it."""
     sizes = {f"{kind}_parallel_size": 1 for kind in ("pipeline", "data", "decode_context", "prefill_context", "tensor")}

@@ -111,13 +111,20 @@ def test_keys_that_no_row_sees_may_hold_anything(target: Target, options: dict[s
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )
-def test_what_is_not_finite_changes_only_rows_that_see_it(target: Target, options: dict[str, Any]) -> None:
+def test_non_finite_keys_change_only_rows_that_see_them(target: Target, options: dict[str, Any]) -> None:
     """The bits of other rows are those with zeros in the slots: of refused drafts, of later tokens of a prompt."""
     if target.backend != "cpu":
         pytest.skip("the CUDA kernels follow")
     # A sequence, a key of it, from its end, and the columns of K and of V that overflow.
-    poisons = [(0, -2, (0, 0), (5, 6)), (0, -7, (0, 0), (0, 512)), (1, -5, (7, 8), (0, 0)), (1, -30, (0, 0), (9, 11)),
-               (2, -1, (0, 576), (0, 512)), (3, -9, (0, 0), (1, 2)), (3, -60, (0, 0), (3, 4))]  # fmt: skip
+    poisons = [
+        (0, -2, (0, 0), (5, 6)),
+        (0, -7, (0, 0), (0, 512)),
+        (1, -5, (7, 8), (0, 0)),
+        (1, -30, (0, 0), (9, 11)),
+        (2, -1, (0, 576), (0, 512)),
+        (3, -9, (0, 0), (1, 2)),
+        (3, -60, (0, 0), (3, 4)),
+    ]
     kinds, options = [BINARY, "causal", CHAIN, RANDOM], dict(options)
     call = {name: options.pop(name) for name in ("window", "softcap") if name in options}
     for dtype, value in zip(target.dtypes, (torch.nan, torch.inf, -torch.inf), strict=False):
