@@ -10,16 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
 from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, words
-from transformers import (
-    DynamicCache,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-    dynamic_module_utils,
-)
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
@@ -189,33 +182,29 @@ def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, 
 
 def test_what_transformers_keeps_for_its_own_loops(model, batch):
     """A streamer acts, also for a function around ours, and ends after a refusal; others are refused."""
-    prompt = {"input_ids": batch["input_ids"][:1]}
 
-    def around(*args, **kwargs):
-        return tree_generate(*args, **kwargs, drafter=NgramDrafter(4))
+    def run(custom, **kept):
+        streamers.append(transformers.TextIteratorStreamer(words(VOCAB), skip_prompt=True, timeout=5))
+        model.generate(batch["input_ids"][:1], **GREEDY, **kept, streamer=streamers[-1], custom_generate=custom)
 
-    for function in (tree_generate, around):
-        expected, got = TextIteratorStreamer(words(VOCAB), timeout=5), TextIteratorStreamer(words(VOCAB), timeout=5)
-        model.generate(**prompt, **GREEDY, streamer=expected)
-        model.generate(**prompt, **GREEDY, streamer=got, custom_generate=function)
-        assert "".join(got) == "".join(expected)
-    cache = DynamicCache(config=model.config)
-    kept = {"past_key_values": cache, "assistant_model": tiny(1), "synced_gpus": True}
-    for name, value in kept.items():
-        streamer = TextIteratorStreamer(words(VOCAB), skip_prompt=True, timeout=5)
+    streamers = []
+    for custom in (None, tree_generate, lambda *args, **kwargs: tree_generate(*args, **kwargs)):
+        run(custom)
+    assert len({"".join(streamer) for streamer in streamers}) == 1
+    refused = {"past_key_values": DynamicCache(config=model.config), "assistant_model": tiny(1), "synced_gpus": True}
+    for name, value in refused.items():
         with pytest.raises(ValueError, match=f"{name}: expected "):
-            model.generate(**prompt, **GREEDY, **OURS, **{name: value}, streamer=streamer)
-        assert not "".join(streamer)
+            run(tree_generate, **{name: value})
+        assert not "".join(streamers[-1])
 
 
 def test_text_alone_of_a_vision_model(batch):
     """transformers makes empty outputs of the vision encoder then."""
-    text = {**tiny(0).config.to_dict(), "pad_token_id": 0}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
-    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision)).eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
-    assert torch.equal(model.generate(**batch, **GREEDY, **OURS), model.generate(**batch, **GREEDY))
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+    config = transformers.LlavaConfig(text_config=tiny(0).config.to_dict(), vision_config=vision)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    options = {**batch, **GREEDY, "pad_token_id": 0}
+    assert torch.equal(model.generate(**options, **OURS), model.generate(**options))
 
 
 def test_stop_strings(model, batch, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import threading
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,13 +16,7 @@ pytest.importorskip("transformers")
 from brackets_case import STOP, Brackets
 from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
 from toy_text_case import DRAFTERS
-from transformers import (
-    BatchEncoding,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-)
+from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 from transformers.generation import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
@@ -324,45 +317,27 @@ def test_turns_end_and_nest():
     assert len(turns) == 3
 
 
-class Prepares(LlamaForCausalLM):
-    """A class's own inputs, as of soft prompts."""
-
-    def prepare_inputs_for_generation(self, input_ids, **kwargs):
-        return super().prepare_inputs_for_generation(input_ids + 1, **kwargs)
-
-
-class PerTensor:
-    pass
-
-
 class Weight(torch.Tensor):
-    pass
+    """Stands for a weight of torchao."""
 
 
-def prepares(model, of_class):
-    if of_class:
-        model.__class__ = Prepares
-    else:  # as peft does with its soft prompts
-        model.prepare_inputs_for_generation = partial(Prepares.prepare_inputs_for_generation, model)
-    return model
+PREPARES = {"prepare_inputs_for_generation": print}
+PER_TENSOR = type("PerTensor", (), {})()
 
 
-def adapted(model, **fields):
-    """With a config as of peft; its packages are stand-ins here, as torchao's."""
-    model.peft_config = {"default": SimpleNamespace(**fields)}
-    return model
+def having(thing, **fields):
+    vars(thing).update(fields)
+    return thing
+
+
+def peft(**fields):
+    return {"peft_config": {"default": SimpleNamespace(**fields)}}
 
 
 def quantized(model, granularity, **fields):
     layer = model.model.layers[0].mlp.up_proj
     layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Weight), requires_grad=False)
-    layer.weight.act_quant_kwargs = SimpleNamespace(granularity=granularity)
-    vars(layer.weight).update(fields)
-    return model
-
-
-def two_ways(model):
-    model.config.use_bidirectional_attention = True  # PaliGemma's prefix
+    having(layer.weight, act_quant_kwargs=SimpleNamespace(granularity=granularity), **fields)
     return model
 
 
@@ -380,14 +355,20 @@ def two_ways(model):
             "an embedding and an output layer with a weight, got a Sequential",
         ),
         (
-            lambda model: prepares(model, True),
-            "the prepare_inputs_for_generation of transformers, got Prepares.prepare_inputs_for_generation",
+            lambda model: setattr(model, "__class__", type("", (type(model),), PREPARES)) or model,
+            "the prepare.* of .*, got print",
         ),
-        (lambda model: prepares(model, False), "the prepare_inputs_for_generation of transformers, got prepare"),
-        (lambda model: adapted(model, is_prompt_learning=True), "no virtual tokens beside the ids"),
-        (lambda model: adapted(model, alora_invocation_tokens=[5]), ".* a SimpleNamespace that looks for its alora_"),
-        (two_ways, "causal layers, got a config with use_bidirectional_attention"),
-        (lambda model: quantized(model, PerTensor()), ".* a Weight with one dynamic scale for all tokens of a pass"),
+        (
+            lambda model: having(model, **PREPARES),
+            "the prepare.* of .*, got print",
+        ),  # as peft does with its soft prompts
+        (lambda model: having(model, **peft(is_prompt_learning=True)), "no virtual tokens beside the ids"),
+        (lambda model: having(model, **peft(alora_invocation_tokens=[5])), ".* looks for its alora_invocation_tokens"),
+        (
+            lambda model: having(model.config, use_bidirectional_attention=True) and model,
+            "causal layers, got a config with use_bidirectional_attention",
+        ),
+        (lambda model: quantized(model, PER_TENSOR), ".* a Weight with one dynamic scale "),
     ],
 )
 def test_layers_that_are_refused(model, kind, change, message):
@@ -403,9 +384,9 @@ def test_layers_that_look_alike_are_served():
     model, prompt = tiny(0), torch.tensor([5, 6, 7])
     expected = greedy(model, prompt, 4)
     model.prepare_inputs_for_generation = model.prepare_inputs_for_generation
-    for changed in (adapted(model, is_prompt_learning=False), quantized(model, object())):
-        assert lists(generate(changed, [prompt], max_new_tokens=4)[0]) == [expected]
-    check_scales(quantized(model, PerTensor(), act_quant_scale=torch.ones(())))
+    having(quantized(model, object()), **peft(is_prompt_learning=False))
+    assert lists(generate(model, [prompt], max_new_tokens=4)[0]) == [expected]
+    check_scales(quantized(model, PER_TENSOR, act_quant_scale=torch.ones(())))
 
 
 def test_token_types_that_are_embedded_are_refused():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
@@ -24,8 +23,13 @@ from pagedtree.integrations.transformers.generate import generate, streamed
 
 __all__ = ["tree_generate"]
 
-# Arguments of `model.generate` that are for transformers' own decoding loops.
+# Arguments of `model.generate` that transformers hands to its own decoding loops alone, and its cache.
 KEPT = ("streamer", "assistant_model", "synced_gpus")
+REFUSED = {
+    "assistant_model": "None, and drafter=ModelDrafter(...) in its place",
+    "synced_gpus": "False, where all ranks have the same prompts and seeds",
+    "past_key_values": "None, as keys and values stay in a paged cache",
+}
 # Arguments that transformers prepares for its own cache and passes to any decoding loop; not used here.
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache", "logits_to_keep"}
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
@@ -79,9 +83,7 @@ def tree_generate(
     context: Any = nullcontext(callback) if streamer is None else streamed(streamer, None, callback)
     with context as callback:  # a streamer's reader waits for its end, also after a refusal
         if stop_strings is not None and stop_tokenizer is None:
-            raise ValueError(
-                "stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer= to itself, got None"
-            )
+            raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer=, got None")
         _check_given(given, len(input_ids))
         mode = generation_config.get_generation_mode().value
         if mode not in ("greedy_search", "sample"):
@@ -106,9 +108,8 @@ def tree_generate(
         if on_stats is not None:
             on_stats(stats)
         sequences: Any = result
-        return (
-            GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
-        )
+        has_fields = generation_config.return_dict_in_generate
+        return GenerateDecoderOnlyOutput(sequences=sequences) if has_fields else sequences
 
 
 def _limits(criteria: Any) -> tuple[int, list[int]]:
@@ -145,7 +146,7 @@ def _is_empty(value: Any) -> bool:
 
 def _given(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the `model.generate` that calls: it hands some of them to its own loops alone."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while frame is not None:
         held = frame.f_locals if frame.f_globals.get("__name__") == GenerationMixin.__module__ else {}
         if frame.f_code.co_name == "generate" and held.get("self") is model:
@@ -162,13 +163,7 @@ def _given(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 def _check_given(given: dict[str, Any], num_sequences: int) -> None:
     if given.get("streamer") is not None and num_sequences != 1:
         raise ValueError(f"streamer: expected one sequence, got {num_sequences}")
-    if given.get("assistant_model") is not None:
-        raise ValueError("assistant_model: expected drafter=ModelDrafter(assistant_model) in its place")
-    if given.get("synced_gpus"):
-        raise ValueError(
-            "synced_gpus: expected False, as each rank runs passes of its own, got True (transformers' default for"
-            " FSDP and ZeRO-3); False is right where all ranks have the same prompts and seeds"
-        )
-    if given.get("past_key_values") is not None:
-        kind = type(given["past_key_values"]).__name__
-        raise ValueError(f"past_key_values: expected None, as keys and values stay in a paged cache, got a {kind}")
+    for name, expected in REFUSED.items():
+        value = given.get(name)
+        if value is not None and value is not False:
+            raise ValueError(f"{name}: expected {expected}, got {value if value is True else type(value).__name__}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,86 +27,69 @@ def _parts(model: Any) -> Iterator[Any]:
 def check_preparation(model: Any) -> None:
     """Raises ValueError for soft prompts, adapters that search the text, and own methods that prepare inputs."""
     for part in _parts(model):
-        configs = getattr(part, "peft_config", None) or {}
-        for name, config in (configs if isinstance(configs, Mapping) else {"": configs}).items():
+        for name, config in (getattr(part, "peft_config", None) or {}).items():
             kind = type(config).__name__
             if getattr(config, "is_prompt_learning", False) and not getattr(part, "_adapters_disabled", False):
                 raise ValueError(f"model: expected no virtual tokens beside the ids, got those of peft's {kind}")
-            if getattr(config, "alora_invocation_tokens", None) and _is_active(model, name):
+            if getattr(config, "alora_invocation_tokens", None) and _is_active(part, name):
                 raise ValueError(f"{ALONE} a {kind} that looks for its alora_invocation_tokens in the text")
     inner = next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), model)
     for part, method in itertools.product((model, inner), PREPARING):
         if not _is_library(part, inner, method):
             own = getattr(getattr(part, method), "__qualname__", method)
-            raise ValueError(
-                f"model: expected the {method} of transformers, got {own}, which packed tokens do not pass"
-            )
+            raise ValueError(f"model: expected the {method} of transformers, got {own}, which would not be called")
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) in (True, "all"):
         raise ValueError("model: expected causal layers, got a config with use_bidirectional_attention (a prefix LM)")
 
 
-def _is_active(model: nn.Module, adapter: str) -> bool:
+def _is_active(model: Any, adapter: str) -> bool:
     """Returns whether some layer of peft's uses the adapter, or no layer tells."""
-    every: list[Any] = list(model.modules())
-    layers = [layer for layer in every if isinstance(getattr(layer, "disable_adapters", None), bool)]
+    layers = [layer for layer in model.modules() if isinstance(getattr(layer, "disable_adapters", None), bool)]
     return not layers or any(adapter in layer.active_adapters for layer in layers if not layer.disable_adapters)
 
 
 def _is_library(part: Any, inner: Any, method: str) -> bool:
-    """Returns whether the method is of a class of transformers, or peft's, which calls that of the model in it."""
-    function, roots = getattr(type(part), method, None), {"transformers", "peft"}
-    if method in vars(part):  # peft leaves the method of the model in it there
-        owners = [owner for owner in (part, inner) if hasattr(type(owner), method)]
-        owner = next((o for o in owners if vars(part)[method] == getattr(type(o), method).__get__(o)), None)
-        if owner is None:
+    """Returns whether the method is of a class of transformers, or peft's, which calls the one of the inner model."""
+    function = getattr(type(part), method, None)
+    if method in vars(part):  # peft leaves the inner model's there
+        of_class = ((owner, getattr(type(owner), method, None)) for owner in (part, inner))
+        function = next((f for owner, f in of_class if f is not None and f.__get__(owner) == vars(part)[method]), None)
+        if function is None:
             return False
-        function = getattr(type(owner), method)
-    if part is inner:
-        roots = {"transformers"}
-    functions = [] if function is None else [function, inspect.unwrap(function)]
+    roots = ("transformers",) if part is inner else ("transformers", "peft")
+    functions = () if function is None else (function, inspect.unwrap(function))
     return all(getattr(f, "__globals__", {}).get("__name__", "").partition(".")[0] in roots for f in functions)
 
 
 def check_scales(model: nn.Module) -> None:
     """Raises ValueError for layers that scale the activations of a whole pass by one number."""
     for layer in model.modules():
-        if type(layer).__module__.startswith("torch.ao.nn."):
-            raise ValueError(
-                f"{ALONE} those of torch.ao.quantization (quantize_dynamic and others), which scale all tokens of a"
-                " pass together"
-            )
-        for thing in (layer, *layer._parameters.values()):
-            if _scales_a_pass(thing):
-                raise ValueError(
-                    f"{ALONE} a {type(thing).__name__} with one dynamic scale for all tokens of a pass (per tensor);"
-                    " per row or token would do"
-                )
+        kind, name = type(layer), "those of torch.ao.quantization (quantize_dynamic and others)"
+        scaled = next((thing for thing in (layer, *layer._parameters.values()) if _scales_a_pass(thing)), None)
+        if scaled is not None:
+            name = f"a {type(scaled).__name__} with one dynamic scale (per tensor, not per row or token)"
+        if scaled is not None or kind.__module__.startswith("torch.ao.nn."):
+            raise ValueError(f"{ALONE} {name}, which scale all tokens of a pass together")
 
 
 def _scales_a_pass(thing: Any) -> Any:
-    """Looks at weights of torchao (within a DTensor, too), its training layers, and layers of compressed-tensors."""
+    """Looks at weights of torchao, within a DTensor, too, and at its layers for training."""
     if thing is None or type(thing) in (Tensor, nn.Parameter):
         return False
-    if isinstance(thing, Tensor):
-        thing = getattr(thing, "_local_tensor", thing)
-        kwargs = getattr(thing, "act_quant_kwargs", None)
-        is_fixed = getattr(thing, "act_quant_scale", None) is not None
-        granularity = type(getattr(kwargs, "granularity", None)).__name__
-        return getattr(kwargs, "use_dynamic_per_tensor_scale", False) or (granularity == "PerTensor" and not is_fixed)
-    cast = getattr(vars(thing).get("config"), "cast_config_input", None)
-    scheme = getattr(vars(thing).get("quantization_scheme"), "input_activations", None)
-    return getattr(getattr(cast, "scaling_granularity", None), "name", "") == "TENSORWISE" or (
-        getattr(scheme, "dynamic", False) is True and getattr(scheme, "strategy", "") == "tensor"
-    )
+    if not isinstance(thing, Tensor):
+        cast = getattr(vars(thing).get("config"), "cast_config_input", None)
+        return getattr(getattr(cast, "scaling_granularity", None), "name", None) == "TENSORWISE"
+    weight = getattr(thing, "_local_tensor", thing)
+    kwargs, scale = getattr(weight, "act_quant_kwargs", None), getattr(weight, "act_quant_scale", None)
+    is_one = type(getattr(kwargs, "granularity", None)).__name__ == "PerTensor"
+    return (is_one and scale is None) or getattr(kwargs, "use_dynamic_per_tensor_scale", False)
 
 
 def check_token_types(model: Any) -> None:
-    """Raises ValueError for models whose token_type_ids of 0 are not the same as none."""
+    """Raises ValueError for models that add the embedding of token 0 for token_type_ids of 0: GPT-2 and its kin."""
     table = model.get_input_embeddings()
     for part in _parts(model):
-        takes = "token_type_ids" in inspect.signature(part.forward).parameters
-        if takes and any(child is table for child in part.children()):  # GPT-2 and its kin add token 0's embedding
+        if "token_type_ids" in inspect.signature(part.forward).parameters and table in part.children():
             raise ValueError(
-                f"input_ids: expected no token_type_ids for {type(model).__name__}, which adds the embedding of the"
-                " token with that number"
+                f"input_ids: expected no token_type_ids for {type(model).__name__}, which embeds them as tokens"
             )
