@@ -355,19 +355,13 @@ def quantized(model, granularity, **fields):
             "an embedding and an output layer with a weight, got a Sequential",
         ),
         (
-            lambda model: setattr(model, "__class__", type("", (type(model),), PREPARES)) or model,
-            "the prepare.* of .*, got print",
+            lambda model: setattr(model, "__class__", type("C", (type(model),), PREPARES)) or model,
+            "the pre.* got print",
         ),
-        (
-            lambda model: having(model, **PREPARES),
-            "the prepare.* of .*, got print",
-        ),  # as peft does with its soft prompts
+        (lambda model: having(model, **PREPARES), "the prepare.* got print"),  # as peft does with its soft prompts
         (lambda model: having(model, **peft(is_prompt_learning=True)), "no virtual tokens beside the ids"),
         (lambda model: having(model, **peft(alora_invocation_tokens=[5])), ".* looks for its alora_invocation_tokens"),
-        (
-            lambda model: having(model.config, use_bidirectional_attention=True) and model,
-            "causal layers, got a config with use_bidirectional_attention",
-        ),
+        (lambda model: having(model.config, use_bidirectional_attention=True) and model, "causal layers, got a config"),
         (lambda model: quantized(model, PER_TENSOR), ".* a Weight with one dynamic scale "),
     ],
 )
@@ -391,7 +385,7 @@ def test_layers_that_look_alike_are_served():
 
 def test_token_types_that_are_embedded_are_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=64, n_head=1, n_layer=1)).eval()
-    with pytest.raises(ValueError, match="input_ids: expected no token_type_ids for GPT2LMHeadModel"):
+    with pytest.raises(ValueError, match="input_ids: expected no token_type_ids, which GPT2LMHeadModel"):
         generate(model, {"input_ids": [[5, 6]], "token_type_ids": [[0, 0]]}, max_new_tokens=2)
 
 

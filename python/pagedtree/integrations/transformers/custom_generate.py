@@ -124,9 +124,7 @@ def _limits(criteria: Any) -> tuple[int, list[int]]:
 def _attention_mask(input_ids: Tensor, model_kwargs: dict[str, Any]) -> Tensor | None:
     names = [name for name, value in model_kwargs.items() if name not in PREPARED and not _is_empty(value)]
     if names:
-        raise ValueError(
-            f"tree_generate: expected no inputs of the model but tokens and a mask, got {', '.join(names)}"
-        )
+        raise ValueError(f"tree_generate: expected no inputs but tokens and a mask, got {', '.join(names)}")
     mask: Tensor | None = model_kwargs.get("attention_mask")
     positions = model_kwargs.get("position_ids")
     if positions is not None:

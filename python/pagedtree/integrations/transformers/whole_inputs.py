@@ -54,22 +54,22 @@ def _is_library(part: Any, inner: Any, method: str) -> bool:
     if method in vars(part):  # peft leaves the inner model's there
         of_class = ((owner, getattr(type(owner), method, None)) for owner in (part, inner))
         function = next((f for owner, f in of_class if f is not None and f.__get__(owner) == vars(part)[method]), None)
-        if function is None:
-            return False
+    if function is None:
+        return method not in vars(part)
     roots = ("transformers",) if part is inner else ("transformers", "peft")
-    functions = () if function is None else (function, inspect.unwrap(function))
-    return all(getattr(f, "__globals__", {}).get("__name__", "").partition(".")[0] in roots for f in functions)
+    modules = (getattr(f, "__globals__", {}).get("__name__", "") for f in (function, inspect.unwrap(function)))
+    return all(module.partition(".")[0] in roots for module in modules)
 
 
 def check_scales(model: nn.Module) -> None:
     """Raises ValueError for layers that scale the activations of a whole pass by one number."""
     for layer in model.modules():
-        kind, name = type(layer), "those of torch.ao.quantization (quantize_dynamic and others)"
         scaled = next((thing for thing in (layer, *layer._parameters.values()) if _scales_a_pass(thing)), None)
         if scaled is not None:
-            name = f"a {type(scaled).__name__} with one dynamic scale (per tensor, not per row or token)"
-        if scaled is not None or kind.__module__.startswith("torch.ao.nn."):
-            raise ValueError(f"{ALONE} {name}, which scale all tokens of a pass together")
+            raise ValueError(f"{ALONE} a {type(scaled).__name__} with one dynamic scale for all tokens of a pass")
+        if type(layer).__module__.startswith("torch.ao.nn."):
+            dynamic = "those of torch.ao.quantization (quantize_dynamic and others)"
+            raise ValueError(f"{ALONE} {dynamic}, which scale all tokens of a pass together")
 
 
 def _scales_a_pass(thing: Any) -> Any:
@@ -90,6 +90,4 @@ def check_token_types(model: Any) -> None:
     table = model.get_input_embeddings()
     for part in _parts(model):
         if "token_type_ids" in inspect.signature(part.forward).parameters and table in part.children():
-            raise ValueError(
-                f"input_ids: expected no token_type_ids for {type(model).__name__}, which embeds them as tokens"
-            )
+            raise ValueError(f"input_ids: expected no token_type_ids, which {type(model).__name__} embeds as tokens")
