@@ -18,12 +18,12 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedM
 from pagedtree.integrations.transformers import CombinedDrafter, EagleHead, MedusaDrafter, ModelDrafter, NgramDrafter
 
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+VISION |= {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 14}
+PROMPTS = prompts_of((5, 17))
 
 
-def with_vision(text_type):
-    vision = {"model_type": "clip_vision_model", **VISION, "image_size": 28, "patch_size": 14}
-    config = LlavaConfig(text_config={"model_type": text_type, **TINY}, vision_config=vision)
-    return LlavaForConditionalGeneration(config).eval()
+def texts_of(model):
+    return [greedy(model, prompt) for prompt in PROMPTS]
 
 
 def attention_of(model):
@@ -32,63 +32,50 @@ def attention_of(model):
 
 @pytest.mark.parametrize("text_type", ["llama", "gemma2"])  # Gemma 2 has no sdpa
 def test_parts_keep_their_attention(text_type):
-    model, prompts = with_vision(text_type), prompts_of((5, 17))
+    config = LlavaConfig(text_config={"model_type": text_type, **TINY}, vision_config=VISION)
+    model, inside = LlavaForConditionalGeneration(config).eval(), set()
     model.set_attn_implementation({"text_config": "eager", "vision_config": "sdpa"})
-    expected, before, inside = [greedy(model, prompt) for prompt in prompts], attention_of(model), []
+    expected, before = texts_of(model), attention_of(model)
     one, other = ModelDrafter(model, num_nodes=4), ModelDrafter(model, num_nodes=4)
+    vision = model.config.vision_config
     for drafter in (NgramDrafter(4), CombinedDrafter(one, other)):
-        on_step = lambda _: inside.append(model.config.vision_config._attn_implementation)  # noqa: E731
-        assert generated(model, drafter, prompts, on_step=on_step)[0] == expected
-        assert attention_of(model) == before and set(inside) == {"sdpa"}
+        run = generated(model, drafter, PROMPTS, on_step=lambda _: inside.add(vision._attn_implementation))
+        assert run[0] == expected and attention_of(model) == before and inside == {"sdpa"}
     with pytest.raises(ZeroDivisionError):
-        generated(model, one, prompts, callback=lambda *_: 1 / 0)
-    assert attention_of(model) == before
-    generated(tiny(0), ModelDrafter(model, num_nodes=4), prompts)
+        generated(model, one, PROMPTS, callback=lambda *_: 1 / 0)
+    generated(tiny(0), one, PROMPTS)
     assert attention_of(model) == before
 
 
-class Wrapped(nn.Module):
+def wrapped(layer):
     """As adapters wrap an embedding: its weight, and no more of it."""
-
-    def __init__(self, base_layer):
-        super().__init__()
-        self.base_layer, self.change = base_layer, nn.Parameter(torch.randn_like(base_layer.weight) / 4)
-
-    @property
-    def weight(self):
-        return self.base_layer.weight
-
-    def forward(self, ids):
-        return self.base_layer(ids) + nn.functional.embedding(ids, self.change)
+    around = nn.Sequential(layer, nn.Hardshrink(0.1))
+    around.weight = layer.weight
+    return around
 
 
 @pytest.mark.parametrize("name", ["ngram tree", "draft model", "EAGLE", "medusa", "block"])
 def test_wrapped_embeddings(name):
-    model, prompts = tiny(0), prompts_of((5, 17))
-    model.set_input_embeddings(Wrapped(model.get_input_embeddings()))
-    expected = [greedy(model, prompt) for prompt in prompts]
-    assert generated(model, Subject(lambda: model).drafter(name), prompts)[0] == expected
-    assert generated(model, ModelDrafter(model, num_nodes=4), prompts)[0] == expected
+    model = tiny(0)
+    model.set_input_embeddings(wrapped(model.get_input_embeddings()))
+    for drafter in (Subject(lambda: model).drafter(name), ModelDrafter(model, num_nodes=4)):
+        assert generated(model, drafter, PROMPTS)[0] == texts_of(model)
 
 
 def test_a_wrapped_table_of_positions():
-    model, (prompt,) = gpt2(12), prompts_of((5,))
-    model.transformer.wpe = Wrapped(model.transformer.wpe)
+    model = gpt2(12)
+    model.transformer.wpe = wrapped(model.transformer.wpe)
     with pytest.warns(UserWarning, match="12 positions"):
-        (text,), stats = generated(model, None, [prompt])
-    assert len(text) == 13 and stats.sequences[0].finish_reason == "length"
+        assert len(generated(model, None, PROMPTS[:1])[0][0]) == 13
 
 
-@pytest.mark.parametrize("place", ["embed_tokens", "lm_head", ""])
+@pytest.mark.parametrize("place", ["model.embed_tokens", "lm_head", ""])
 def test_offloaded_layers(place):
-    accelerate = pytest.importorskip("accelerate")
-    plain, model, prompts = tiny(0), tiny(0), prompts_of((5, 17))
-    part = {"embed_tokens": model.model.embed_tokens, "lm_head": model.lm_head, "": model}[place]
-    accelerate.cpu_offload(part, execution_device=torch.device("cpu"))
-    expected = [greedy(plain, prompt) for prompt in prompts]
+    plain, model = tiny(0), tiny(0)
+    pytest.importorskip("accelerate").cpu_offload(model.get_submodule(place), execution_device=torch.device("cpu"))
     for target, drafter in ((model, NgramDrafter(4)), (plain, ModelDrafter(model, num_nodes=4))):
-        assert generated(target, drafter, prompts)[0] == expected
-    with pytest.raises(ValueError, match=r"an embedding and an output layer in memory, .* got offloaded"):
+        assert generated(target, drafter, PROMPTS)[0] == texts_of(plain)
+    with pytest.raises(ValueError, match=r"an embedding and an output layer in memory for a draft head, got offloaded"):
         EagleHead.from_pretrained("", model)
 
 
@@ -100,35 +87,30 @@ class ExactHead(nn.Linear):
 
 
 @pytest.mark.parametrize("name", ["EAGLE", "medusa", "block", "MTP"])
-@pytest.mark.parametrize("how", ["stored", "hook", "cast"])
+@pytest.mark.parametrize("how", ["forward", "hooks of tied weights"])
 def test_an_output_layer_in_fp32(name, how):
-    model, prompts = tiny(0).half(), prompts_of((5, 17))
+    model = tiny(0).half()
     weight = model.lm_head.weight
-    model.lm_head = (nn.Linear if how == "hook" else ExactHead)(*weight.T.shape, bias=False)
-    model.lm_head.weight = nn.Parameter(weight if how == "cast" else weight.float())
-    if how == "hook":
+    model.lm_head = (ExactHead if how == "forward" else nn.Linear)(*weight.T.shape, bias=False)
+    model.lm_head.weight = nn.Parameter(weight.float())
+    if how != "forward":
         model.lm_head.register_forward_pre_hook(lambda _, args: (args[0].float(),))
-    drafter, expected = Subject(lambda: model).drafter(name), [greedy(model, prompt) for prompt in prompts]
-    for network in drafter.networks:
-        network.half()
-    assert generated(model, drafter, prompts)[0] == expected
-    if how == "hook" and name != "MTP":
-        network.float()
-        with pytest.raises(ValueError, match=r"weights in the target's torch.float16 .* see its .to\(\)"):
-            generated(model, drafter, prompts)
+        model.model.embed_tokens.weight = model.lm_head.weight
+        model.model.embed_tokens.register_forward_hook(lambda *args: args[2].half())
+    drafter = Subject(lambda: model).drafter(name)
+    drafter.networks[0].half()
+    assert generated(model, drafter, PROMPTS)[0] == texts_of(model)
 
 
 def test_shards_are_refused():
-    model, prompts = tiny(0), prompts_of((5,))
+    model = tiny(0)
     heads = MedusaDrafter(tiny_heads(model), 4)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
-        mesh = init_device_mesh("cpu", (1,))
-        fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        with pytest.raises(ValueError, match=r"in one piece, .* got shards \(DTensor\)"):
-            tiny_eagle(model)
-        with pytest.raises(ValueError, match=r"in one piece, .* got shards \(DTensor\)"):
-            generated(model, heads, prompts)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=True)
+        for use in (tiny_eagle, lambda model: generated(model, heads, PROMPTS)):
+            with pytest.raises(ValueError, match=r"in one piece for a draft head, got shards \(DTensor"):
+                use(model)
     finally:
         dist.destroy_process_group()
 

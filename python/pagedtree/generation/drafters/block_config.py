@@ -204,9 +204,7 @@ def _of_speculators(top: ConfigEntries) -> tuple[str, ConfigEntries]:
         "tie_word_embeddings": False,  # of the verifier
         **(DFLASH2_DEFAULTS if kind == "dflash2" else {}),
     }
-    for name in ("aux_hidden_state_layer_ids", "sliding_window_non_causal", "speculators_model_type"):
-        settings.pop(name, None)
-    for name in CAUSAL:
+    for name in ("aux_hidden_state_layer_ids", "sliding_window_non_causal", "speculators_model_type", *CAUSAL):
         settings.pop(name, None)
     entries = {**layer.entries, **renamed, **{name: v for name, v in settings.items() if v is not None}}
     return kind, ConfigEntries({**entries, "window_from_anchor": True}, top.where)

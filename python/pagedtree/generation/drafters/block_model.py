@@ -123,7 +123,7 @@ class BlockDraftModel(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Maps tokens of whole blocks and their positions, int64 [..., T], to the states [..., T, hidden_size] for
         `logits`. attend: a layer's attention over the context and the blocks' keys and values."""
-        states = call_shared(lambda ids: F.embedding(ids, self.embeddings), tokens)
+        states = call_shared(lambda ids: F.embedding(ids, self.embeddings), tokens).to(self.fc.weight.dtype)
         if self.config.input_embedding_scale != 1.0:
             states = states * self.config.input_embedding_scale
         rotation = self._angles.at(positions, states.dtype)

@@ -7,7 +7,6 @@ import math
 import re
 import reprlib
 from collections.abc import Collection, Mapping
-from itertools import product
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -104,14 +103,11 @@ class ConfigEntries:
 
     def is_causal(self, *others: ConfigEntries) -> bool | None:
         """Returns the flag of CAUSAL under any of its names, here or in `others`; None without. Refuses two values."""
-        found: tuple[str, bool] | None = None
-        for entries, name in product((self, *others), CAUSAL):
-            if name in entries:
-                flag = entries.flag(name, False)
-                if found is not None and flag != found[1]:
-                    entries.refuse(name, f"the same as {found[0]} {json.dumps(found[1])}")
-                found = name, flag
-        return None if found is None else found[1]
+        found = [(name, part.flag(name, False)) for part in (self, *others) for name in CAUSAL if name in part]
+        for name, flag in found:
+            if flag != found[0][1]:
+                self.refuse(name, f"the same as {found[0][0]} {json.dumps(found[0][1])}", flag)
+        return found[0][1] if found else None
 
     def integers(self, key: str, *, least: int, most: int = MAX_SIZE) -> tuple[int, ...]:
         """Returns a list of integers from `least` to `most`; () without an entry."""

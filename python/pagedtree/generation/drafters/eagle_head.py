@@ -149,7 +149,8 @@ class EagleHead(nn.Module):
         """Maps the target's tokens, int64 [..., T], and states [..., T, H] to the next states. positions: int64,
         broadcast to tokens. attend: as in `layers`; later layers also pass their number, as `layer`."""
         rotation = self._angles.at(positions, states.dtype)
-        out: Tensor = self.midlayer(call_shared(self.embedding, tokens), states, rotation, attend)
+        embeds = call_shared(self.embedding, tokens).to(self.fc.weight.dtype)
+        out: Tensor = self.midlayer(embeds, states, rotation, attend)
         for number, layer in self.layers.items():
             out = layer(out, rotation, partial(attend, layer=int(number)))
         return self.norm(out) if self.config.norm_output else out

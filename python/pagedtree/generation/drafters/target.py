@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +14,14 @@ from pagedtree.generation.packed_model import PackedModel
 
 __all__ = ["Target", "call_shared", "check_attention", "check_place", "dtype_of"]
 
-SHARDED = (
-    "model: expected an embedding and an output layer in one piece, which a draft head shares, got shards (DTensor), as"
-    " FSDP2's fully_shard makes them"
-)
+SHARDED = "model: expected an embedding and an output layer in one piece for a draft head, got shards (DTensor, FSDP2)"
+DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class Target(NamedTuple):
     """The parts of a causal language model that heads are made for.
 
-    hidden_size: width of the outputs of its `num_layers` decoder layers. vocab_sizes: its possible numbers of tokens:
+    hidden_size, dtype: of the outputs of its `num_layers` decoder layers. vocab_sizes: its possible numbers of tokens:
     by its config, and with the padding of either layer.
     """
 
@@ -32,6 +30,7 @@ class Target(NamedTuple):
     hidden_size: int
     num_layers: int
     vocab_sizes: frozenset[int]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, model: Any) -> Target:
@@ -42,20 +41,21 @@ class Target(NamedTuple):
             raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
         if embed_tokens.weight.is_meta or lm_head.weight.is_meta:
             raise ValueError(
-                "model: expected an embedding and an output layer in memory, which a draft head shares, got offloaded"
-                " ones (device meta)"
+                "model: expected an embedding and an output layer in memory for a draft head, got offloaded"
             )
         config = model.config.get_text_config()
         sizes = {config.vocab_size, embed_tokens.weight.shape[0], lm_head.weight.shape[0]}
-        return cls(embed_tokens, lm_head, config.hidden_size, config.num_hidden_layers, frozenset(sizes))
+        return cls(
+            embed_tokens, lm_head, config.hidden_size, config.num_hidden_layers, frozenset(sizes), dtype_of(model)
+        )
 
     @property
     def place(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of hidden states, and so of heads. Raises ValueError if the output layer is quantized."""
+        """Device and dtype of heads. Raises ValueError if the output layer is quantized."""
         weight: Tensor = self.lm_head.weight
         if not weight.is_floating_point():
             raise ValueError(f"model: expected an output layer that is not quantized, got {weight.dtype}")
-        return weight.device, dtype_of(self.embed_tokens, self.lm_head)
+        return weight.device, self.dtype
 
     def check(self, entries: ConfigEntries, key: str, size: int) -> None:
         if size not in self.vocab_sizes:
@@ -69,30 +69,30 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     attention_plan(empty, empty.new_zeros(1), **heads, page_size=1, max_seqlen_q=1)
 
 
-def dtype_of(embed_tokens: Any, lm_head: Any) -> torch.dtype:
-    """Returns the dtype of hidden states: the embedding's, as an output layer may compute in fp32 over a body of bf16;
-    the output layer's over a quantised embedding."""
-    weight: Tensor = embed_tokens.weight
-    return weight.dtype if weight.is_floating_point() else cast(torch.dtype, lm_head.weight.dtype)
+def dtype_of(model: Any) -> torch.dtype:
+    """Returns the dtype of a model's hidden states: some norms, the output layer and so a tied embedding may be in fp32
+    over a body of bf16 or fp16."""
+    decoder = getattr(model, "get_decoder", nn.Module)() or nn.Module()  # vLLM's ends have none
+    parts = (model.get_input_embeddings(), *decoder.children())  # the last norm among them
+    found: set[Any] = {getattr(getattr(part, "weight", None), "dtype", None) for part in parts}
+    dtype: torch.dtype = min(found & DTYPES or {model.dtype}, key=lambda dtype: dtype.itemsize)
+    return dtype
 
 
 def check_place(weights: Iterable[Tensor], model: PackedModel, shared: Iterable[Tensor] = ()) -> None:
     """Raises ValueError for drafter weights on another device or of another dtype than the target's hidden states.
     shared: weights of the target's, of any dtype."""
     like = model.new_hidden(0)
-    of_drafter = [weight for weight in weights if weight.is_floating_point()]
-    for weight in of_drafter:
-        if (weight.device, weight.dtype) != (like.device, like.dtype):
+    for weight in weights:
+        if weight.is_floating_point() and (weight.device, weight.dtype) != (like.device, like.dtype):
             raise ValueError(
                 f"drafter: expected weights in the target's {like.dtype} on {like.device}, got {weight.dtype} on"
                 f" {weight.device}; see its .to()"
             )
-    for weight in shared:
-        if weight.device != like.device:
-            raise ValueError(
-                f"drafter: expected the target's embedding and output layer on {like.device}, got them on"
-                f" {weight.device}, offloaded or of another model"
-            )
+    if (device := next((weight.device for weight in shared if weight.device != like.device), None)) is not None:
+        raise ValueError(
+            f"drafter: expected a head with an embedding and an output layer on {like.device}, got {device}"
+        )
 
 
 def call_shared(layer: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:

@@ -79,8 +79,7 @@ def _check_devices(model: Any) -> None:
     devices = {str(device) for part in parts if part is not None for device in _devices(part)}
     if len(devices) > 1:
         raise ValueError(
-            f"model: expected all layers on one device, got {', '.join(sorted(devices))}; load it without device_map,"
-            " or offload layers"
+            f"model: expected all layers on one device, got {', '.join(sorted(devices))}; see its device_map"
         )
 
 
@@ -116,14 +115,6 @@ def _takes_positions(model: nn.Module) -> bool:
     )
 
 
-def _text_models(model: Any) -> list[Any]:
-    """Returns the text model and the models around it: not a vision tower or other parts."""
-    inner: list[Any] = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    text = model.config.get_text_config()
-    around = [part for part in inner if _has(part, lambda module: module.config is text)]
-    return around or inner
-
-
 # By id of a config: the config, its own attention implementation, and the number of open blocks of `use_attention`,
 # which need not close in order: drafters may share it.
 _switched: dict[int, list[Any]] = {}
@@ -133,7 +124,11 @@ _switched: dict[int, list[Any]] = {}
 def use_attention(model: Any) -> Iterator[None]:
     """Switches the model's text part to the attention implementation "pagedtree" inside the block."""
     register()
-    configs = {id(part.config): part.config for part in _text_models(model) if part._can_set_attn_implementation()}
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    text = model.config.get_text_config()
+    # The text model and the models around it: not a vision tower.
+    parts = [part for part in parts if _has(part, lambda inner: inner.config is text)] or parts
+    configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
     for key, config in configs.items():
         _switched.setdefault(key, [config, config._attn_implementation, 0])[2] += 1
         # Not by set_attn_implementation, which sets the parts, too, and asks whether they support the value.
@@ -161,7 +156,7 @@ class TransformersModel(PackedModel):
         self._is_plain = all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
         # Asked for here, as that takes 0.3 ms, which passes of a small model would notice.
         self._takes_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._makes_masks = _makes_masks(model)
+        self._makes_masks, self._dtype = _makes_masks(model), dtype_of(model)
 
     @property
     def device(self) -> torch.device:
@@ -266,10 +261,6 @@ class TransformersModel(PackedModel):
     def new_hidden(self, num_rows: int) -> Tensor:
         width = self.model.get_output_embeddings().weight.shape[1]
         return torch.zeros((num_rows, width), dtype=self._dtype, device=self.device)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return dtype_of(self.model.get_input_embeddings(), self.model.get_output_embeddings())
 
     @cached_property
     def _expected(self) -> tuple[int, int | None]:

@@ -122,7 +122,7 @@ class MtpHead(nn.Module):
         """Maps tokens and positions, int64 [T], with states [T, H], to the next states. step: the pass over a paged
         cache. None: one text, read by transformers' own attention, as for training."""
         embed, _, _, rotary = self._of_target
-        parts = [self.token_norm(call_shared(embed, tokens)), self.state_norm(states)]
+        parts = [self.token_norm(call_shared(embed, tokens).to(self.projection.weight.dtype)), self.state_norm(states)]
         joined = self.projection(torch.cat(parts[::-1] if self.is_state_first else parts, dim=-1))[None]
         arguments: dict[str, Any] = {
             "position_ids": positions[None],
