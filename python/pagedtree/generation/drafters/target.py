@@ -39,7 +39,7 @@ class Target(NamedTuple):
         embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
-        if embed_tokens.weight.is_meta or lm_head.weight.is_meta:
+        if any(layer.weight.is_meta and hasattr(layer, "_hf_hook") for layer in (embed_tokens, lm_head)):
             raise ValueError(
                 "model: expected an embedding and an output layer in memory for a draft head, got offloaded"
             )

@@ -51,6 +51,8 @@ def check_model(model: Any) -> None:
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
+    if not hasattr(config, "num_hidden_layers"):
+        raise ValueError(f"model: expected a decoder of layers, got {name}, whose config has no num_hidden_layers")
     if not _has(model, lambda inner: inner._can_set_attn_implementation()):
         raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
@@ -90,7 +92,7 @@ def _devices(module: nn.Module, target: Any = None) -> Iterator[torch.device]:
     target = next((device for device in targets if device is not None), target)
     for weight in module.parameters(recurse=False):
         is_offloaded = weight.is_meta and target is not None
-        yield torch.empty(0, device=target).device if is_offloaded else weight.device
+        yield torch.empty(0, dtype=torch.uint8, device=target).device if is_offloaded else weight.device
     for child in module.children():
         yield from _devices(child, target)
 

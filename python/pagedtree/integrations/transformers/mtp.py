@@ -209,7 +209,8 @@ def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
     if not fits:
         raise ValueError("model: expected a layer with full attention, got none")
     (layer,) = decoder_layers(model, fits[-1:])
-    if any(weight.is_meta for weight in layer.parameters()):
+    hooked = (part for part in layer.modules() if hasattr(part, "_hf_hook"))
+    if any(weight.is_meta for part in hooked for weight in part.parameters()):
         raise ValueError("model: expected a layer in memory, which MTP layers copy, got an offloaded one (device meta)")
     attention = next((module for module in layer.modules() if hasattr(module, "layer_idx")), None)
     if attention is None or not hasattr(attention, "config"):
