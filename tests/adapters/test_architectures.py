@@ -31,7 +31,7 @@ SERVED += [name for name in ("gemma4_text",) if name in NAMES]  # heads of 512 c
 INTERFACE = "expected layers that use transformers' attention interface, .* has its own"
 REFUSED = {
     "bart": "expected a forward that takes position_ids, that of BartForCausalLM does not",
-    "blt": "got BltForCausalLM, whose config has no num_hidden_layers",
+    "blt": "expected each layer to run once in a pass, got layer_idx 0 again",
     "deepseek_v32": "expected a decoder of full or sliding attention layers, got indexed_attention",
     "deepseek_v4": "decoder of full .*, got compressed_sparse_attention, heavily_compressed_attention",
     "diffllama": "expected each layer to run once in a pass",
@@ -44,7 +44,7 @@ REFUSED = {
     "moshi": "expected masks of the config's sliding_window 9, which transformers' cache keeps, but MoshiForCausalLM",
     **dict.fromkeys(("bloom", "falcon", "openai-gpt", "trocr", "xglm"), INTERFACE),
 }
-SEEN_IN_A_PASS = ("diffllama", "doge", "git", "hrm_text", "moshi")
+SEEN_IN_A_PASS = ("blt", "diffllama", "doge", "git", "hrm_text", "moshi")
 
 
 @pytest.mark.parametrize("name", SERVED)

@@ -12,7 +12,7 @@ from pagedtree import attention_plan
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.packed_model import PackedModel
 
-__all__ = ["Target", "call_shared", "check_attention", "check_place", "dtype_of"]
+__all__ = ["Target", "call_shared", "check_attention", "check_place", "dtype_of", "is_offloaded"]
 
 SHARDED = "model: expected an embedding and an output layer in one piece for a draft head, got shards (DTensor, FSDP2)"
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
@@ -39,7 +39,7 @@ class Target(NamedTuple):
         embed_tokens, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         if not isinstance(getattr(lm_head, "weight", None), Tensor):
             raise ValueError(f"model: expected an output layer with weights, got {type(lm_head).__name__}")
-        if any(layer.weight.is_meta and hasattr(layer, "_hf_hook") for layer in (embed_tokens, lm_head)):
+        if is_offloaded(embed_tokens) or is_offloaded(lm_head):
             raise ValueError(
                 "model: expected an embedding and an output layer in memory for a draft head, got offloaded"
             )
@@ -67,6 +67,12 @@ def check_attention(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
     empty = torch.zeros(0, dtype=torch.int32)
     heads: dict[str, Any] = {"num_q_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     attention_plan(empty, empty.new_zeros(1), **heads, page_size=1, max_seqlen_q=1)
+
+
+def is_offloaded(layer: nn.Module) -> bool:
+    """Returns whether accelerate brings weights for a forward only; a model made on the meta device is not meant."""
+    weights = (weight for inner in layer.modules() if hasattr(inner, "_hf_hook") for weight in inner.parameters())
+    return any(weight.is_meta for weight in weights)
 
 
 def dtype_of(model: Any) -> torch.dtype:

@@ -51,8 +51,6 @@ def check_model(model: Any) -> None:
     if kinds or model.config.is_encoder_decoder:
         what = ", ".join(sorted(kinds)) or "an encoder and a decoder"
         raise ValueError(f"model: expected a decoder of full or sliding attention layers, got {what}")
-    if not hasattr(config, "num_hidden_layers"):
-        raise ValueError(f"model: expected a decoder of layers, got {name}, whose config has no num_hidden_layers")
     if not _has(model, lambda inner: inner._can_set_attn_implementation()):
         raise ValueError(f"model: expected layers that use transformers' attention interface, {name} has its own")
     if not _takes_positions(model):
@@ -128,8 +126,8 @@ def use_attention(model: Any) -> Iterator[None]:
     register()
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     text = model.config.get_text_config()
-    # The text model and the models around it: not a vision tower.
-    parts = [part for part in parts if _has(part, lambda inner: inner.config is text)] or parts
+    if text is not model.config:  # then the text model and the models around it: not a vision tower
+        parts = [part for part in parts if _has(part, lambda inner: inner.config is text)] or parts
     configs = {id(part.config): part.config for part in parts if part._can_set_attn_implementation()}
     for key, config in configs.items():
         _switched.setdefault(key, [config, config._attn_implementation, 0])[2] += 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import Drafter, EagleDrafter
 from pagedtree.generation.drafters.checkpoint import WEIGHTS_NAME, StoredTensors, have_same_values
-from pagedtree.generation.drafters.target import Target, call_shared, check_attention
+from pagedtree.generation.drafters.target import Target, call_shared, check_attention, is_offloaded
 from pagedtree.generation.packed_model import PackedModel
 from pagedtree.generation.paged_step import PagedStep
 from pagedtree.integrations.transformers.attention import NAME
@@ -209,8 +209,7 @@ def _copied_layer(model: Any) -> tuple[nn.Module, Any]:
     if not fits:
         raise ValueError("model: expected a layer with full attention, got none")
     (layer,) = decoder_layers(model, fits[-1:])
-    hooked = (part for part in layer.modules() if hasattr(part, "_hf_hook"))
-    if any(weight.is_meta for part in hooked for weight in part.parameters()):
+    if is_offloaded(layer):
         raise ValueError("model: expected a layer in memory, which MTP layers copy, got an offloaded one (device meta)")
     attention = next((module for module in layer.modules() if hasattr(module, "layer_idx")), None)
     if attention is None or not hasattr(attention, "config"):
