@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 import pagedtree
 from pagedtree._arguments import expect_one_device
@@ -56,6 +57,7 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
     op, arguments = name.partition(".")[0], _overload(name)._schema.arguments
     required = [argument.name for argument in arguments if str(argument.type) == "Tensor"]
+    written = [argument.name for argument in arguments if argument.is_write]
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(fake)
@@ -65,6 +67,12 @@ def register_fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any
                 if values.get(required_name) is None:
                     raise RuntimeError(f"{op}: `{required_name}` must be a Tensor, got None")
             expect_one_device(op, **values)
+            for t in tree_leaves([values.get(written_name) for written_name in written]):
+                if isinstance(t, Tensor) and isinstance(offset := t.storage_offset(), torch.SymInt):
+                    # Inductor of torch 2.13 takes a dynamic offset of what an op writes for 0. It becomes static here,
+                    # with the sizes that it is made of.
+                    for number in (offset,) if offset.node.expr.is_symbol else (*t.shape, *t.stride(), offset):
+                        int(number)
             return fake(*args, **kwargs)
 
         torch.library.register_fake(f"pagedtree::{name}", checked, lib=new_library(f"fake {name}"))

@@ -148,6 +148,9 @@ class DraftTree:
         if copies is None or is_faked:
             ranks = self.child_ranks
             parents, depths, child_ranks = (torch.from_numpy(a).to(device) for a in (self.parents, self.depths, ranks))
+            for t in (parents, depths, child_ranks):
+                # As by torch's mark_static: constants have no dynamic shapes.
+                t._dynamo_static_indices = {0}  # type: ignore[attr-defined]
             copies = parents, depths, child_ranks, int(ranks.max()) + 1
             if not is_faked:
                 self._copies[device] = copies

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from raw_case import op_names
 from step_case import int32
 from torch import Tensor, nn
 
-from pagedtree import compact_kv
+from pagedtree import append_kv, compact_kv
 from pagedtree._ops import _overload
 
 NAMES = [name for name in calls.names("calls.ops", "calls.recurrent") if not calls.make(name).is_for_host]
@@ -42,6 +42,22 @@ def test_compaction_of_nothing() -> None:
     """The one op that writes to a list, which may be empty."""
     given = (int32([[1, 3, 0], [4, 2, -1]]), int32([4, 3]), int32([[0, 2, 4], [0, 2, -1]]), int32([2, 1]))
     assert torch.equal(torch.compile(compact_kv, fullgraph=True)([], *given), compact_kv([], *given))
+
+
+@pytest.mark.parametrize("made", [list, torch.clone])
+def test_caches_of_one_tensor(made: Callable[[Tensor], Any]) -> None:
+    """Views that are made outside or inside of compiled code have dynamic offsets, which torch 2.13 loses."""
+    rows, slots = torch.randn(2, 3, 2, 16), torch.tensor([0, 7, -1])
+    expected = torch.randn(2, 6, 4, 2, 16)
+    caches = made(expected.clone())
+
+    def step(caches: Any) -> None:
+        append_kv(*rows, *caches, slots)
+
+    with torch._inductor.config.patch(fallback_by_default=True):
+        torch.compile(step, fullgraph=True, dynamic=True)(caches)
+    step(expected)
+    assert all(map(torch.equal, caches, expected))
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
@@ -98,7 +114,8 @@ def test_aot_inductor(first: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readmes_step() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_readmes_step(dynamic: bool) -> None:
     """Its trees and tensors are made outside of compiled code."""
     lines = python_blocks(ROOT / "README.md")[0].splitlines()
     outside = [line for line in lines if re.search(r"^import|torch\.|TreeBatch", line)]
@@ -108,7 +125,7 @@ def test_the_readmes_step() -> None:
     cache = names["k_cache"]._base
     before, expected = cache.clone(), [t.clone() for t in tensors_of(names["step"]())]
     cache.copy_(before)
-    assert same([*tensors_of(torch.compile(names["step"], fullgraph=True)())], expected)
+    assert same([*tensors_of(torch.compile(names["step"], fullgraph=True, dynamic=dynamic)())], expected)
 
 
 @pytest.mark.slow
