@@ -6,6 +6,8 @@ query has 128 + 64 columns before its projection is absorbed, and a value 128.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import importlib
 
 import torch
@@ -21,9 +23,10 @@ from attention_problem import (
     paged_tree_causal,
     unsupported,
 )
+from carried import carried, loaded_by
 from gpu_attention_peers import HAS_FLASHINFER, pages_of, workspace
 from named_trees import nodes_of
-from suite import Op, Shape, Way, check_mean_error, lacking_memory, package, peer
+from suite import Op, Shape, Way, check_mean_error, lacking_memory, peer
 from torch import Tensor
 
 RANK, ROTATED, NOPE, VALUE = 512, 64, 128, 128
@@ -109,23 +112,53 @@ def sdpa_on_gathered_rows(p: LatentProblem) -> Way:
     return Way(run, plan)
 
 
-@peer("FlashMLA (causal)", when=package("flash_mla", "cuda"), like=paged_tree_causal)
+class FlashMlaCall(ctypes.Structure):
+    """As in flashmla_kernel.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("batch", "queries", "heads", "pages", "table_stride", "parts")),
+        *((name, ctypes.c_int64) for name in ("page_stride", "row_stride")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "out", "lse", "lse_parts", "out_parts")),
+        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "schedule", "splits", "stream")),
+        ("scale", ctypes.c_float),
+    )
+
+
+@functools.cache
+def flash_mla_library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(carried("flashmla_kernel.so")))
+
+
+@peer("FlashMLA (causal)", when=loaded_by(flash_mla_library), like=paged_tree_causal)
 def flash_mla(p: LatentProblem) -> Way:
     """DeepSeek's kernel for Hopper, on its pages of 64."""
     p.expect_same_dtype()
-    if p.page_size != 64:
-        raise ValueError("pages of 64 only")
-    package = importlib.import_module("flash_mla")
+    if (p.page_size, p.dtype) != (64, torch.bfloat16):
+        raise ValueError("compiled for pages of 64 and bfloat16")
+    library, queries = flash_mla_library(), p.tree.num_nodes
+    processors = torch.cuda.get_device_properties(p.device).multi_processor_count
+    parts = max(processors // -(-queries * p.heads // 64), 1)
+    lse, lse_parts = (p.q.new_empty(n, queries * p.heads, dtype=torch.float32) for n in (p.batch, p.batch + parts))
+    out, out_parts = p.q.new_empty(*p.q.shape[:2], RANK), lse_parts.new_empty(*lse_parts.shape, RANK)
+    schedule, splits = (p.seq_lens.new_empty(n) for n in (parts * 8, p.batch + 1))
+    tensors = {"q": p.q, "out": out, "lse": lse, "lse_parts": lse_parts, "out_parts": out_parts, "schedule": schedule}
+    tensors |= {"page_table": p.page_table, "lengths": p.seq_lens, "splits": splits}
+    call = FlashMlaCall(p.batch, queries, p.heads, len(p.k[0]), p.page_table.stride(0), parts, *p.k[0].stride()[:2])
+    call.scale = p.scale
+    for name, tensor in tensors.items():
+        setattr(call, name, tensor.data_ptr())
 
-    def plan() -> tuple[Tensor, Tensor]:
-        return package.get_mla_metadata(p.seq_lens, p.tree.num_nodes * p.heads, 1)
-
-    schedule, q = plan(), p.q.view(p.batch, -1, p.heads, ROW)
+    def launch(name: str) -> None:
+        call.stream = torch.cuda.current_stream().cuda_stream
+        getattr(library, name)(ctypes.byref(call))
 
     def run(copy: int) -> Tensor:
-        where = p.k[copy], p.page_table, p.seq_lens, RANK, *schedule
-        return package.flash_mla_with_kvcache(q, *where, softmax_scale=p.scale, causal=True)[0].flatten(0, 1)
+        call.k = p.k[copy].data_ptr()
+        launch("flashmla_run")
+        return out
 
+    plan = functools.partial(launch, "flashmla_plan")
+    plan()
     return Way(run, plan)
 
 

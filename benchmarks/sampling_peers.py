@@ -112,15 +112,21 @@ def flashinfer_sampling_kernels(verification: Verification) -> Way:
 
 @peer("vLLM's Gumbel sampler (Triton)", when=package("vllm", "cuda"))
 def vllm_gumbel(verification: Verification) -> Way:
-    """vLLM's sampler of model runner V2, which has no filter."""
-    if {"top_k", "top_p"} & {*(verification.rule.params or {})}:
-        raise ValueError("temperature only")
+    """vLLM's sampler of model runner V2; its filters (Qrita, arXiv 2602.01518) take scaled logits."""
     sample = importlib.import_module("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
+    kept = importlib.import_module("vllm.v1.sample.ops.topk_topp_triton").apply_top_k_top_p_triton
 
     def draw(logits: Tensor, params: Params) -> Tensor:
         rows = torch.arange(logits.shape[0], device=logits.device)
         temperatures = torch.full(rows.shape, params.temperature, device=logits.device)
-        return sample(logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=True, is_drafting=False)
+        is_filtered = params.top_k > 0 or params.top_p < 1
+        if is_filtered:
+            top_k = torch.full_like(rows, params.top_k, dtype=torch.int32) if params.top_k else None
+            top_p = torch.full_like(temperatures, params.top_p) if params.top_p < 1 else None
+            logits = kept(logits.float() / params.temperature, top_k, top_p)
+        return sample(
+            logits, rows, temperatures, seed=rows, pos=rows, apply_temperature=not is_filtered, is_drafting=False
+        )
 
     return row_sampler(verification, draw, "vLLM's")
 

@@ -7,8 +7,9 @@
 #   wheel/                  pagedtree with code for 9.0 and 9.0a
 #   calibration             calibration.cu
 #   flashinfer_kernel.so, flashinfer_sampling.so    FlashInfer's kernels, compiled from its headers
-#   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention and Gumbel sampler
+#   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention, filters and sampler
 #   text/                   the real model's package and loader; the model itself is in OUT_text, in three parts
+#   flashmla_kernel.so      FlashMLA's decoding, compiled from its source tree, which FLASHMLA names
 #   jetspec/                a copy of the folder JETSPEC: step.py, which measures JetSpec's engine, and its package
 #   manifest.json           the commit, sizes, the peers' versions, and why one is absent
 #
@@ -16,7 +17,7 @@
 # be made is left out with a sentence; without the wheel or calibration, or above 36 MiB, the exit status is 1.
 #
 # Needs nvcc, an environment as `make env` makes it, and Python 3.12. Environment: PYTHON (default .venv/bin/python),
-# PYTHON312, JETSPEC.
+# PYTHON312, FLASHMLA, JETSPEC.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 mkdir -p "${1:-build/gpu_run}/python" && out=$(cd "${1:-build/gpu_run}" && pwd) || exit 2
@@ -131,6 +132,15 @@ flashinfer() {  # the library of that name
 flashinfer_kernel() { flashinfer "$1"; }
 flashinfer_sampling() { flashinfer "$1"; }
 
+flashmla_kernel() {  # with the headers of CUTLASS that FlashInfer carries
+  local wheel cutlass=$downloads/cutlass
+  wheel=$(download $FLASHINFER)
+  unpack "$wheel" "$cutlass" flashinfer/data/cutlass/include/
+  nvcc -O3 -std=c++20 -DNDEBUG -D_USE_MATH_DEFINES --expt-relaxed-constexpr --expt-extended-lambda --use_fast_math \
+    -gencode arch=compute_90a,code=sm_90a --shared -Xcompiler=-fPIC -I"$FLASHMLA/csrc" \
+    -I"$FLASHMLA/csrc/kerutils/include" -I"$cutlass/flashinfer/data/cutlass/include" -o "$1" benchmarks/flashmla_kernel.cu
+}
+
 flash_attention() {
   local wheel unpacked=$downloads/flash_attention
   wheel=$(download $FLASH_ATTENTION)
@@ -175,6 +185,8 @@ done
 step flash_attention python/flash_attn_3 $here/prepare.sh $here/trim_fatbin.py
 step vllm python/vllm $here/prepare.sh $here/vllm_stub.py
 step text text $here/prepare.sh
+[ -z "${FLASHMLA:-}" ] ||
+  step flashmla_kernel flashmla_kernel.so $here/prepare.sh benchmarks/flashmla_kernel.cu "$FLASHMLA/csrc"
 [ -z "${JETSPEC:-}" ] || step jetspec jetspec "$JETSPEC"
 for needed in wheel calibration; do
   [ -e "$out/$needed" ] || status=1

@@ -1,4 +1,4 @@
-"""Makes a package `vllm` of its Triton attention, its Gumbel sampler, and as much of the rest as these import.
+"""Makes a package `vllm` of its Triton attention, filters and Gumbel sampler, and as much of the rest as these import.
 
 python vllm_stub.py WHEEL FOLDER    # FOLDER/vllm; of vLLM 0.32
 """
@@ -13,11 +13,23 @@ REAL = [
     "v1/attention/ops/triton_attention_helpers.py",
     "v1/attention/ops/triton_unified_attention.py",
     "v1/worker/gpu/sample/gumbel.py",
+    "v1/sample/ops/topk_topp_triton.py",
+    "model_executor/warmup/jit_warmup.py",
+    "model_executor/warmup/jit_warmup_triton_helper.py",
 ]
 STUBS = {
     "envs.py": "VLLM_BATCH_INVARIANT = False\n",
     "logger.py": "import logging\n\ninit_logger = logging.getLogger\n",
-    "triton_utils/__init__.py": "import triton as triton\nimport triton.language as tl\n",
+    "triton_utils/__init__.py": "import triton as triton\nimport triton.language as tl\n\nHAS_TRITON = True\n",
+    "utils/gpu_sync_debug.py": "from contextlib import nullcontext as gpu_sync_allowed\n",
+    "utils/math_utils.py": "from triton import next_power_of_2\n",
+    "utils/platform_utils.py": """\
+import torch
+
+
+def num_compute_units(device=0):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+""",
     "platforms/__init__.py": """\
 import torch
 
@@ -25,6 +37,9 @@ import torch
 class Hopper:
     def fp8_dtype(self):
         return torch.float8_e4m3fn
+
+    def is_cuda_alike(self):
+        return True
 
     def is_device_capability_family(self, capability):
         return capability == 90
