@@ -8,18 +8,13 @@
 
 namespace pagedtree::cuda {
 
-// Launch bounds need 1 as their second number: without it nvcc takes 64 registers for sm_80 and spills.
-constexpr int kRowThreads = 512;
+// So many CTAs share an SM: a GPC of a Hopper GPU may have fewer SMs than two large clusters need, and a cluster that
+// finds no room waits until another has ended. Few threads also issue less of the code that runs once.
+constexpr int kRowThreads = 256, kRowCtas = 2;
 
 // How many threads read a row; few if the row is short.
 inline unsigned threads_of_row(int64_t vocab, int most = kRowThreads) {
   return static_cast<unsigned>(clamp_to<int64_t>(ceil_div<int64_t>(vocab, 16 * 32) * 32, 32, most));
-}
-
-// The most threads for a row. If there is more than one row per SM, two CTAs share the SM, so that one computes while
-// the other waits for memory. Their kernels take at most half of the SM's registers and of its shared memory.
-inline int most_threads_of_row(int64_t num_rows) {
-  return num_rows > device_limits().num_sms ? kRowThreads / 2 : kRowThreads;
 }
 
 // How many CTAs read a row together: as many as would idle otherwise, if each has enough to do.

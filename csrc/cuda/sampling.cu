@@ -7,7 +7,8 @@ namespace pagedtree::cuda {
 namespace {
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_constant__ SampleParams p, int64_t first) {
+__global__ void __launch_bounds__(kRowThreads, kRowCtas)
+    sample_kernel(const __grid_constant__ SampleParams p, int64_t first) {
   auto& shared = ptx::shared<SamplingShared>();
   ptx::meet_cluster();
   const int64_t r = first + ptx::cluster_index();
@@ -22,8 +23,8 @@ __global__ void __launch_bounds__(kRowThreads, 1) sample_kernel(const __grid_con
 void CudaBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
   with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     in_turns(p.options, p.logits.num_rows, [&](int64_t first, int64_t count) {
-      launch_rows(sample_kernel<dtype>, count, p.logits.vocab, most_threads_of_row(count), sizeof(SamplingShared),
-                  ctx.stream, p, first);
+      launch_rows(sample_kernel<dtype>, count, p.logits.vocab, kRowThreads, sizeof(SamplingShared), ctx.stream, p,
+                  first);
     });
   });
 }

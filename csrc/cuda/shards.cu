@@ -118,7 +118,7 @@ __device__ __forceinline__ void step_row(const ShardStepParams& p, int64_t n, Sa
 }
 
 template <DType kDType>
-__global__ void __launch_bounds__(kRulesThreads, 1)
+__global__ void __launch_bounds__(kRulesThreads, kRowCtas)
     step_kernel(const __grid_constant__ ShardStepParams p, int64_t first) {
   ptx::meet_cluster();
   step_row<kDType>(p, first + ptx::cluster_index(), ptx::shared<SamplingShared>());
@@ -256,7 +256,7 @@ __device__ __forceinline__ void weigh_item(const ShardWeighParams& p, int64_t it
   if (p.round != WeighRound::kSums) p.shard.rows[n] = row;
 }
 
-__global__ void __launch_bounds__(kRulesThreads, 1)
+__global__ void __launch_bounds__(kRulesThreads, kRowCtas)
     weigh_kernel(const __grid_constant__ ShardWeighParams p, int64_t first) {
   weigh_item(p, first + blockIdx.x, ptx::shared<WeighShared>());
 }

@@ -9,7 +9,6 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kKeptThreads = 384;
 constexpr uint32_t kMostNotes = 4096;
 // Parts of a row of which each has a token among the notes. Of n parts these are n log n or so in all, 600 and 2500.
 constexpr uint32_t kFewParts = 128, kManyParts = 384;

@@ -22,13 +22,13 @@ __device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows ro
 
 // Over lists of kept tokens. A tree that has another row is left to the kernels below.
 template <DType kDType, Rule kRule>
-__global__ void __launch_bounds__(kKeptThreads, 1) kept_kernel(const __grid_constant__ RatioParams p) {
+__global__ void __launch_bounds__(kRowThreads, kRowCtas) kept_kernel(const __grid_constant__ RatioParams p) {
   walk_by<kRule>(p, ptx::cluster_index(), KeptRows<kDType, kRule != Rule::kBlock>(p, ptx::shared<KeptShared>()));
 }
 
 // Over whole rows: all trees, or those that are left.
 template <Rule kRule>
-__global__ void __launch_bounds__(kRulesThreads, 1)
+__global__ void __launch_bounds__(kRulesThreads, kRowCtas)
     rules_kernel(const __grid_constant__ RatioParams p, int64_t first, bool all) {
   const int64_t b = first + ptx::cluster_index();
   const bool walks = all || p.verify.status[b] == kLeftToOthers;
@@ -48,9 +48,7 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
   const bool by_lists = lists_suffice(p);
   if (by_lists) {
     with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-      // If there are more trees than SMs, two share an SM.
-      const int threads = p.verify.batch > device_limits().num_sms ? kKeptThreads / 2 : kKeptThreads;
-      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, threads, sizeof(KeptShared), ctx.stream, p);
+      launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, kRowThreads, sizeof(KeptShared), ctx.stream, p);
     });
   }
   in_turns(p.verify.options, p.verify.batch, [&](int64_t first, int64_t count) {

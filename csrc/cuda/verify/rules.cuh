@@ -12,9 +12,8 @@
 
 namespace pagedtree::cuda {
 
-// Fewer threads than elsewhere read a row: a walk's state and two distributions need more registers than a thread of
-// 512 may have.
-constexpr int kRulesThreads = 384;
+// Fewer threads than elsewhere read a row: a walk's state and two distributions need more registers.
+constexpr int kRulesThreads = 192;
 
 struct RulesShared {
   RadixShared radix;

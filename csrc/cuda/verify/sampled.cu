@@ -49,7 +49,7 @@ __device__ __forceinline__ Draw draw_kept(const VerifyParams& p, int64_t b, int3
 
 // Draws every row's token before it is known which rows the walks visit: one cluster per row.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
+__global__ void __launch_bounds__(kRowThreads, kRowCtas) draw_rows_kernel(const __grid_constant__ VerifyParams p) {
   const int64_t row = ptx::cluster_index(), b = sequence_of_row(p.cu_nodes, p.batch, row);
   const int32_t depth = p.depths[row];
   ptx::meet_cluster();
@@ -108,7 +108,7 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, bool
 
 // One cluster per tree. Without `drawn`, only the rows on the path are read, one after the other.
 template <DType kDType>
-__global__ void __launch_bounds__(kRowThreads, 1)
+__global__ void __launch_bounds__(kRowThreads, kRowCtas)
     walk_kernel(const __grid_constant__ VerifyParams p, bool drawn, int64_t first) {
   walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
 }
@@ -136,8 +136,8 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
   with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     const auto walk = walk_kernel<dtype>;
     if (draws_all_rows(p, walk)) {
-      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, most_threads_of_row(p.logits.num_rows),
-                  sizeof(SamplingShared), ctx.stream, p);
+      launch_rows(draw_rows_kernel<dtype>, p.logits.num_rows, vocab, kRowThreads, sizeof(SamplingShared), ctx.stream,
+                  p);
       launch(walk, dim3(static_cast<unsigned>(p.batch)), dim3(32), sizeof(WalkShared), ctx.stream, p, true, int64_t{0});
     } else {
       in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
