@@ -18,6 +18,9 @@ def of_channel_decays(name: str, file: str, line: str, broken: str) -> Mutant:
 DELTA_RULE = [
     of_delta_rule("channels of a state twice", "few_tokens", "state.x[step][half * 2 + 1][n]",
                   "state.x[step][half * 2][n]"),
+    of_delta_rule("channels of a state twice, of short trees", "short_tokens", "state.x[step][half * 2 + 1][n])",
+                  "state.x[step][half * 2][n])"),
+    of_delta_rule("half of a path in lanes", "short_tokens", "mask |= of_mask;", "if (reach == 1) mask |= of_mask;"),
     of_delta_rule("turns that know nothing of those before", "few_tokens", "for (int32_t m = 0; m < begin; m += 4)",
                   "for (int32_t m = begin; m < begin; m += 4)"),
     of_delta_rule("weights of 0 times what is infinite", "few_tokens",

@@ -1,9 +1,10 @@
 // The gated delta rule over tokens of which each follows its parent; the algebra is in docs/notes/recurrent.md. Few
-// tokens have a kernel of their own, few_tokens.cuh. Else, chunk.cuh, there is one CTA for each sequence, value head
-// and 32 columns of the state, which it keeps in shared memory.
+// tokens have other kernels, few_tokens.cuh and short_tokens.cuh. Else, chunk.cuh, there is one CTA for each sequence,
+// value head and 32 columns of the state, which it keeps in shared memory.
 #include "cuda/backend.h"
 #include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
+#include "cuda/recurrent/short_tokens.cuh"
 #include "cuda/recurrent/solve.cuh"
 
 namespace pagedtree::cuda {
@@ -118,6 +119,10 @@ void launch_few(const DeltaRuleParams& p, int32_t capacity, const ExecContext& c
   if constexpr (kChannelDecay) {
     find_path_decays(p, capacity, ctx);
     launch_behind(kernel, grid, block, bytes, ctx.stream, p, capacity, column_blocks);
+  } else if (capacity <= kShortTokens) {
+    const auto of_short =
+        p.out == nullptr ? short_tokens_kernel<T, kWords, true> : short_tokens_kernel<T, kWords, false>;
+    launch(of_short, grid, block, sizeof(ShortShared), ctx.stream, p, column_blocks);
   } else {
     launch(kernel, grid, block, bytes, ctx.stream, p, capacity, column_blocks);
   }

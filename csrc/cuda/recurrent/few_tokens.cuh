@@ -326,19 +326,23 @@ __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, Fe
   }
 }
 
+// Four columns of a token; zeros where it cannot be reached.
+template <typename T>
+__device__ __forceinline__ void store_output(const DeltaRuleParams& p, int64_t row, int32_t head, int32_t column,
+                                             bool is_reachable, const Four& out) {
+  const uint2 pairs = make_uint2(pack_pair<T>(out.x[0] * p.scale, out.x[1] * p.scale),
+                                 pack_pair<T>(out.x[2] * p.scale, out.x[3] * p.scale));
+  auto* const to = static_cast<uint16_t*>(p.out) + (row * p.num_heads + head) * p.value_dim + column;
+  *reinterpret_cast<uint2*>(to) = is_reachable ? pairs : make_uint2(0, 0);
+}
+
 template <typename T>
 __device__ __forceinline__ void store_outputs(const FewTokens& t, int32_t begin, const FewSums& sums) {
-  const DeltaRuleParams& p = t.p;
 #pragma unroll
   for (int tile = 0; tile < 2; ++tile) {
     const int32_t i = begin + tile * kTile + static_cast<int32_t>(ptx::thread_index()) % 32 / 4;
-    if (i >= t.count || t.column() >= p.value_dim) continue;
-    const Four& out = sums.out[tile];
-    const uint2 pairs = make_uint2(pack_pair<T>(out.x[0] * p.scale, out.x[1] * p.scale),
-                                   pack_pair<T>(out.x[2] * p.scale, out.x[3] * p.scale));
-    auto* const to =
-        static_cast<uint16_t*>(p.out) + (int64_t{t.shared.rows[i]} * p.num_heads + t.head) * p.value_dim + t.column();
-    *reinterpret_cast<uint2*>(to) = t.shared.parents[i] >= -1 ? pairs : make_uint2(0, 0);
+    if (i >= t.count || t.column() >= t.p.value_dim) continue;
+    store_output<T>(t.p, t.shared.rows[i], t.head, t.column(), t.shared.parents[i] >= -1, sums.out[tile]);
   }
 }
 
@@ -358,13 +362,12 @@ __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWord
 #pragma unroll
   for (int step = 0; step < kFewSteps; ++step) {
     if (step * kStep >= t.p.key_dim) break;
-    float added[2][4]{}, of_low[2][4]{};  // of channels 2 x + n of the product's columns
+    float added[2][4]{}, of_low[2][4]{};
 #pragma unroll 1
     for (int32_t begin = 0; begin < t.count; begin += kTile) {
       const auto keys = [&](int32_t i) {
         return *reinterpret_cast<const uint32_t*>(t.row_of(0, begin + i) + step * kStep + quad * 2);
       };
-      const Four b = unpack(make_uint2(keys(pair), keys(pair + 4)), kTypeOf<T>);
       float high[4], low[4];  // of u: rows are columns of the state
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -372,19 +375,9 @@ __device__ __forceinline__ void carry_few(const FewTokens& t, StateColumns<kWord
         high[e] = high_part(u);
         low[e] = u - high[e];
       }
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        ptx::mma_m16n8k8(added[n], high, b.x[n], b.x[2 + n]);
-        ptx::mma_m16n8k8(of_low[n], low, b.x[n], b.x[2 + n]);
-      }
+      add_keys<T>(added, of_low, high, low, keys(pair), keys(pair + 4));
     }
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int n = e / 4, c = e % 4;
-      const float sum = joined(added[n][c], of_low[n][c]);
-      float& x = state.x[step][c % 2 * 2 + n][c / 2];
-      x = decay == 0.0f ? sum : __fmaf_rn(decay, x, sum);
-    }
+    add_to_state(state.x[step], added, of_low, decay);
     state.template copy<true>(t.p, step, state.x[step]);
   }
 }

@@ -54,4 +54,28 @@ struct StateColumns {
   }
 };
 
+// Adds the products of 8 tokens' keys, of 4 channels of a lane, with both parts of u.
+template <typename T>
+__device__ __forceinline__ void add_keys(float (&added)[2][4], float (&of_low)[2][4], const float (&high)[4],
+                                         const float (&low)[4], uint32_t keys, uint32_t others) {
+  const Four b = unpack(make_uint2(keys, others), kTypeOf<T>);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    ptx::mma_m16n8k8(added[n], high, b.x[n], b.x[2 + n]);
+    ptx::mma_m16n8k8(of_low[n], low, b.x[n], b.x[2 + n]);
+  }
+}
+
+// A lane's numbers of a step, of channels 2 x + n of the products' columns.
+__device__ __forceinline__ void add_to_state(float (&x)[4][2], const float (&added)[2][4], const float (&of_low)[2][4],
+                                             float decay) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int n = e / 4, c = e % 4;
+    const float sum = joined(added[n][c], of_low[n][c]);
+    float& of = x[c % 2 * 2 + n][c / 2];
+    of = decay == 0.0f ? sum : __fmaf_rn(decay, of, sum);
+  }
+}
+
 }  // namespace pagedtree::cuda
