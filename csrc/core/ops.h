@@ -12,6 +12,7 @@
   OP(sample, SampleParams)                                  \
   OP(token_logprobs, TokenLogprobsParams)                   \
   OP(verify_sampled, VerifyParams)                          \
+  OP(verify_tokens, VerifyTokensParams)                     \
   OP(verify_rejection, RatioParams)                         \
   OP(verify_block, RatioParams)                             \
   OP(verify_typical, RatioParams)                           \

@@ -140,6 +140,19 @@ VerdictTensors verify_sampled(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPL
   return run(check, logits, tokens_left, params);
 }
 
+VerdictTensors verify_tokens(const Tensor& tokens, PT_TREE_PARAMETERS, const OptionalTensor& draft_to_target,
+                             const OptionalTensor& tokens_left) {
+  const Check check("verify_tokens", tokens);
+  VerifyTokensParams params{};
+  params.target_tokens = integers(check, tokens, "tokens", "N");
+  LogitsParams rows{};
+  rows.num_rows = tokens.size(0);
+  params.verify = tree_params(check, rows, PT_TREE_ARGUMENTS, draft_to_target, "tokens");
+  VerdictTensors verdict = make_verdict(check, tokens, tokens_left, params.verify);
+  backend_for(tokens).verify_tokens(params, context_for(tokens));
+  return verdict;
+}
+
 template <RatioRule kRule>
 VerdictTensors verify_by_ratio(const Tensor& logits, PT_TREE_PARAMETERS, PT_SAMPLING_PARAMETERS,
                                const std::string& draft_law, const OptionalTensor& draft_probs,
@@ -229,6 +242,9 @@ constexpr Op kOps[] = {
      ", *, Tensor seeds, Tensor positions, Tensor? grammar_mask=None, Tensor? draft_to_target=None,"
      " Tensor? tokens_left=None, Tensor? parents=None" PT_OPTIONS ") -> (" PT_VERDICT ")",
      PT_BOX(&verify_sampled)},
+    {"verify_tokens",
+     "(Tensor tokens, " PT_TREES ", *, Tensor? draft_to_target=None, Tensor? tokens_left=None) -> (" PT_VERDICT ")",
+     PT_BOX(&verify_tokens)},
     {"verify_rejection", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kRejection>)},
     {"verify_block", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kBlock>)},
     {"verify_traversal", PT_RATIO_RULE, PT_BOX(&verify_by_ratio<RatioRule::kTraversal>)},

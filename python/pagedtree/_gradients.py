@@ -21,8 +21,8 @@ __all__ = ["new_library", "register_gradients"]
 OPS_OF_INTEGERS = {
     "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose",
     "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "verify_block",
-    "verify_greedy", "verify_rejection", "verify_sampled", "verify_traversal", "verify_typical", "walk_shards",
-    "weigh_shards",
+    "verify_greedy", "verify_rejection", "verify_sampled", "verify_tokens", "verify_traversal", "verify_typical",
+    "walk_shards", "weigh_shards",
 }  # fmt: skip
 
 

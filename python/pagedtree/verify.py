@@ -20,6 +20,7 @@ __all__ = [
     "verify_greedy",
     "verify_rejection",
     "verify_sampled",
+    "verify_tokens",
     "verify_traversal",
     "verify_typical",
 ]
@@ -365,11 +366,46 @@ def verify_typical(
     )
 
 
-def _tree_arguments(logits: Tensor, draft_tokens: Tensor, trees: TreeBatch) -> tuple[Any, ...]:
-    expect_type("logits", logits, Tensor)
+def verify_tokens(
+    tokens: Tensor,
+    draft_tokens: Tensor,
+    trees: TreeBatch,
+    *,
+    draft_to_target: Tensor | None = None,
+    tokens_left: Tensor | None = None,
+) -> Verdict:
+    """Follows the child that drafted the target's token, which any sampler gave: a fused output layer, an engine's own.
+
+    Lossless where the law of a node's token, given its path, is the target's; noise shared with the drafter is allowed.
+    With `sample`'s tokens of all nodes (each node's seed its sequence's, its position the root's plus its depth, no
+    options of the path) the verdict is verify_sampled's, with argmax's verify_greedy's. Ranks have whole tokens.
+
+    Args:
+        tokens: int32 or int64 [N]; tokens[n] follows node n. Ids have no upper bound.
+        draft_tokens: int32 or int64 [N], each node's token; the roots' are ignored, negative ids are no drafts.
+        trees, draft_to_target, tokens_left: see `verify_greedy`.
+
+    Returns a `Verdict`. Siblings with the same token take the first. A negative token ends the path: it comes out as -1
+    and sets status bit 2.
+
+        node = 0
+        while True:
+            emit(node, tokens[node])
+            node = first child of node with draft_tokens[child] == tokens[node] >= 0, else stop
+
+    Source: SGLang's `verify_tree_greedy`, which takes the target's tokens.
+
+    Raises ValueError for wrong shapes, dtypes or devices, TypeError for wrong types.
+    """
+    arguments = _tree_arguments(tokens, draft_tokens, trees, "tokens")
+    return Verdict(*call(ops.verify_tokens, *arguments, draft_to_target=draft_to_target, tokens_left=tokens_left))
+
+
+def _tree_arguments(rows: Tensor, draft_tokens: Tensor, trees: TreeBatch, name: str = "logits") -> tuple[Any, ...]:
+    expect_type(name, rows, Tensor)
     expect_type("trees", trees, TreeBatch)
     return (
-        logits,
+        rows,
         draft_tokens,
         trees.cu_nodes,
         trees.depths,

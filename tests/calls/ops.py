@@ -406,6 +406,11 @@ valid_calls(
     ),
     verify_greedy=lambda: Call(pt.verify_greedy, _verification()),
     verify_sampled=lambda: Call(pt.verify_sampled, _sampled()),
+    verify_tokens=lambda: Call(
+        pt.verify_tokens,
+        {name: value for name, value in _verification().items() if name not in ("logits", "grammar_mask")}
+        | {"tokens": torch.randint(VOCAB, (8,))},
+    ),
     verify_traversal=lambda: Call(pt.verify_traversal, {**_drafted(), "draft_law": "iid"}),
     verify_typical=lambda: Call(pt.verify_typical, _verification(params=_params(), epsilon=0.1, delta=0.3)),
     rerank_tree=lambda: Call(

@@ -1,4 +1,4 @@
-"""verify_sampled and verify_greedy: which kernels read the rows."""
+"""verify_sampled and verify_greedy: which kernels read the rows; verify_tokens beside them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, verify_greedy, verify_sampled
+from pagedtree import DraftTree, SamplingParams, TreeBatch, sample, verify_greedy, verify_sampled, verify_tokens
 from pagedtree.testing import use_backend
 
 
@@ -27,3 +27,20 @@ def test_few_rows_are_read_at_once(monkeypatch, params, batch, at_once):
     with use_backend("simt"), intercepted_launches(library, note):
         verify_sampled(*rows, trees, params, seeds=at, positions=at) if params else verify_greedy(*rows, trees)
     assert any("draw_rows" in name for name in kernels) == at_once
+
+
+@pytest.mark.parametrize("params", [None, SamplingParams(temperature=0.7, top_p=0.9)], ids=["greedy", "top-p"])
+def test_tokens_of_another_sampler(on_device, params):
+    """Tokens of all nodes, drawn where verify_sampled draws, or argmax's: the same verdict."""
+    trees = TreeBatch.from_trees([DraftTree.full([4, 3, 2]), DraftTree.chain(5)])
+    rows = len(trees.depths)
+    logits, drafts = torch.randn(rows, 2) * 3, torch.arange(rows) % 2
+    seeds, start = torch.tensor([3, -9]), torch.tensor([7, 2**40])
+    if params is None:
+        tokens, expected = logits.argmax(1), verify_greedy(logits, drafts, trees)
+    else:
+        sequence = torch.arange(2).repeat_interleave(trees.cu_nodes.diff(), output_size=rows)
+        tokens = sample(logits, params, seeds=seeds[sequence], positions=start[sequence] + trees.depths)
+        expected = verify_sampled(logits, drafts, trees, params, seeds=seeds, positions=start)
+    assert all(map(torch.equal, verify_tokens(tokens, drafts, trees), expected))
+    assert expected.num_accepted.sum() > 0

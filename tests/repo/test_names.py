@@ -19,7 +19,7 @@ FAMILIES = {
     "tree": ("build_trees",),
     "logprobs": ("token_logprobs",),
     "recurrent": ("tree_delta_rule", "advance_state", "tree_conv1d", "advance_conv"),
-    "verify": tuple(f"verify_{rule}" for rule in ("greedy", "sampled", "rejection", "block", "typical", "traversal")),
+    "verify": tuple(f"verify_{rule}" for rule in "greedy sampled tokens rejection block typical traversal".split()),
 }
 FLOORS = ("python/pagedtree", "csrc/torch", "csrc/cpu", "csrc/cuda")
 TABLE = (CSRC / "core" / "ops.h").read_text()

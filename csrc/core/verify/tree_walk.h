@@ -40,15 +40,27 @@ struct VerifyParams {
   int32_t max_depth;
 };
 
+// The target's tokens at the nodes, from any sampler, in place of logits.
+struct VerifyTokensParams {
+  VerifyParams verify;
+  Integers target_tokens;  // [N]
+};
+
 // Bits of Verdict.status.
 constexpr int32_t kMalformedTree = 1;
 constexpr int32_t kBadRow = 2;
 
-// The target id of the draft at `row`, -1 if it is not in the target's vocabulary.
+// The target id of the draft at `row`, negative if there is none.
+PT_HOST_DEVICE int64_t draft_id_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
+                                   int64_t row) {
+  const int64_t token = integer_at(tokens, row);
+  if (to_target.data == nullptr) return token;
+  return token >= 0 && token < draft_vocab ? integer_at(to_target, token) : -1;
+}
+// The same, -1 if it is not in the target's vocabulary.
 PT_HOST_DEVICE int32_t draft_token_at(const Integers& tokens, const Integers& to_target, int64_t draft_vocab,
                                       int64_t vocab, int64_t row) {
-  int64_t token = integer_at(tokens, row);
-  if (to_target.data != nullptr) token = token >= 0 && token < draft_vocab ? integer_at(to_target, token) : -1;
+  const int64_t token = draft_id_at(tokens, to_target, draft_vocab, row);
   return token >= 0 && token < vocab ? static_cast<int32_t>(token) : -1;
 }
 PT_HOST_DEVICE int32_t draft_token_at(const VerifyParams& p, int64_t row) {
@@ -79,7 +91,7 @@ struct TreeWalk {
     if (!p.valid[b] || num_nodes == 0) status = kMalformedTree;
   }
 
-  PT_HOST_DEVICE void write(int32_t j, int32_t index, int32_t token) const {
+  PT_HOST_DEVICE void write(int32_t j, int32_t index, int64_t token) const {
     const int64_t at = b * (p.max_depth + 1) + j;
     p.accept_index[at] = index;
     p.tokens[at] = token;
@@ -112,7 +124,7 @@ struct TreeWalk {
   }
 
   // Writes that `token` follows the current node.
-  PT_HOST_DEVICE void emit(int32_t token) const { write(depth, node, token); }
+  PT_HOST_DEVICE void emit(int64_t token) const { write(depth, node, token); }
 
   // Moves to `child`; stays and returns false if there is none or the path has its full length.
   PT_HOST_DEVICE bool descend(int32_t child) {
@@ -137,5 +149,19 @@ struct TreeWalk {
     p.status[b] = status;
   }
 };
+
+// token_of(node), draft_of(node): the target's and the drafted id.
+template <typename TokenOf, typename DraftOf>
+PT_HOST_DEVICE void walk_tokens(TreeWalk& walk, const TokenOf& token_of, const DraftOf& draft_of) {
+  for (bool more = walk.num_nodes > 0; more;) {
+    const int64_t token = token_of(walk.node);
+    if (token < 0) walk.status |= kBadRow;
+    walk.emit(max_of<int64_t>(token, -1));
+    int32_t child = token < 0 ? -1 : walk.first_child();
+    while (child >= 0 && draft_of(child) != token) child = walk.next_sibling(child);
+    more = walk.descend(child);
+  }
+  walk.finish();
+}
 
 }  // namespace pagedtree

@@ -113,6 +113,30 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas)
   walk_tree<kDType>(p, first + ptx::cluster_index(), drawn, ptx::shared<WalkShared>());
 }
 
+struct KnownTokens {
+  NearTree tree;
+  int64_t tokens[kMaxTreeNodes], drafts[kMaxTreeNodes];
+};
+
+// One warp per tree.
+__global__ void __launch_bounds__(32) tokens_kernel(const __grid_constant__ VerifyTokensParams p) {
+  const VerifyParams& v = p.verify;
+  auto& shared = ptx::shared<KnownTokens>();
+  TreeWalk walk(v, blockIdx.x);
+  copy_tree(walk, shared.tree);
+  walk.near = &shared.tree;
+#pragma unroll 1
+  for (int32_t node = static_cast<int32_t>(threadIdx.x); node < walk.num_nodes; node += 32) {
+    const int64_t row = walk.rows.begin + node;
+    shared.tokens[node] = integer_at(p.target_tokens, row);
+    shared.drafts[node] = draft_id_at(v.draft_tokens, v.draft_to_target, v.draft_vocab, row);
+  }
+  __syncwarp();
+  if (threadIdx.x != 0) return;
+  walk_tokens(
+      walk, [&](int32_t node) { return shared.tokens[node]; }, [&](int32_t node) { return shared.drafts[node]; });
+}
+
 // A row of a walk, besides its reading, in the time in which one SM reads a row: measured, greedy and without filters.
 // With filters a list takes less.
 constexpr double kGreedyRow = 0.9, kSampledRow = 0.4;
@@ -145,6 +169,10 @@ void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) 
       });
     }
   });
+}
+
+void CudaBackend::verify_tokens(const VerifyTokensParams& p, const ExecContext& ctx) const {
+  launch(tokens_kernel, dim3(static_cast<unsigned>(p.verify.batch)), dim3(32), sizeof(KnownTokens), ctx.stream, p);
 }
 
 }  // namespace pagedtree::cuda

@@ -13,7 +13,7 @@ def walk(parents: Sequence[int], drafts: Sequence[int], next_token: Callable[[in
     """Returns path and tokens of sampled or greedy verification; next_token(node, depth) is the token after `node`."""
     path, tokens = [0], [next_token(0, 0)]
     while True:
-        children = [i for i, parent in enumerate(parents) if parent == path[-1] and drafts[i] == tokens[-1]]
+        children = [i for i, parent in enumerate(parents) if parent == path[-1] and drafts[i] == tokens[-1] >= 0]
         if not children:
             return path, tokens
         path.append(children[0])

@@ -1,4 +1,4 @@
-"""sample, verify_greedy, verify_sampled."""
+"""sample, verify_greedy, verify_sampled, verify_tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagedtree import SamplingParams, TreeBatch, build_trees, reference, sample, verify_greedy, verify_sampled
+from pagedtree import (
+    SamplingParams,
+    TreeBatch,
+    build_trees,
+    reference,
+    sample,
+    verify_greedy,
+    verify_sampled,
+    verify_tokens,
+)
 from pagedtree.check.case import Case, Place, Results
 from pagedtree.check.cases.inputs import (
     DTYPES,
@@ -58,10 +67,12 @@ def cases() -> Iterator[Case]:
     yield _sample("parameters per row", hostile_rows(200, torch.bfloat16), {"tensors": tensors_of(12)})
     for problem in problems():
         yield _walk(problem.name, problem)
+        yield _tokens(problem)
     for problem in problems():
         for sampling in ("plain", "all filters"):
             yield _walk(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
     yield _walk("parameters per sequence", forest("", 4), tensors_of(4))
+    yield _tokens(forest("large ids", 5), 2**40)
 
 
 FEW = ("plain", "tiny top-p", "top-k 129", "top-k 1000", "all filters", "all filters, joint")
@@ -331,3 +342,22 @@ def _walk(name: str, problem: Problem, sampling: Sampling | None = None) -> Case
         )
 
     return Case(f"{op}/{name}", (op,), run, lambda: verdict_by_loops(problem, decide))
+
+
+def _tokens(problem: Problem, shift: int = 0) -> Case:
+    """The likeliest token of each node, of some none; ids are larger than the problem's by `shift`."""
+    tokens = problem.logits.float().nan_to_num(-math.inf, 1e30).argmax(1)
+    tokens[3::7] = -5
+    marks = torch.where(tokens < 0, math.nan, 0.0)  # of rows that set the status
+    marked = replace(problem, logits=marks[:, None].expand(problem.logits.shape), allowed=None)
+    given = tokens.int() if shift == 0 else torch.where(tokens < 0, tokens, tokens + shift)
+
+    def run(place: Place) -> Results:
+        (_, drafts, trees), options = marked.place(place)
+        return verify_tokens(place.put(given), drafts + shift, trees, **options)._asdict()
+
+    def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
+        path, found = reference.walk(tree.parents, tree.drafts, lambda node, _: int(tokens[tree.begin + node]))
+        return path, [token + shift if token >= 0 else -1 for token in found]
+
+    return Case(f"verify_tokens/{problem.name}", ("verify_tokens",), run, lambda: verdict_by_loops(marked, decide))

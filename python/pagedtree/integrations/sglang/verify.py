@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagedtree import SamplingParams, TreeBatch, Verdict, verify_greedy, verify_rejection
+from pagedtree import SamplingParams, TreeBatch, Verdict, verify_rejection, verify_tokens
 from pagedtree._arguments import checked, expect_shape
 from pagedtree.integrations.sglang.trees import LINKS, either_spelling, expect_links, trees_from_links
 
@@ -28,7 +28,7 @@ def verify_tree_greedy(
     retrive_next_sibling: Tensor,
     target_predict: Tensor,
 ) -> None:
-    """Follows the drafts that equal the target's predictions (`pagedtree.verify_greedy`).
+    """Follows the drafts that equal the target's predictions (`pagedtree.verify_tokens`).
 
     Args:
         predicts: integers [bs * N] or longer, written at the accepted path: predicts[r] follows the node of flat row r.
@@ -44,14 +44,8 @@ def verify_tree_greedy(
     links = retrive_index, retrive_next_token, retrive_next_sibling
     trees, order, rows = _tree_arguments(predicts, accept_index, accept_token_num, candidates, *links)
     expect_shape(candidates.shape, target_predict=target_predict)
-    drafts = candidates.gather(1, order)
-    truth = target_predict.flatten()[rows].long()
-    # A vocabulary of the predictions alone: token m is the prediction of node m, the first such m.
-    logits = (truth[:, :, None] == truth[:, None, :]).half().flatten(0, 1)
-    hits = drafts[:, :, None] == truth[:, None, :]
-    verdict = verify_greedy(logits, torch.where(hits.any(-1), hits.byte().argmax(-1), -1).flatten(), trees)
-    tokens = truth.gather(1, verdict.tokens.clamp(min=0))
-    _write(predicts, accept_index, accept_token_num, verdict._replace(tokens=tokens), rows)
+    verdict = verify_tokens(target_predict.flatten()[rows].flatten(), candidates.gather(1, order).flatten(), trees)
+    _write(predicts, accept_index, accept_token_num, verdict, rows)
 
 
 @either_spelling
