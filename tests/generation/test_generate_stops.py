@@ -174,7 +174,7 @@ def test_streamers_are_of_one_sequence(model):
         streamer = Recorder()
         with pytest.raises(ValueError, match="streamer: expected one sequence, as in transformers, got"):
             generated(model, None, prompts, n=n, streamer=streamer)
-        assert streamer.puts == [] and streamer.ends == 0
+        assert streamer.puts == [] and streamer.ends == 1  # a thread may wait for it
 
 
 def test_a_streamer_ends_after_an_error(model):

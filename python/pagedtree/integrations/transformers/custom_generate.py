@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from pagedtree.generation.drafters import StepResult
 from pagedtree.generation.stats import GenerationStats
 from pagedtree.generation.token_options import TokenOptions
 from pagedtree.grammars import GrammarMatcher
-from pagedtree.integrations.transformers.generate import generate, streamed
+from pagedtree.integrations.transformers.generate import fed, generate, to_its_end
 
 __all__ = ["tree_generate"]
 
@@ -80,8 +79,7 @@ def tree_generate(
     """
     given = _given(model, model_kwargs)
     streamer = given.get("streamer")
-    context: Any = nullcontext(callback) if streamer is None else streamed(streamer, None, callback)
-    with context as callback:  # a streamer's reader waits for its end, also after a refusal
+    with to_its_end(streamer):
         if stop_strings is not None and stop_tokenizer is None:
             raise ValueError("stop_strings: expected stop_tokenizer=, as transformers keeps tokenizer=, got None")
         _check_given(given, len(input_ids))
@@ -100,8 +98,9 @@ def tree_generate(
             model, input_ids, drafter=drafter, max_new_tokens=max_length - input_ids.shape[1], params=params,
             seeds=seeds, page_size=page_size, num_pages=num_pages, attention_mask=attention_mask,
             eos_token_id=eos_token_id, pad_token_id=generation_config.pad_token_id, rule=rule, tree=tree,
-            max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, cuda_graph=cuda_graph, callback=callback,
-            on_step=on_step, stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor,
+            max_batch_tokens=max_batch_tokens, max_sequences=max_sequences, cuda_graph=cuda_graph,
+            callback=callback if streamer is None else fed(streamer, callback), on_step=on_step,
+            stop_strings=stop_strings, tokenizer=stop_tokenizer, logits_processor=logits_processor,
             options=options, grammars=grammars, logprobs=logprobs, logprobs_mode=logprobs_mode,
             generation_config=False,  # the processors and criteria have all of it
         )  # fmt: skip

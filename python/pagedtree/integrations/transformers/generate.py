@@ -5,8 +5,9 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from pagedtree.integrations.transformers.whole_inputs import check_token_types
 if TYPE_CHECKING:
     from pagedtree.distributed import VocabShards
 
-__all__ = ["generate", "streamed"]
+__all__ = ["fed", "generate", "to_its_end"]
 
 # Reading a prefix once takes two more launches per layer. Measured on the CPU, that pays from about here on for single
 # queries; for trees of 16 nodes, bound by arithmetic rather than by reading, it makes little difference.
@@ -44,9 +45,30 @@ MIN_SHARED_TOKENS = 1024
 ASSUMED_MAX_NODES = 64
 # The most nodes of a tree that `tree_delta_rule` takes.
 MAX_RECURRENT_NODES = 256
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-@torch.no_grad()
+@contextmanager
+def to_its_end(streamer: Any) -> Iterator[None]:
+    """Ends a streamer after the block, also after a refusal or error: another thread may wait for the end."""
+    try:
+        yield
+    finally:
+        if hasattr(streamer, "end"):
+            streamer.end()
+
+
+def _ending(function: Callable[P, R]) -> Callable[P, R]:
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.no_grad(), to_its_end(kwargs.get("streamer")):
+            return function(*args, **kwargs)
+
+    return call
+
+
+@_ending
 def generate(
     model: Any,
     input_ids: Tensor | Sequence[Tensor] | Sequence[Sequence[int]] | Mapping[str, Any],
@@ -220,37 +242,30 @@ def generate(
     min_shared_tokens = {None: MIN_SHARED_TOKENS, True: 1, False: None}[share_prefix]
     every_seed = arguments.seeds_of(seeds, len(sequences), packed.device)
     sampling = Sampling(rule, params, every_seed, shards, vocab_size=num_logits)
-    with in_turn(*(thing for thing in things if thing is not None)), ExitStack() as stack:
+    with in_turn(*(thing for thing in things if thing is not None)):
         tuner = _tuner(model, drafter, tree, cuda_graph, shards is not None)
         if streamer is not None:
-            callback = stack.enter_context(streamed(streamer, prompts.tokens[0], callback))
+            streamer.put(torch.tensor([prompts.tokens[0]], dtype=torch.int64))
+            callback = fed(streamer, callback)
         engine = Engine(
             packed, queue, drafter, sampling, eos_ids, min_shared_tokens, callback, on_step, stats, cuda_graph,
             tuner, stops, requests if requests.is_used else None,
             None if matchers is None else GrammarSteps(matchers, num_logits, eos_ids, stats), reader,
         )  # fmt: skip
-        stack.enter_context(packed.use())
-        engine.run()
+        with packed.use():
+            engine.run()
     return prompts.results(sequences, pad if pad is not None else next(iter(eos_ids), 0), packed.device), stats
 
 
-@contextmanager
-def streamed(
-    streamer: Any, prompt: list[int] | None, callback: Callable[[int, list[int]], object] | None
-) -> Iterator[Callable[[int, list[int]], object]]:
-    """Yields a callback that feeds the streamer token by token, then calls the other one."""
-    if prompt is not None:
-        streamer.put(torch.tensor([prompt], dtype=torch.int64))
+def fed(streamer: Any, callback: Callable[[int, list[int]], object] | None) -> Callable[[int, list[int]], object]:
+    """Returns a callback that feeds the streamer token by token, then calls the other one."""
 
     def put(sequence: int, tokens: list[int]) -> object:
         for token in tokens:
             streamer.put(torch.tensor([token], dtype=torch.int64))
         return None if callback is None else callback(sequence, tokens)
 
-    try:
-        yield put
-    finally:  # after an error, too: another thread may wait for the end
-        streamer.end()
+    return put
 
 
 def _limit_lengths(packed: TransformersModel, sequences: list[GeneratedSequence]) -> None:
