@@ -1,5 +1,12 @@
 """Tree-masked paged attention and tree verification for speculative decoding."""
 
+import signal
+import sys
+
+# The command `python -m pagedtree`: Ctrl-C ends it quietly, also while it imports torch.
+if sys.argv[:1] == ["-m"] and "pagedtree" in sys.orig_argv:
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+
 from pagedtree import (
     attention,
     attention_cost,

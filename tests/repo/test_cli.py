@@ -1,7 +1,9 @@
 """`python -m pagedtree`: the commands, and what `info` tells."""
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -90,6 +92,15 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(cli.COMMANDS, "generate", ("needs_something", "transformers", ""))
     assert cli.main(["generate", "--model", "x"]) == 2
     assert 'needs something_absent: pip install "pagedtree[transformers]"' in capsys.readouterr().err
+
+
+def test_an_early_interruption_is_quiet(tmp_path):
+    """torch's import, which takes a second, has a stand-in."""
+    (tmp_path / "torch.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(pagedtree.__file__).parents[1])])
+    command = [sys.executable, "-m", "pagedtree", "info"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_command_of_another_installation_is_named(monkeypatch, capsys):
