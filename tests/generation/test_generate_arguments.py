@@ -330,6 +330,12 @@ def having(thing, **fields):
     return thing
 
 
+FAKE_QUANTIZER = (
+    "activation_fake_quantizer",
+    having(torch.nn.Identity(), config=SimpleNamespace(granularity=PER_TENSOR)),
+)
+
+
 def peft(**fields):
     return {"peft_config": {"default": SimpleNamespace(**fields)}}
 
@@ -361,8 +367,11 @@ def quantized(model, granularity, **fields):
         (lambda model: having(model, **PREPARES), "the prepare.* got print"),  # as peft does with its soft prompts
         (lambda model: having(model, **peft(is_prompt_learning=True)), "no virtual tokens beside the ids"),
         (lambda model: having(model, **peft(alora_invocation_tokens=[5])), ".* looks for its alora_invocation_tokens"),
+        (lambda model: having(model, **peft(peft_type="LILY")), ".* which mixes the tokens of a pass"),
+        (lambda model: having(model, _prefill=print), "the _prefill of transformers, got print"),
         (lambda model: having(model.config, use_bidirectional_attention=True) and model, "causal layers, got a config"),
         (lambda model: quantized(model, PER_TENSOR), ".* a Weight with one dynamic scale "),
+        (lambda model: setattr(model.lm_head, *FAKE_QUANTIZER) or model, ".* a Linear with one dynamic scale "),
     ],
 )
 def test_layers_that_are_refused(model, kind, change, message):

@@ -162,7 +162,8 @@ def _without_masked(prompts: Any, mask: Any) -> list[list[int]]:
 
 def _token_lists(input_ids: Any, attention_mask: Tensor | None, vocab_size: int, pad: int | None) -> list[list[int]]:
     if isinstance(input_ids, Tensor):
-        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+        is_integer = not input_ids.is_floating_point() and input_ids.dtype != torch.bool
+        if input_ids.is_nested or input_ids.ndim != 2 or not is_integer:
             raise ValueError(
                 f"input_ids: expected integers [B, L], got {input_ids.dtype} {list(input_ids.shape)}; a list for"
                 " prompts of different lengths"

@@ -14,7 +14,12 @@ from transformers import PreTrainedModel
 __all__ = ["check_preparation", "check_scales", "check_token_types"]
 
 # Methods that make the inputs of a forward from a text; packed tokens do without.
-PREPARING = ("prepare_inputs_for_generation", "_prepare_model_inputs", "_update_model_kwargs_for_generation")
+PREPARING = (
+    *("prepare_inputs_for_generation", "_prepare_model_inputs", "_update_model_kwargs_for_generation", "_prefill"),
+    *("_prepare_position_ids_for_generation", "_prepare_attention_mask_for_generation"),
+)
+# Kinds of peft's adapters that mix all tokens of a pass: by a router's mean, and in a second model.
+MIXING = ("LILY", "SHADOW")
 ALONE = "model: expected layers that treat each token by itself, got"
 
 
@@ -33,6 +38,8 @@ def check_preparation(model: Any) -> None:
                 raise ValueError(f"model: expected no virtual tokens beside the ids, got those of peft's {kind}")
             if getattr(config, "alora_invocation_tokens", None) and _is_active(part, name):
                 raise ValueError(f"{ALONE} a {kind} that looks for its alora_invocation_tokens in the text")
+            if getattr(config, "peft_type", None) in MIXING and _is_active(part, name):
+                raise ValueError(f"{ALONE} peft's {kind}, which mixes the tokens of a pass")
     inner = next((part for part in _parts(model) if isinstance(part, PreTrainedModel)), model)
     for part, method in itertools.product((model, inner), PREPARING):
         if not _is_library(part, inner, method):
@@ -78,11 +85,15 @@ def _scales_a_pass(thing: Any) -> Any:
         return False
     if not isinstance(thing, Tensor):
         cast = getattr(vars(thing).get("config"), "cast_config_input", None)
-        return getattr(getattr(cast, "scaling_granularity", None), "name", None) == "TENSORWISE"
+        is_one = getattr(getattr(cast, "scaling_granularity", None), "name", None) == "TENSORWISE"
+        return is_one or _is_one(getattr(thing._modules.get("activation_fake_quantizer"), "config", None))
     weight = getattr(thing, "_local_tensor", thing)
     kwargs, scale = getattr(weight, "act_quant_kwargs", None), getattr(weight, "act_quant_scale", None)
-    is_one = type(getattr(kwargs, "granularity", None)).__name__ == "PerTensor"
-    return (is_one and scale is None) or getattr(kwargs, "use_dynamic_per_tensor_scale", False)
+    return (_is_one(kwargs) and scale is None) or getattr(kwargs, "use_dynamic_per_tensor_scale", False)
+
+
+def _is_one(config: Any) -> bool:
+    return type(getattr(config, "granularity", None)).__name__ == "PerTensor"
 
 
 def check_token_types(model: Any) -> None:
