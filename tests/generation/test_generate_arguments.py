@@ -330,10 +330,7 @@ def having(thing, **fields):
     return thing
 
 
-FAKE_QUANTIZER = (
-    "activation_fake_quantizer",
-    having(torch.nn.Identity(), config=SimpleNamespace(granularity=PER_TENSOR)),
-)
+QAT = "activation_fake_quantizer", having(torch.nn.Identity(), config=SimpleNamespace(granularity=PER_TENSOR))
 
 
 def peft(**fields):
@@ -371,7 +368,7 @@ def quantized(model, granularity, **fields):
         (lambda model: having(model, _prefill=print), "the _prefill of transformers, got print"),
         (lambda model: having(model.config, use_bidirectional_attention=True) and model, "causal layers, got a config"),
         (lambda model: quantized(model, PER_TENSOR), ".* a Weight with one dynamic scale "),
-        (lambda model: setattr(model.lm_head, *FAKE_QUANTIZER) or model, ".* a Linear with one dynamic scale "),
+        (lambda model: setattr(model.lm_head, *QAT) or model, ".* a Linear with one dynamic scale "),
     ],
 )
 def test_layers_that_are_refused(model, kind, change, message):
