@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import MODELS, tiny, tiny_of
+from generate_case import IS_5, MODELS, tiny, tiny_of
 from transformers import AttentionInterface, BertConfig, BertModel
 
 from pagedtree.integrations.transformers import attention, register
@@ -156,7 +156,8 @@ def test_explicit_masks():
         ours(input_ids, attention_mask=torch.rand(3, 1, 21, 21))
 
 
-@pytest.mark.parametrize("name", ["window", "sinks"])
+# The experts of gpt-oss are a loop in transformers 4.57, on a CPU.
+@pytest.mark.parametrize("name", ["window", "sinks"] if IS_5 else ["window"])
 def test_compiled_models_have_one_graph(name):
     ours, _ = pair(name)
     compiled = torch.compile(ours, fullgraph=True, backend="eager")
