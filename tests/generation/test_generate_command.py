@@ -139,7 +139,7 @@ def test_refusals(run, options, message):
 
 
 def test_interruptions(run, monkeypatch):
-    """Ctrl-C, and a reader that leaves, end the program without a word."""
+    """Ctrl-C, and a reader that leaves, end the program without a word; a closed stdout changes nothing."""
     reader, writer = os.pipe()
     os.close(reader)
     with monkeypatch.context() as patches:
@@ -147,6 +147,8 @@ def test_interruptions(run, monkeypatch):
         status, _, err = run()
         assert status == 141 and err.count("\n") == 1
         sys.stdout.close()  # flushes
+        patches.setattr(sys, "stdout", None)
+        assert run()[0] == 0
     monkeypatch.setattr(command, "generate", lambda *_, **__: signal.raise_signal(signal.SIGINT))
     status, out, err = run()
     assert (status, out) == (130, "") and err.count("\n") == 1

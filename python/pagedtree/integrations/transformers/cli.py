@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         _run(args)
-        sys.stdout.flush()
+        print(end="", flush=True)  # there is no sys.stdout where the caller closed it
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # as of `| head`; Python flushes stdout once more when it ends
