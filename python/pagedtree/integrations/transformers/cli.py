@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> None:
         n=args.n,
         tokenizer=tokenizer,
         generation_config=not args.no_generation_config,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_live else None,
+        streamer=_Printer(tokenizer, skip_prompt=True, skip_special_tokens=True) if is_live else None,
     )
     texts = [tokenizer.decode(sequence[len(prompt) :], skip_special_tokens=True) for sequence in sequences]
     if args.json:
@@ -120,6 +120,12 @@ def _run(args: argparse.Namespace) -> None:
     for i, text in enumerate(texts if not is_live else ()):
         print(f"--- outcome {i}\n{text}")
     print(stats.summary(), file=sys.stderr)
+
+
+class _Printer(TextStreamer):
+    def end(self) -> None:
+        if not self.next_tokens_are_prompt:  # a refused call prints no line
+            super().end()
 
 
 def _text(prompt: str | None) -> str:
