@@ -4,7 +4,7 @@ import signal
 import sys
 
 # The command `python -m pagedtree`: Ctrl-C ends it quietly, also while it imports torch.
-if sys.argv[:1] == ["-m"] and "pagedtree" in sys.orig_argv:
+if sys.argv[:1] == ["-m"] and "pagedtree" in sys.orig_argv and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
     signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
 
 from pagedtree import (
