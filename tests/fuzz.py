@@ -220,12 +220,14 @@ class Guarded:
             assert torch.equal(memory, before), "wrote outside of what it may write"
 
 
-def check_result(result: Any) -> None:
-    """Tokens and nodes exist; nothing is read from a result that has no values."""
+def check_result(result: Any, tokens: Any = None) -> None:
+    """Tokens, if given of these, and nodes exist; nothing is read from a result that has no values."""
     if any(t.device.type == "meta" for t in tensors_of(result)):
         return
     if isinstance(result, pt.Verdict):
-        assert ((result.tokens >= -1) & (result.tokens < 2 * VOCAB)).all(), "a token outside of the vocabulary"
+        known = result.tokens < 2 * VOCAB if tokens is None else torch.isin(result.tokens, tokens)
+        known &= result.tokens >= 0
+        assert (known | (result.tokens == -1)).all(), "a token outside of the vocabulary"
         assert (result.num_accepted >= -1).all() and (result.accept_index >= -1).all(), "a node below -1"
         assert (result.num_accepted < max(result.tokens.shape[1], 1)).all(), "more accepted than a path holds"
     if isinstance(result, pt.Draft):
@@ -239,7 +241,7 @@ def run(call: Call) -> None:
     guarded = Guarded(call)
     keys = {str(key) for path in places(call.arguments) for key in path}
     try:
-        check_result(call.function(**guarded.arguments))
+        check_result(call.function(**guarded.arguments), call.arguments.get("tokens"))
     except (MemoryError, torch.OutOfMemoryError):  # a size that was asked for
         pass
     except REFUSALS as error:
