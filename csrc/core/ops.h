@@ -27,6 +27,7 @@
   OP(medusa_propose, MedusaProposeParams)                   \
   OP(best_first_tree, BestFirstTreeParams)                  \
   OP(select_nodes, SelectNodesParams)                       \
+  RULE(mask_words, MaskWordsParams, write_mask_word, 1024)  \
   RULE(slot_mapping, SlotMappingParams, map_query, 1024)    \
   OP(append_kv, AppendKvParams)                             \
   OP(rope_append, RopeAppendParams)                         \

@@ -1,6 +1,7 @@
 // Draft trees, written once for every backend: how nodes link.
 #pragma once
 
+#include "core/numeric.h"
 #include "core/params.h"
 
 namespace pagedtree {
@@ -161,6 +162,53 @@ PT_HOST_DEVICE bool build_tree(const BuildTreesParams& p, int64_t b, int16_t* la
     word = static_cast<int32_t>(static_cast<uint32_t>(word) | (1u << (node % kMaskWordBits)));
   }
   return valid;
+}
+
+// Masks of booleans, or of biases of 0 and hidden ones, as words.
+struct MaskWordsParams {
+  const void* mask;         // [T, columns]
+  const int32_t* cu_nodes;  // [B + 1]: columns are rows of the batch; null: nodes of the row's tree
+  int32_t* words;           // [T, num_words] out, contiguous
+  int64_t row_stride;       // of the mask, in elements
+  int64_t column_stride;
+  int64_t num_rows;
+  int64_t batch;
+  int32_t max_nodes;
+  int32_t num_words;
+  DType dtype;
+  bool is_bool;
+};
+
+PT_HOST_DEVICE int64_t num_items(const MaskWordsParams& p) { return p.num_rows * p.num_words; }
+
+PT_HOST_DEVICE float bias_at(const MaskWordsParams& p, int64_t at) {
+  if (p.dtype == DType::kFloat32) return static_cast<const float*>(p.mask)[at];
+  const uint16_t bits = static_cast<const uint16_t*>(p.mask)[at];
+  return p.dtype == DType::kFloat16 ? float_from_half(bits) : float_from_bfloat16(bits);
+}
+// Biases from -10000 down hide, a number that bf16 rounds.
+PT_HOST_DEVICE bool shows(const MaskWordsParams& p, float bias) {
+  return bias > (p.dtype == DType::kBFloat16 ? -9984.0f : -10000.0f);
+}
+
+// The columns of the nodes of a row's tree.
+PT_HOST_DEVICE NodeRange columns_of(const MaskWordsParams& p, int64_t row) {
+  if (p.cu_nodes == nullptr) return {0, p.max_nodes};
+  const int64_t b = sequence_of_row(p.cu_nodes, p.batch, row);
+  return b < 0 ? NodeRange{0, 0} : node_range(p.cu_nodes, p.batch, b, p.num_rows);
+}
+
+PT_HOST_DEVICE void write_mask_word(const MaskWordsParams& p, int64_t i) {
+  const int64_t row = i / p.num_words, first = i % p.num_words * kMaskWordBits;
+  const NodeRange columns = columns_of(p, row);
+  const int64_t end = min_of<int64_t>(min_of<int64_t>(columns.size(), p.max_nodes), first + kMaskWordBits);
+  uint32_t bits = 0;
+  for (int64_t j = first; j < end; ++j) {
+    const int64_t at = row * p.row_stride + (columns.begin + j) * p.column_stride;
+    const bool sees = p.is_bool ? static_cast<const uint8_t*>(p.mask)[at] != 0 : shows(p, bias_at(p, at));
+    bits |= static_cast<uint32_t>(sees) << (j - first);
+  }
+  p.words[i] = static_cast<int32_t>(bits);
 }
 
 }  // namespace pagedtree

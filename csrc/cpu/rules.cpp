@@ -2,6 +2,7 @@
 #include "core/kv_cache.h"
 #include "core/shard_distributions.h"
 #include "core/step.h"
+#include "core/tree.h"
 #include "cpu/backend.h"
 #include "cpu/parallel.h"
 

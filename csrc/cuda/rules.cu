@@ -2,6 +2,7 @@
 #include "core/kv_cache.h"
 #include "core/shard_distributions.h"
 #include "core/step.h"
+#include "core/tree.h"
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 

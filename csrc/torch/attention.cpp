@@ -129,6 +129,10 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
   p.table = page_table_of(check, a.page_table, p.batch, 0);
   p.seq_lens = check.read<int32_t>(a.seq_lens, "seq_lens", {{"B", p.batch}});
   p.num_tokens = num_tokens;
+  if (a.tree_mask.has_value() && a.tree_mask->scalar_type() != ScalarType::Int) {
+    check.fail("tree_mask", "of dtype torch.int32 (mask_words makes it from booleans or biases)",
+               dtype_text(a.tree_mask->scalar_type()));
+  }
   p.tree_mask = check.read<int32_t>(a.tree_mask, "tree_mask", {{"T", num_tokens}, "W"}, Strides::kLastContiguous);
   if (a.tree_mask.has_value()) {
     p.num_tokens = a.tree_mask->size(0);
@@ -206,6 +210,8 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
   const auto table = host_values<int32_t>(a.page_table);
   std::vector<int32_t> tree_lens;
   if (a.tree_lens.has_value()) tree_lens = host_values<int32_t>(*a.tree_lens);
+  std::vector<int32_t> mask;
+  if (p.tree_mask != nullptr) mask = host_values<int32_t>(*a.tree_mask);
   check_offsets(check, offsets, "cu_seqlens_q", p.num_tokens);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int32_t n = offsets[b + 1] - offsets[b];
@@ -225,6 +231,15 @@ void check_values(const Check& check, const StepArguments& a, const TreeAttentio
     check.that(n == 0 || tree_len <= int64_t{p.mask_words} * kMaskWordBits, "tree_mask",
                "wide enough for the " + std::to_string(tree_len) + " nodes of sequence " + std::to_string(b),
                std::to_string(p.mask_words) + " words");
+    for (int64_t row = offsets[b]; row < offsets[b + 1] && tree_len >= 0; ++row) {
+      for (int32_t w = 0; w < p.mask_words; ++w) {
+        const int32_t nodes = clamp_to(tree_len - w * kMaskWordBits, 0, kMaskWordBits);  // of the word
+        const uint32_t beyond = nodes == kMaskWordBits ? 0 : ~0u << nodes;
+        check.that((static_cast<uint32_t>(mask[row * p.mask_words + w]) & beyond) == 0, at("tree_mask", row),
+                   "without bits at or beyond tree_lens[" + std::to_string(b) + "] = " + std::to_string(tree_len),
+                   "word " + std::to_string(w) + " = " + std::to_string(mask[row * p.mask_words + w]));
+      }
+    }
   }
 }
 

@@ -19,7 +19,7 @@ __all__ = ["new_library", "register_gradients"]
 
 # Their outputs cannot require grad; without an autograd kernel a call is a few microseconds faster.
 OPS_OF_INTEGERS = {
-    "attention_plan", "build_trees", "commit", "follow_shards", "medusa_propose", "ngram_propose",
+    "attention_plan", "build_trees", "commit", "follow_shards", "mask_words", "medusa_propose", "ngram_propose",
     "prepare_step", "rerank_tree", "sample", "select_nodes", "slot_mapping", "step_shards", "verify_block",
     "verify_greedy", "verify_rejection", "verify_sampled", "verify_tokens", "verify_traversal", "verify_typical",
     "walk_shards", "weigh_shards",

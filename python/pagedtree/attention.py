@@ -52,8 +52,8 @@ def tree_attention(
         seq_lens: int32 [B], all keys of a sequence, its queries' included; clamped to max_pages * page_size.
         cu_seqlens_q: int32 [B + 1], offsets of the sequences' queries, first 0.
         tree_mask: int32 [T, W], one row per query: bit j % 32 of word j // 32 = the query sees key seq_lens[b] -
-            tree_lens[b] + j (`TreeBatch.mask`). Any pattern is allowed; missing words are 0, bits at or past
-            tree_lens[b] are ignored. None: every sequence is causal.
+            tree_lens[b] + j (`TreeBatch.mask`, `mask_words`). Any pattern is allowed; missing words are 0, bits at or
+            past tree_lens[b] are ignored. None: every sequence is causal.
         tree_lens: int32 [B], how many of the last keys the mask covers; default the query lengths. With a larger value
             the queries are the newest level of a bigger tree. -1 = sequence b is causal and its mask rows are ignored.
             Clamped to -1..seq_lens[b]. Without a tree_mask it has no effect.
@@ -90,7 +90,7 @@ def tree_attention(
             out = sum(exp(scores[j]) * V[b, j] for j in scores) / (sum(exp(scores)) + exp(sink[h]))
 
     Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap; with PAGEDTREE_CHECK=1
-    also for offsets, lengths and page ids out of range and a mask narrower than its trees.
+    also for offsets, lengths and page ids out of range, a mask narrower than its trees and bits that are ignored.
 
     Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding (key split), PagedAttention (Kwon et al., 2023),
     tree attention (SpecInfer, Miao et al., 2023), latent attention (DeepSeek-V2, 2024).

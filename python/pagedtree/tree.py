@@ -16,7 +16,7 @@ from pagedtree._arguments import checked, expect_integers, expect_shape, expect_
 from pagedtree._ops import call, makes_fakes, ops, register_fake
 from pagedtree.bits import unpacked
 
-__all__ = ["DraftTree", "TreeBatch", "build_trees"]
+__all__ = ["DraftTree", "TreeBatch", "build_trees", "mask_words"]
 
 MAX_NODES = 1024
 
@@ -395,6 +395,35 @@ def build_trees(parents: Tensor, cu_nodes: Tensor, *, max_nodes: int, max_depth:
         ops.build_trees, parents, cu_nodes, max_nodes=max_nodes, max_depth=max_depth
     )
     return TreeBatch(cu_nodes, parents, depths, first_child, next_sibling, mask, valid, max_nodes, max_depth)
+
+
+def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int | None = None) -> Tensor:
+    """Packs masks of booleans or of biases into the words that `tree_attention` takes, on their device, without a copy.
+
+    Args:
+        mask: bool (True is seen), or float32, float16 or bfloat16 (values above -10000, as the dtype rounds it, are
+            seen, NaN is not), of any strides. [T, M]: column j is node j of the row's tree. [T, T] with cu_nodes:
+            column cu_nodes[b] + j is node j of sequence b's tree; other sequences' columns are ignored.
+        cu_nodes: int32 [B + 1], offsets of the sequences' rows; rows past cu_nodes[B] become 0.
+        max_nodes: with cu_nodes alone, the most nodes of a tree, default T; further nodes are dropped.
+
+    Returns int32 [T, W]: bit j % 32 of word j // 32 is node j, W = ceil(M / 32) or ceil(max_nodes / 32), at least 1.
+    For one mask per sequence pad them to M columns and stack them.
+
+        for row, b in rows of each sequence:
+            for j in range(min(size of tree b, max_nodes)): bit(words[row], j) = seen(mask[row, cu_nodes[b] + j])
+
+    Raises ValueError for wrong shapes, dtypes or devices; with PAGEDTREE_CHECK=1 also for biases other than 0 that are
+    seen, which bits cannot express, and for trees of more than max_nodes nodes.
+    """
+    expect_type("mask", mask, Tensor)
+    return call(ops.mask_words, mask, cu_nodes, max_nodes=max_nodes)
+
+
+@register_fake("mask_words")
+def _mask_words_fake(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int | None = None) -> Tensor:
+    nodes = mask.shape[1] if max_nodes is None else max_nodes
+    return mask.new_empty((mask.shape[0], torch.sym_max((nodes + 31) // 32, 1)), dtype=torch.int32)
 
 
 @register_fake("build_trees")

@@ -214,6 +214,16 @@ def part_of_a_batch() -> Call:
 
 
 @valid_call
+def mask_words() -> Call:
+    return Call(pt.mask_words, {"mask": torch.rand(6, 6) < 0.5, "cu_nodes": int32([0, 4, 6]), "max_nodes": 4})
+
+
+@valid_call
+def mask_words_of_biases() -> Call:
+    return Call(pt.mask_words, {"mask": torch.zeros(5, 40)})
+
+
+@valid_call
 def build_trees() -> Call:
     parents = int32([-1, 0, 0, 1, -1, 0, -1])
     return Call(pt.build_trees, {"parents": parents, "cu_nodes": int32([0, 4, 6]), "max_nodes": 5, "max_depth": 3})

@@ -77,7 +77,7 @@ REFUSALS: Table = {
         ({"seq_lens": lambda t: t.repeat(2)[::2]}, "`seq_lens` contiguous"),
         ({"cu_seqlens_q": lambda t: t[:0]}, "`cu_seqlens_q` of shape [B + 1]"),
         ({"tree_mask": lambda t: t[1:]}, "`tree_mask` of shape [8, *] ..., got [7, 1]"),
-        ({"tree_mask": Tensor.bool}, "`tree_mask` of dtype torch.int32, got torch.bool"),
+        ({"tree_mask": Tensor.bool}, "`tree_mask` of dtype torch.int32 (mask_words ..., got torch.bool"),
         ({"tree_lens": lambda t: t[:1]}, "`tree_lens` of shape [2] ..., got [1]"),
         ({"max_seqlen_q": -1}, "`max_seqlen_q` at least 0, got -1"),
         ({"scale": math.nan}, "`scale` finite, got nan"),

@@ -47,7 +47,7 @@ BAD_VALUES = [
     ({"tree_lens": ints(-9, 10**9)}, "tree_lens"),
     ({"tree_lens": ints(2**31 - 1, -(2**31))}, "tree_lens"),
     ({"tree_lens": ints(27, 6)}, "lens"),
-    ({"tree_lens": ints(3, 5)}, None),
+    ({"tree_lens": ints(3, 5)}, "tree_mask"),
     ({"tree_lens": ints(100, 5), "seq_lens": ints(110, 5), "page_table": torch.ones(2, 9, dtype=torch.int32)}, "mask"),
     ({"page_table": ints(*([99999, -1] * 5)).view(2, 5)}, "page_table"),
     ({"page_table": ints(*([2**31 - 1, -(2**31)] * 5)).view(2, 5)}, "page_table"),
@@ -103,6 +103,7 @@ def test_checked_queries_need_not_be_keys(target: Target, monkeypatch: pytest.Mo
     """A mask over fewer keys than queries, as when a shared prefix is read: every length is right."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")
     case = dict(small(target), tree_lens=ints(0, 0), seq_lens=ints(5, 0))
+    case["tree_mask"] = torch.zeros_like(case["tree_mask"])
     check(case)
     without_new = {"tree_lens": ints(3, 0)}  # some of the seven queries among the five keys
     for changes in ({"seq_lens": ints(5, -1)}, {"tree_lens": ints(0, -1)}, {"tree_lens": None}, without_new):

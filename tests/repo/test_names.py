@@ -16,10 +16,12 @@ FAMILIES = {
     "sampling": ("sample",),
     "shards": ("step_shards", "follow_shards", "weigh_shards", "walk_shards"),
     "step": ("prepare_step", "commit"),
-    "tree": ("build_trees",),
+    "tree": ("build_trees", "mask_words"),
     "logprobs": ("token_logprobs",),
     "recurrent": ("tree_delta_rule", "advance_state", "tree_conv1d", "advance_conv"),
-    "verify": tuple(f"verify_{rule}" for rule in "greedy sampled tokens rejection block typical traversal".split()),
+    "verify": tuple(
+        f"verify_{rule}" for rule in ("greedy", "sampled", "tokens", "rejection", "block", "typical", "traversal")
+    ),
 }
 FLOORS = ("python/pagedtree", "csrc/torch", "csrc/cpu", "csrc/cuda")
 TABLE = (CSRC / "core" / "ops.h").read_text()

@@ -30,7 +30,7 @@ __all__ = ["all_cases", "is_chosen"]
 QUICK = (
     "instructions/", "slot_mapping/page 7", "append_kv/page 7/packed/D 5",
     "5 and 2 heads/halves/fp16 to fp8, scalar", "5 and 2 heads/pairs/bf16 to fp8, head scale, fp32",
-    "compact_kv/page 7", "prepare_step/page 7",
+    "compact_kv/page 7", "prepare_step/page 7", "mask_words/bf16",
     "tree_attention/page 7/bf16", "heads/page 7", "latent/page 7/bf16/", "/ragged",
     "/tile 16/bf16/D 128", "/tile 128/bf16 on fp8/D 128",
     "/into a given tensor/fp16", "/without lse/bf16", "attention_plan/mixed", "merge_states/bf16/D 64",

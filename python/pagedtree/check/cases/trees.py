@@ -1,4 +1,4 @@
-"""build_trees."""
+"""build_trees, mask_words."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from pagedtree import build_trees
+from pagedtree import build_trees, mask_words
 from pagedtree.check.case import Case, Place, Results
-from pagedtree.check.cases.inputs import int32, offsets, random_tree
+from pagedtree.check.cases.inputs import DTYPES, float32, int32, offsets, random_tree, seeded, uniform
 from pagedtree.reference import tree as loops
 
 NAMES = ("depths", "first_child", "next_sibling", "mask", "valid")  # of the results
@@ -35,6 +35,9 @@ BATCHES: dict[str, tuple[list[list[int]], int, int, int]] = {
 def cases() -> Iterator[Case]:
     for name, batch in BATCHES.items():
         yield _case(name, *batch)
+    for name in ("bool", "fp32", "fp16", "bf16"):
+        yield _mask_case(name, [5, 0, 33, 2, 64], 3, 40)
+        yield _mask_case(name, [7] * 7, 0, None)
 
 
 def linked(parents: list[list[int]], rows: int, max_nodes: int, max_depth: int) -> Results:
@@ -65,3 +68,31 @@ def _case(name: str, trees: list[list[int]], padding: int, max_nodes: int, max_d
         return {name: fields[name] for name in NAMES}
 
     return Case(f"build_trees/{name}", ("build_trees",), run, by_loops)
+
+
+def _mask_case(name: str, sizes: list[int], padding: int, max_nodes: int | None) -> Case:
+    """Every second row and column of a larger mask; without max_nodes a mask of a row's own tree."""
+    rows = sum(sizes) + padding
+    cu_nodes = None if max_nodes is None else offsets(sizes)
+    columns = rows if cu_nodes is not None else 70
+    seen = uniform(2 * rows, 2 * columns, seed=1) < 0.5
+    hidden = float32([-1e4, -torch.inf, torch.nan, -3e38])
+    biases = torch.where(seen, 0.0, hidden[torch.randint(4, seen.shape, generator=seeded(2))])
+    mask = seen if name == "bool" else biases.to(DTYPES[name])
+    arguments = {"mask": mask, "cu_nodes": cu_nodes}
+
+    def run(place: Place) -> Results:
+        given = place.put({key: x for key, x in arguments.items() if x is not None})
+        given["mask"] = given["mask"][::2, 1::2]
+        return {"words": mask_words(**given, max_nodes=max_nodes)}
+
+    def by_loops() -> Results:
+        sets: list[frozenset[int]] = []
+        for b, size in enumerate(sizes):
+            begin, nodes = (0, columns) if cu_nodes is None else (int(cu_nodes[b]), min(size, max_nodes or size))
+            for row in range(len(sets), len(sets) + size):
+                sets.append(frozenset(j for j in range(nodes) if seen[2 * row, 2 * (begin + j) + 1]))
+        sets += [frozenset()] * (rows - len(sets))
+        return {"words": loops.words_of(sets, -(-(max_nodes or columns) // 32))}
+
+    return Case(f"mask_words/{name}, {'flat' if cu_nodes is not None else 'by tree'}", ("mask_words",), run, by_loops)
