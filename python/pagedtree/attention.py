@@ -78,8 +78,8 @@ def tree_attention(
         scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
         rows give out 0 and lse -inf.
 
-    Softmax and accumulation are fp32. NaN in slots that no row may see changes nothing. Results are bitwise the same
-    for any number of threads.
+    Softmax and accumulation are fp32. Keys and values that are not finite change only rows that see them; others get
+    the bits of zeros. Results are bitwise the same for any number of threads.
 
         for b, i, h in queries of each sequence and head:
             s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]

@@ -114,17 +114,19 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Vi
   }
 }
 
-// Multiplies scores by their scales, which are 1 afterwards.
+// Multiplies the scores of rows with large maxima by their scales, which are 1 afterwards.
 template <typename I>
-__device__ __forceinline__ void round_scores(Scores<I>& scores, RowFactors<I>& scales) {
+__device__ __forceinline__ void round_scores(Scores<I>& scores, const Accumulator<I>& sums, RowFactors<I>& scales) {
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll
-    for (int n = 0; n < I::kWarpKeys / 8; ++n) {
+    for (int half = 0; half < 2; ++half) {
+      const bool is_large = fabsf(sums.maximum[a][half]) > 0x1p24f;
+      const float scale = is_large ? scales[a][half] : 1.0f;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores[a][n][i] *= scales[a][i / 2];
+      for (int i = 0; i < I::kWarpKeys / 4; ++i) scores[a][i / 2][half * 2 + i % 2] *= scale;
+      if (is_large) scales[a][half] = 1.0f;
     }
-    scales[a][0] = scales[a][1] = 1.0f;
   }
 }
 
@@ -173,7 +175,7 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
     }
   }
   // The rounding of such a maximum is so large that 2^(score - maximum) may overflow, unless scores are rounded too.
-  if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, scales);
+  if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, sums, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
 #pragma unroll

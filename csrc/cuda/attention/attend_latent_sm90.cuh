@@ -88,10 +88,9 @@ class LatentConsumer : public ConsumerBase<I> {
     for (int part = 0; part < I::kParts; ++part) {
       wait_for(place, part, plain);
       ptx::wgmma_fence();
-      // Where there are no columns behind V's, Q is 0, and the first columns of K stand for them.
+      // Where there are no columns behind V's, Q is 0, and stands for them.
       const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;
-      const uint64_t last_keys =
-          keys + (is_short ? -uint64_t{(I::kParts - 1) * kInPart * kPanel} : (kInPart - 1) * kPanel);
+      const uint64_t last_keys = (is_short ? rows : keys) + (kInPart - 1) * kPanel;
 #pragma unroll
       for (uint32_t panel = 0; panel < kInPart; ++panel) {
 #pragma unroll

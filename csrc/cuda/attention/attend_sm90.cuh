@@ -301,21 +301,33 @@ __device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
   return row;
 }
 
-// Stores the warp's rows, from `first_row` of the tile's `rows` on, and their columns from `first_column` on. Of 16-bit
-// outputs lanes exchange pairs of columns, so that each stores four neighbours.
+// Whether some of the warp's results may be poisoned (see join()), with the sums of a lane's rows. All rows are, as
+// they share the stages, so that one row of each lane shows it.
+template <typename I>
+__device__ __forceinline__ bool is_poisoned(const Accumulator<I>& sums, const float (&totals)[2]) {
+  float even = 0.0f, odd = 0.0f;
+#pragma unroll
+  for (uint32_t n = 0; n < I::kWarpColumns / 8; ++n) {
+    even = __fmaf_rn(sums.out[0][n][0], 0.0f, even);
+    odd = __fmaf_rn(sums.out[0][n][1], 0.0f, odd);
+  }
+  return even + odd != 0.0f && (totals[0] == totals[0] || totals[1] == totals[1]);
+}
+
+// Stores those of the warp's rows, from `first_row` of the tile on, that are in `rows`, and their columns from
+// `first_column` on. Of 16-bit outputs lanes exchange pairs of columns, so that each stores four neighbours.
 template <typename I, typename Target>
-__device__ __forceinline__ void store_rows(const Accumulator<I>& sums, uint32_t first_row, uint32_t first_column,
-                                           uint32_t rows, const Target& target) {
+__device__ __forceinline__ void store_rows(const Accumulator<I>& sums, const float (&totals)[2], uint32_t first_row,
+                                           uint32_t first_column, const RowSpan& rows, const Target& target) {
   const uint32_t lane = ptx::thread_index() % 32, own = first_row + own_row(lane);
   const bool is_odd = lane % 2 != 0, is_second = lane / 2 % 2 != 0;
-  const float sum[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
   const typename Target::Row mine =
-      target.row(min_of(own, rows - 1), is_second ? sums.maximum[0][1] : sums.maximum[0][0],
-                 is_second ? sum[1] : sum[0], !is_odd && first_column == 0 && own < rows);
+      target.row(min_of(own, rows.end - 1), is_second ? sums.maximum[0][1] : sums.maximum[0][0],
+                 is_second ? totals[1] : totals[0], !is_odd && first_column == 0 && rows.has(own));
 #pragma unroll
   for (uint32_t half = 0; half < 2; ++half) {
     const typename Target::Row to = row_of_lane(mine, (lane & ~3u) | half * 2);
-    const bool has_row = first_row + half * 8 + lane / 4 < rows;
+    const bool has_row = rows.has(first_row + half * 8 + lane / 4);
 #pragma unroll
     for (uint32_t n = 0; n < I::kWarpColumns / 8; n += 2) {
       const float even[2] = {sums.out[0][n][half * 2], sums.out[0][n][half * 2 + 1]};

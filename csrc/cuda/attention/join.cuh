@@ -84,7 +84,6 @@ __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t coun
     for (uint32_t i = 0; i < count; ++i) {
       const float2 state = of_row[i * pairs * 2];
       const float weight = weight_of(state.x, maximum);
-      if (weight == 0.0f) continue;  // its output may be anything
       const float4 out = outs[i * fours + k];
       sum = __fmaf_rn(state.y, weight, sum);
       values[0] = __fmaf_rn(out.x, weight, values[0]);

@@ -93,6 +93,7 @@ __device__ __attribute__((noinline)) void find_row_tile(const AttentionParams& p
                                                         bool is_behind) {
   if (!is_behind) walk.begin<true>(p, call, I::kMTile);
   if (ptx::thread_index() != 0 || (!is_behind && walk.is_planned())) return;
+  if (walk.is_by_query() && walk.take_query(p, I::kMTile)) return;
   walk.advance(p, call, work_of<I>(call.work), is_behind);
 }
 
@@ -129,9 +130,14 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
       __syncthreads();
       const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
-      join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
-              ToPiece{piece, I::kHeadDimV});
-      if (!walk.has_more) break;
+      const uint32_t first_row = walk.is_by_query() ? walk.tile.first_row % I::kMTile : 0;
+      const bool is_poisoned =
+          join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
+                  ToPiece{piece, I::kHeadDimV, first_row});
+      // From any thread, so that the compiler knows it to be the same for the warp.
+      const bool again = __any_sync(kWholeWarp, __syncthreads_or(is_poisoned && !walk.is_by_query()));
+      if (!again && !walk.has_more && !walk.is_by_query()) break;
+      if (again && ptx::thread_index() == 0) walk.order.count = -1;
     }
     __syncthreads();
     if (ptx::thread_index() < 32) find_row_tile<I>(p, call, walk, is_found);

@@ -16,23 +16,31 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
                                               Sm90Shared<I>& shared) {
   std::conditional_t<I::kLatent, LatentConsumer<I>, Consumer<I>> consumer(p, call, maps, shared);
   const auto meet = [] { ptx::barrier_sync(kJoinersMeet, I::kConsumers); };
-  while (const GivenTile* given = consumer.take()) {
-    Accumulator<I> sums;
-    consumer.attend(*given, sums);
-    const RowTile& tile = given->tile;
-    if (given->is_whole()) {
-      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToOutput<typename I::T>{p, tile, call.out_aligned});
-    } else {
-      store_rows<I>(sums, consumer.row(), consumer.column(), tile.rows,
-                    ToPiece{pieces_of<I>(call).of(shared.walks[0].share, given->at.kv_tile == 0), I::kHeadDimV});
+  for (bool by_query = false;; by_query = true) {
+    while (const GivenTile* given = consumer.take()) {
+      Accumulator<I> sums;
+      consumer.attend(*given, sums);
+      const RowTile& tile = given->tile;
+      const RowSpan rows = given->counted;
+      const float totals[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
+      if (__any_sync(kWholeWarp, consumer.row() < tile.rows && is_poisoned<I>(sums, totals))) shared.is_poisoned = true;
+      if (given->is_whole()) {
+        store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
+                      ToOutput<typename I::T>{p, tile, call.out_aligned});
+      } else {
+        store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
+                      ToPiece{pieces_of<I>(call).of(shared.walks[0].share, given->at.kv_tile == 0), I::kHeadDimV});
+      }
     }
+    ptx::barrier_sync(kAllMeet, I::kThreads);
+    if (by_query || !__any_sync(kWholeWarp, shared.is_poisoned)) break;
   }
   consumer.finish();
   join_cuts<I>(p, call, shared.walks[0], shared.q(0), I::kConsumers, meet);
 }
 
-// Each warp walks for itself.
+// Each warp walks for itself. If a row tile is poisoned (see join()), all go through the range once more, query by
+// query; row tiles stay as they are, as stages begin with the first key that one of their rows sees.
 template <typename I>
 __device__ __forceinline__ void produce_range(const AttentionParams& p, const CallShape& call, const CacheMaps& maps,
                                               Sm90Shared<I>& shared) {
@@ -43,13 +51,25 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   for (bool is_found = own().is_planned() && !own().tile.has_windows(p);; is_found = true) {
     if (is_found) {
       producer.produce(own(), windows);
-      if (own().tile.rows == 0) break;
+      if (own().tile.rows == 0) {
+        ptx::barrier_sync(kAllMeet, I::kThreads);
+        if (producer.by_query || !__any_sync(kWholeWarp, shared.is_poisoned)) break;
+        producer.by_query = true;
+        own().has_more = 1;
+        // The end is used up, too.
+        if (ptx::thread_index() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared.is_used);
+      }
     }
     __syncwarp();
     if (ptx::thread_index() % 32 == 0 && (is_found || !own().is_planned())) {
       Walk& walk = own();
-      if (walk.has_more) walk.advance(p, call, work_of<I>(call.work), is_found);
-      if (!walk.has_more || walk.tile.rows == 0) static_cast<RowPiece&>(walk) = {};  // the end: no keys either
+      RowSpan& counted = shared.counted[(ptx::thread_index() - I::kConsumers) / 32];
+      if (!producer.by_query || counted.end == walk.tile.rows) {
+        if (walk.has_more) walk.advance(p, call, work_of<I>(call.work), is_found && walk.tile.rows > 0);
+        if (!walk.has_more || walk.tile.rows == 0) static_cast<RowPiece&>(walk) = {};  // the end: no keys either
+        counted.end = 0;
+      }
+      if (producer.by_query) counted = walk.tile.rows_of_query(p, counted.end);
     }
     __syncwarp();
     if (own().tile.has_windows(p)) windows.find(p, own().tile, ptx::thread_index() - I::kConsumers);

@@ -85,6 +85,7 @@ struct JoinedState {
 struct ToPiece {
   Piece piece;
   uint32_t head_dim_v;
+  uint32_t first_row = 0;  // of the piece's rows
 
   struct Row {
     float* to;
@@ -100,8 +101,8 @@ struct ToPiece {
     }
   };
   __device__ __forceinline__ Row row(uint32_t row, float maximum, float sum, bool has_first) const {
-    if (has_first) piece.states[row] = make_float2(maximum, sum);
-    return {piece.out + row * head_dim_v};
+    if (has_first) piece.states[first_row + row] = make_float2(maximum, sum);
+    return {piece.out + (first_row + row) * head_dim_v};
   }
 };
 
@@ -162,9 +163,12 @@ struct ToOutput {
   }
 };
 
+// Returns whether some of the thread's results may be poisoned: NaN, because a weight of 0 met a value that is not
+// finite and that the row does not see. Scores are not mixed so, and where a row's sum is NaN, it has seen why.
 template <typename I, typename T>
-__device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, bool is_whole, const ToOutput<T>& output,
+__device__ __forceinline__ bool join(const WarpParts<I>& parts, uint32_t rows, bool is_whole, const ToOutput<T>& output,
                                      const ToPiece& piece) {
+  bool is_poisoned = false;
   constexpr uint32_t kVectors = I::kHeadDimV / 8;
   using State = JoinedState<I>;
 #pragma unroll 1  // code that runs once is fetched from memory
@@ -179,12 +183,17 @@ __device__ __forceinline__ void join(const WarpParts<I>& parts, uint32_t rows, b
 #pragma unroll
       for (int d = 0; d < 8; ++d) values[d] = __fmaf_rn(of_part[d], state.weights[part], values[d]);
     }
+    float rest = 0.0f;
+#pragma unroll
+    for (int d = 0; d < 8; ++d) rest = __fmaf_rn(values[d], 0.0f, rest);
+    is_poisoned |= rest != 0.0f && state.sum == state.sum;
     if (is_whole) {
       output.row(row, state.maximum, state.sum, column == 0).store(column, values);
     } else {
       piece.row(row, state.maximum, state.sum, column == 0).store(column, values);
     }
   }
+  return is_poisoned;
 }
 
 // Rows that belong to no sequence (the padding of a captured graph) get out 0 and lse -inf, by so many of the CTA's

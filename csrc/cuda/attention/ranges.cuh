@@ -48,6 +48,8 @@ struct Walk : RowPiece {
   uint16_t part[2];   // of that row tile, that the CTA joins
 
   __device__ __forceinline__ bool is_planned() const { return order.count > 0; }
+  // Whether the row tile comes again, query by query: see join(). Then order.count is negative.
+  __device__ __forceinline__ bool is_by_query() const { return order.count < 0; }
 
   // Called by a warp. Begins with the row tile of the CTA's record, if lengths are those that it is for; if not, all
   // records of the sequence are void, and is_planned() is false. Whatever a plan says, that has rows and pages of the
@@ -132,11 +134,21 @@ struct Walk : RowPiece {
     for (int32_t i = first; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
   }
 
+  // Makes the row tile the rows of its next query; order.count is -1 before the first. Returns whether there is one.
+  __device__ __forceinline__ bool take_query(const AttentionParams& p, uint32_t m_tile) {
+    const bool is_first = order.count-- == -1;
+    if (!is_first) tile.first_row += tile.rows;
+    const uint32_t in_tile = tile.first_row % m_tile, all = static_cast<uint32_t>(tile.num_queries * p.group_size);
+    tile.rows = min_of(m_tile - in_tile, all - tile.first_row);
+    tile.rows = tile.rows_of_query(p, 0).end;
+    return (is_first || in_tile > 0) && tile.first_row < all;
+  }
+
   // Goes to the next row tile that has rows for the CTA, from the begin of the range on or behind the one that it is
   // at.
   __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
                                           bool is_behind) {
-    if (is_planned() || !is_behind) find(p, call, is_behind);
+    if (order.count != 0 || !is_behind) find(p, call, is_behind);
     order.count = 0;
     tile.rows = 0;
     for (WorkPosition now = at; now.before(stop); is_behind = false) {
@@ -192,6 +204,7 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
 
 // Writes down that the CTA has a piece of the row tile.
 __device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces) {
+  if (walk.is_by_query()) return;
   const bool is_first = walk.at.kv_tile == 0;
   walk.is_cut[is_first] = true;
   pieces.cuts(walk.share.cta)[is_first] = {walk.tile, walk.is_planned() ? walk.order : order_of(walk, pieces)};

@@ -64,6 +64,11 @@ struct Share {
   __device__ __forceinline__ int32_t part() const { return cta - range * sharers; }
 };
 
+struct RowSpan {
+  uint32_t begin, end;
+  __device__ __forceinline__ bool has(uint32_t row) const { return begin <= row && row < end; }
+};
+
 // Where the rows of a row tile are in Q and the output.
 struct TileRows {
   uint32_t rows;
@@ -79,6 +84,10 @@ struct TileRows {
   }
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
     return static_cast<uint32_t>(kv_head * p.group_size) + p.by_group_size.remainder(first_row + row);
+  }
+  // The rows from `begin` on that are of one query.
+  __device__ __forceinline__ RowSpan rows_of_query(const AttentionParams& p, uint32_t begin) const {
+    return {begin, min_of(begin + p.group_size - p.by_group_size.remainder(first_row + begin), rows)};
   }
 };
 

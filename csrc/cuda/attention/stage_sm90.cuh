@@ -86,6 +86,7 @@ enum Sm90Barrier : unsigned { kProducersMeet = 1, kJoinersMeet, kAllMeet, kTurns
 // registers.
 struct GivenTile : RowPiece {
   KeyBounds bounds;
+  RowSpan counted;  // whose results count: all rows, or those of a query
 
   template <typename I>
   __device__ __forceinline__ StageRange stages() const {
@@ -111,7 +112,9 @@ struct alignas(1024) Sm90Shared {
   TreeWindow given_rows[I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
-  uint64_t is_given, is_used;  // Q and given_rows
+  uint64_t is_given, is_used;                   // Q and given_rows
+  bool is_poisoned;                             // whether a row tile is: see join()
+  RowSpan counted[I::kShape.producer_warps()];  // as of GivenTile, if queries come one by one; each warp's own
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
   // What groups with the same rows tell each other, and before the factors of scores.
@@ -136,6 +139,7 @@ struct alignas(1024) Sm90Shared {
     ptx::mbar_init(&is_given, 2 * I::kProducers);  // each when it has written, and when its copies have arrived
     ptx::mbar_init(&is_used, I::kShape.warps());
     ptx::fence_mbar_init();
+    is_poisoned = false;
   }
 };
 
@@ -188,6 +192,7 @@ class Producer {
   __device__ __forceinline__ Producer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
+  bool by_query = false;  // whether the range comes again, query by query: see join()
 
   // A tile without rows ends the range.
   __device__ __forceinline__ void produce(Walk& own, const TreeWindows& windows) {
@@ -242,9 +247,9 @@ class Producer {
  private:
   // Once the scores of the row tile before are used up.
   __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
-    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole()) note_cut(own, pieces_of<I>(call_));
+    if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) note_cut(own, pieces_of<I>(call_));
     ptx::mbar_wait(&shared_.is_used, given_ ^ 1);
-    if (thread() == 0) shared_.given[given_] = {own, bounds};
+    if (thread() == 0) shared_.given[given_] = {own, bounds, counted(own.tile)};
     given_ ^= 1;
     if (thread() < I::kMTile) shared_.given_rows[thread()] = row;
     if (with_q) copy_q(own.tile);
@@ -292,16 +297,19 @@ class Producer {
                                 lane % kRowsAtOnce);
   }
 
-  // Whether a row of the tile sees the key, which is read; each thread knows what its own row of a tree sees. There all
+  __device__ __forceinline__ RowSpan counted(const RowTile& tile) const {
+    return by_query ? shared_.counted[thread() / 32] : RowSpan{0, tile.rows};
+  }
+  // Whether a row that counts sees the key, which is read; each thread knows what its own row of a tree sees. There all
   // producers meet.
   __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
                                                int32_t first_key, int32_t key) {
-    if (tile.tree_len < 0) return first_key + key >= bounds.lowest;
+    if (tile.tree_len < 0 && !by_query) return first_key + key >= bounds.lowest;
     const Visibility mine = tile.visibility(p_, thread(), row);
     auto& seen = shared_.seen[calls_++ & 1];  // the other one may still be read
 #pragma unroll 1
     for (int w = 0; w < I::kWords; ++w) {
-      const uint32_t word = thread() < tile.rows ? mine.visible32(first_key + w * kMaskWordBits) : 0;
+      const uint32_t word = counted(tile).has(thread()) ? mine.visible32(first_key + w * kMaskWordBits) : 0;
       const uint32_t of_warp = __reduce_or_sync(kWholeWarp, word);
       if (thread() % 32 == 0) seen[thread() / 32][w] = of_warp;
     }
