@@ -232,9 +232,9 @@ class Consumer : public ConsumerBase<I> {
     };
 
     ptx::wgmma_results(sums.out[0]);
-    turns_.wait(both);
     bool plain = is_plain(stages.first);
     int keys = next_stage(plain), values = 0;
+    turns_.wait(both);
     start_scores<I>(scores, q(), shared_.stage(keys));
     ptx::wgmma_commit();  // no values yet
     turns_.pass(both);
@@ -254,9 +254,9 @@ class Consumer : public ConsumerBase<I> {
       pack();
       stage += I::kTiles;
       if (stage >= stages.end) break;
-      turns_.wait(both);
       const bool next_plain = is_plain(stage);
       keys = next_stage(next_plain);
+      turns_.wait(both);
       start_scores<I>(scores, q(), shared_.stage(keys));
       values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));

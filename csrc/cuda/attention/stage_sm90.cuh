@@ -223,6 +223,10 @@ class Producer {
       }
       __syncwarp();
     };
+    // Q of a later row tile waits until the one before is used up. Its second K need not.
+    const bool is_later = !I::kLatent && has_given_ && stages.first + kTiles < stages.end;
+    const int32_t gives_at = stages.first + (is_later ? kTiles : 0);
+    has_given_ = true;
     int32_t page_before = -1, page = -1;
     for (int32_t stage = stages.first - kTiles; stage < stages.end + kTiles; stage += kTiles) {
       const int32_t last = stage - kTiles, next = stage + kTiles;
@@ -230,7 +234,7 @@ class Producer {
       if (stages.first <= stage && stage < stages.end) {
         has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
       }
-      if (stage == stages.first) give(own, bounds, windows.row, stage < stages.end);
+      if (stage == gives_at) give(own, bounds, windows.row, stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
         has_boxes(last) ? fill_boxes(maps_.v, tile, last, page_before) : fill_rows(shared_.rows_of(last), &KeyRow::v);
       }
@@ -320,13 +324,17 @@ class Producer {
     return (any >> key % kMaskWordBits & 1u) != 0;
   }
 
-  // A lane of the first warp copies one box: some slots of one panel.
+  // A thread copies one box: some slots of one panel. Neighbouring boxes are different warps', as a warp starts its
+  // boxes one after another, some 100 cycles each.
+  __device__ __forceinline__ static uint32_t own_box() {
+    return thread() % 32 * I::kShape.producer_warps() + thread() / 32;
+  }
   __device__ __forceinline__ int32_t key_of_box() const {
-    return static_cast<int32_t>(thread() % 32 * static_cast<uint32_t>(maps_.box) % kKeys);
+    return static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) % kKeys);
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, const RowTile& tile, int32_t stage,
                                              int32_t page) {
-    const auto panel = static_cast<int32_t>(thread() * static_cast<uint32_t>(maps_.box) / kKeys);
+    const auto panel = static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) / kKeys);
     const int32_t key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
     wait_until_empty();
@@ -339,7 +347,7 @@ class Producer {
       } else {
         ptx::mbar_arrive(full);
       }
-      if (thread() < 32 && panel < panels) {
+      if (panel < panels) {
         ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
                          (first + panel) * 64, offset, tile.kv_head, page, full);
       }
@@ -431,6 +439,7 @@ class Producer {
   Sm90Shared<I>& shared_;
   RingPlace place_;
   uint32_t given_ = 0;  // how many row tiles, of which the lowest bit counts
+  bool has_given_ = false;
   uint32_t calls_ = 0;  // of any_row_sees()
   int copied_ = 0;      // parts with codes that are not decoded yet
 };
