@@ -34,6 +34,7 @@ WRONG: list[Row] = [
     ("sglang_sampling", {"threshold_single": 1.5}, r"threshold_single: expected a number in \[0, 1\], got 1.5"),
     ("sglang_sampling", {"threshold_acc": -0.1}, r"threshold_acc: expected a number in \[0, 1\], got -0.1"),
     ("sglang_build_tree", {"selected_index": INTEGERS[:, :2]}, rf"selected_index: {SHAPE} \[2, 3\]"),
+    ("sglang_build_tree", {"verified_seq_len": INTEGERS[:1, :2]}, rf"verified_seq_len: {SHAPE} \[2\], got \[1, 2\]"),
     ("sglang_build_tree", {"parent_list": INTEGERS}, rf"parent_list: {SHAPE} \[2, 5\]"),
     ("sglang_build_tree", {"positions": INTEGERS[0]}, rf"positions: {SHAPE} \[8\], got \[3\]"),
     ("sglang_build_tree", {"retrive_next_token": INTEGERS.clone()}, rf"retrive_next_token: {SHAPE} \[2, 4\]"),

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from pagedtree._arguments import expect_shape
 from pagedtree.bits import packed
 from pagedtree.integrations.indices import INT32_MAX
 
@@ -84,6 +85,7 @@ def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, t
     ValueError for a mask that is too small for the trees alone, or packed for more than 32 nodes.
     """
     bs, n = seq_lens.numel(), draft_token_num
+    expect_shape([bs], seq_lens=seq_lens)
     if tree_mask_mode == TreeMaskMode.QLEN_ONLY_BITPACKING:
         rows = _packed_rows(tree_mask, bs, n)
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)

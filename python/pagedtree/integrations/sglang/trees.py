@@ -77,6 +77,7 @@ def build_tree_kernel_efficient(
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     n, bs = draft_token_num, verified_seq_len.numel()
+    expect_shape([bs], verified_seq_len=verified_seq_len)
     expect_shape([bs, n - 1], selected_index=selected_index)
     width = parent_list.shape[-1] if depth == 1 else topk * (depth - 1) + 1
     expect_shape([bs, width], parent_list=parent_list)
