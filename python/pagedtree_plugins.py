@@ -20,7 +20,7 @@ OF_VLLM = "pagedtree.integrations.vllm."
 
 def vllm() -> None:
     """Registers the attention backend as CUSTOM (vllm.general_plugins). With PAGEDTREE_PLUGINS=vllm vLLM also takes
-    more request options beside draft trees (`limits.lift_refusals`). Idempotent.
+    more request options beside draft trees (`limits.extend_requests`). Idempotent.
 
     Raises ValueError if the configuration names a drafter of pagedtree without the variable.
     """
@@ -28,9 +28,9 @@ def vllm() -> None:
 
     is_asked = _is_asked("vllm")
     if is_asked:
-        from pagedtree.integrations.vllm.limits import lift_refusals
+        from pagedtree.integrations.vllm.limits import extend_requests
 
-        lift_refusals()
+        extend_requests()
     elif _names_drafter():
         check()
     if is_asked or not AttentionBackendEnum.CUSTOM.is_overridden():  # unless it is another plugin's

@@ -78,6 +78,23 @@ def test_mistakes_are_found(mistake, monkeypatch):
             run([*SERVER, TEST], *MISTAKES[mistake])
 
 
+def test_requests_that_cannot_be_served_are_refused_alone():
+    names = run([*SERVER, TESTED])
+    request, server = names["Request"], names["Tested"](names["model"], num_pages=16, params=names["sampled"])
+    wrong = [request([-1], 9), request([128], 9), request([], 9), request([7] * 9, 9), request([7], 9, 2**63)]
+    wrong += [request([2**70], 9), request([7], 2**40)]
+    running = [request([7], 16, seed) for seed in (-(2**63), 2**63 - 1)]
+    for one in running:
+        server.add(one)
+    server.step()
+    for one in wrong:
+        with pytest.raises(ValueError, match="add: "):
+            server.add(one)
+    while server.running:
+        server.step()
+    assert [len(one.tokens) for one in running] == [16, 16] and len(server.free_rows) == 16
+
+
 def test_the_server_shares_and_evicts(monkeypatch):
     """The requests of the page need it, and no check of values finds anything."""
     monkeypatch.setenv("PAGEDTREE_CHECK", "1")

@@ -11,12 +11,15 @@ __all__ = ["change_engine"]
 
 @cache
 def change_engine() -> None:
-    """Registers hooks that add the attention backend to EAGLE's drafting steps and, on CPUs, fill gaps (`on_cpu`)."""
+    """Registers hooks that add the attention backend to EAGLE's drafting steps, keep large numbers of a request from
+    ending the engine, and, on CPUs, fill gaps (`on_cpu`)."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import is_cpu
 
     factory = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
     HookRegistry.register(factory, create_draft_backend, HookType.AROUND)
+    batches = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+    HookRegistry.register(batches, fit_requests, HookType.AROUND)
     if is_cpu():
         from pagedtree.integrations.sglang.on_cpu import last_loc, verify_uses_greedy
 
@@ -43,3 +46,11 @@ def create_draft_backend(
     return original(
         factory, backend_name, {**backend_map, "pagedtree": create}, *args, stamps_children=stamps_children, **options
     )
+
+
+def fit_requests(original: Callable[..., Any], owner: type, batch: Any, *args: Any, **options: Any) -> Any:
+    """Brings the requests' integers into the int32 of SGLang's tensors; their text stays the same."""
+    for request in batch.reqs:
+        for name in ("top_k", "min_new_tokens"):
+            setattr(request.sampling_params, name, min(getattr(request.sampling_params, name), 2**31 - 1))
+    return original(owner, batch, *args, **options)

@@ -38,10 +38,12 @@ FP8 = ("fp8", "fp8_e4m3")
 
 @dataclass
 class TreeMask:
-    """Arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens int32 [R], nodes of each tree, -1: none."""
+    """Arguments of `tree_attention`: tree_mask int32 [T, W], tree_lens int32 [R], nodes of each tree, -1: none.
+    num_reqs: R where it is known; the tensors may be longer."""
 
     tree_mask: Tensor
     tree_lens: Tensor
+    num_reqs: int | None = None
 
 
 class LayerKind(NamedTuple):
@@ -188,7 +190,10 @@ class PagedTreeMetadataBuilder(AttentionMetadataBuilder[PagedTreeMetadata]):
             full_mask = starts.new_full((rows, -(-common.max_query_len // 32)), -1)
             tree = TreeMask(full_mask, starts[1:] - starts[:-1])
         elif tree is not None:
-            tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[: common.seq_lens.shape[0]])
+            count = common.seq_lens.shape[0]
+            if tree.num_reqs not in (None, count):
+                raise RuntimeError(f"draft trees: expected {tree.num_reqs} requests as in the batch, got {count}")
+            tree = TreeMask(tree.tree_mask[:rows], tree.tree_lens[:count])
         return self.metadata_class(
             num_actual_tokens=common.num_actual_tokens,
             query_start_loc=starts,
@@ -227,7 +232,6 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
         self.sinks = sinks
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._sinks: Tensor | None = None
         # The layer's cache, with its keys and values and the kind that it makes of the layer.
         self._views: tuple[Tensor, Tensor, Tensor, LayerKind] | None = None
 
@@ -280,14 +284,12 @@ class PagedTreeImpl(AttentionImpl[PagedTreeMetadata]):
             return output.fill_(0)
         step, count = attn_metadata, attn_metadata.num_actual_tokens
         k_cache, v_cache, kind = self._caches(kv_cache)
-        if self.sinks is not None and self._sinks is None:  # weights exist only from here on
-            self._sinks = self.sinks.float()
         is_padded = count < query.shape[0]
         step.attention(kind)(
             query[:count] if is_padded else query,
             k_cache,
             v_cache,
-            sinks=self._sinks,
+            sinks=None if self.sinks is None else self.sinks.float(),  # anew, as weights may change
             **self._scales(layer),
             out=output[:count] if is_padded else output,
         )

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
+import operator
+from functools import wraps
+from importlib.metadata import entry_points
+from numbers import Real
 from typing import Any
 
 import pagedtree_plugins
@@ -14,7 +19,8 @@ __all__ = [
     "check_drafter",
     "check_request",
     "check_worker",
-    "lift_refusals",
+    "extend_requests",
+    "fit_request",
     "min_p_of",
     "scheduler_of",
     "uses_trees",
@@ -28,14 +34,17 @@ SCHEDULER = "pagedtree.integrations.vllm.scheduler.TreeScheduler"
 ASYNC_SCHEDULER = "pagedtree.integrations.vllm.async_scheduler.AsyncTreeScheduler"
 MAX_NODES = 1024
 MAX_TOP_N = 1024  # of token_logprobs
+INTEGERS = ("seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs")  # which vLLM takes unseen
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # positive numbers of fp32
+MAX_LENGTH = 2**30  # longer than any text; with a prompt's length it still is an int32
 
 
 def uses_trees(vllm_config: Any) -> bool:
     """Returns whether the configuration names a drafter or a worker of this package."""
     speculation = vllm_config.speculative_config
-    drafter = speculation.model if speculation is not None and speculation.method in METHODS.values() else ""
+    drafter = speculation.model if speculation is not None and speculation.method in METHODS.values() else None
     worker = vllm_config.parallel_config.worker_cls
-    return drafter.startswith(PACKAGE) or (isinstance(worker, str) and worker.startswith(PACKAGE))
+    return (drafter or "").startswith(PACKAGE) or (isinstance(worker, str) and worker.startswith(PACKAGE))
 
 
 def scheduler_of(vllm_config: Any) -> str:
@@ -58,10 +67,15 @@ def check_config(vllm_config: Any) -> None:
         ("enable_lora", vllm_config.lora_config is not None, False),
         ("kv_transfer_config", vllm_config.kv_transfer_config, None),
         ("logits_processors", model.logits_processors or None, None),
+        # vLLM uses these without a setting.
+        ("installed vllm.logits_processors", [e.value for e in entry_points(group="vllm.logits_processors")], []),
         ("watermark_config", vllm_config.watermark_config, None),
         ("model (rotary positions of several dimensions)", bool(model.uses_mrope), False),
         ("model (recurrent layers, whose states follow no trees here)", bool(model.has_inner_state), False),
         ("model (encoder and decoder)", bool(model.is_encoder_decoder), False),
+        ("model (diffusion)", bool(model.is_diffusion), False),
+        ("model (chunked local attention): attention_chunk_size", model.attention_chunk_size, None),
+        ("kv_sharing_fast_prefill", vllm_config.cache_config.kv_sharing_fast_prefill, False),
         ("model (latent attention on a GPU)", bool(model.use_mla and device != "cpu"), False),
     ]
     if runner == "V1":
@@ -157,20 +171,33 @@ def check_drafter(name: str) -> Any:
     return drafter_class
 
 
-def lift_refusals() -> None:
-    """Accepts min_p and logit_bias, which vLLM refuses under speculation, with tree drafters."""
+def extend_requests() -> None:
+    """Changes what vLLM's front door accepts for engines with trees: min_p and logit_bias, which vLLM refuses under
+    speculation, and nothing that `check_request` refuses."""
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.input_processor import InputProcessor
 
-    refuse = SamplingParams._validate_spec_decode
-    if getattr(refuse, "lifted_for_trees", False):
+    refuse, process = SamplingParams._validate_spec_decode, InputProcessor.process_inputs
+    if hasattr(process, "__wrapped__"):
         return
 
     def refuse_without_trees(self: Any, speculative_config: Any) -> None:
         if not _drafts_trees(speculative_config):
             refuse(self, speculative_config)
 
-    refuse_without_trees.lifted_for_trees = True  # type: ignore[attr-defined]
+    @wraps(process)
+    def process_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = process(self, *args, **kwargs)
+        if request.sampling_params is not None and uses_trees(self.vllm_config):
+            try:
+                check_request(request.sampling_params, is_v2=self.vllm_config.use_v2_model_runner)
+            except ValueError as error:  # over HTTP: status 400
+                raise VLLMValidationError(str(error)) from None
+        return request
+
     SamplingParams._validate_spec_decode = refuse_without_trees
+    InputProcessor.process_inputs = process_and_check
 
 
 def _drafts_trees(speculation: Any) -> bool:
@@ -183,7 +210,7 @@ def _drafts_trees(speculation: Any) -> bool:
     return True
 
 
-def check_request(params: Any) -> None:
+def check_request(params: Any, *, is_v2: bool = False) -> None:
     """Raises ValueError, naming the parameter, if a request needs an unsupported option."""
     settings: list[tuple[str, Any, Any]] = [
         ("logprob_token_ids", params.logprob_token_ids or None, None),
@@ -194,6 +221,55 @@ def check_request(params: Any) -> None:
         if value != expected:
             raise ValueError(f"draft trees: {name} is not supported (expected {expected}, got {value})")
     min_p_of(params)
+    integers = {name: [value] for name in INTEGERS if (value := getattr(params, name)) is not None}
+    integers |= {name: getattr(params, name) or () for name in ("allowed_token_ids", "logit_bias")}
+    for name, values in integers.items():
+        if wrong := [value for value in values if not hasattr(value, "__index__")]:
+            raise ValueError(f"draft trees: expected integers as {name}, got {wrong[0]!r:.60}")
+    for value in (params.logit_bias or {}).values():
+        if not isinstance(value, Real):
+            raise ValueError(f"draft trees: expected numbers in logit_bias, got {value!r:.60}")
+    # vLLM divides by 0 below, and by infinity above.
+    if not SMALLEST <= params.repetition_penalty <= LARGEST:
+        raise ValueError(
+            f"draft trees: expected repetition_penalty in {SMALLEST}..{LARGEST}, got {params.repetition_penalty}"
+        )
+    if is_v2:
+        for name, length, most in _lengths_on_v2(params):
+            if length > most:
+                raise ValueError(f"draft trees: expected at most {most} {name} on model runner V2, got {length}")
+
+
+def _lengths_on_v2(params: Any) -> list[tuple[str, int, int]]:
+    """Returns the lists that V2 keeps in tensors: names, lengths and the longest ones. vLLM's engine ends at others."""
+    from vllm import envs
+    from vllm.v1.worker.gpu.sample import logit_bias
+
+    words = params.bad_words_token_ids or ()
+    stops = params.all_stop_token_ids if params.min_tokens else ()
+    return [
+        ("allowed_token_ids", len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("entries of logit_bias", len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", len(stops), logit_bias.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
+        ("tokens of bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ]
+
+
+def fit_request(params: Any) -> None:
+    """Brings a request's numbers into the widths of the tensors that they go to; the text stays the same."""
+    params.min_p = min_p_of(params)
+    if params.seed is not None:  # modulo 2^64, as of generators: the children of one request count up from its seed
+        params.seed = (operator.index(params.seed) + 2**63) % 2**64 - 2**63
+    params.top_k = min(params.top_k, 2**31 - 1)
+    params.min_tokens = min(params.min_tokens, MAX_LENGTH)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, MAX_LENGTH)
+    if params.logit_bias:  # vLLM's argmax takes NaN for the largest number
+        params.logit_bias = {
+            int(token): math.inf if value != value else float(min(max(value, -1e300), 1e300))
+            for token, value in params.logit_bias.items()
+        }
 
 
 def min_p_of(params: Any) -> float:

@@ -9,7 +9,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.utils.import_utils import resolve_obj_by_qualname
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, check_request, scheduler_of, uses_trees
+from pagedtree.integrations.vllm.limits import avoid_rotary_op, check_config, scheduler_of, uses_trees
 
 __all__ = ["PagedTreeCpuPlatform"]
 
@@ -20,8 +20,6 @@ LATENT_BACKEND = "pagedtree.integrations.vllm.latent.PagedTreeLatentBackend"
 
 class PagedTreeCpuPlatform(CpuPlatform):
     """The CPU platform; it differs only where pagedtree is requested."""
-
-    _has_trees = False  # whether the engine that was configured last in this process asks for it
 
     @classmethod
     def get_attn_backend_cls(
@@ -60,17 +58,3 @@ class PagedTreeCpuPlatform(CpuPlatform):
             if scheduler.scheduler_cls is None:
                 scheduler.scheduler_cls = scheduler_of(vllm_config)
             check_config(vllm_config)
-        if vllm_config.model_config is not None:
-            cls._has_trees = has_trees
-
-    @classmethod
-    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        from vllm.exceptions import VLLMValidationError  # vLLM imports its platform before these modules
-        from vllm.sampling_params import SamplingParams
-
-        super().validate_request(processed_inputs, params)
-        if cls._has_trees and isinstance(params, SamplingParams):
-            try:
-                check_request(params)
-            except ValueError as error:  # over HTTP: status 400
-                raise VLLMValidationError(str(error)) from None

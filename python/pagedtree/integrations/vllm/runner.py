@@ -14,7 +14,7 @@ from vllm.v1.outputs import SamplerOutput
 from pagedtree import TreeBatch, build_trees
 from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.features import Accepted, check_features, kept_features, kept_rows
-from pagedtree.integrations.vllm.limits import check_config, check_request
+from pagedtree.integrations.vllm.limits import check_config, check_request, fit_request
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
 from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
@@ -85,6 +85,7 @@ class TreeRunner:
                 self.drafter.forget(request_id)
         for request in scheduler_output.scheduled_new_reqs:
             check_request(request.sampling_params)
+            fit_request(request.sampling_params)
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
         # Sampling here needs no generators. vLLM would reset them for requests in prefill, which fails on the CPU.
         self.input_batch.generators.clear()
@@ -194,7 +195,7 @@ class TreeRunner:
             mask = step.trees.mask.new_zeros((num_queries, step.trees.mask.shape[1]))
             mask[step.rows] = step.trees.mask
             lens = torch.from_numpy(np.where(step.num_drafts > 0, step.num_drafts + 1, -1).astype(np.int32))
-            tree = TreeMask(mask, lens.to(self.device))
+            tree = TreeMask(mask, lens.to(self.device), len(lens))
         for groups in self.attn_groups:
             for group in groups:
                 for builder in group.metadata_builders:

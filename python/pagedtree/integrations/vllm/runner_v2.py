@@ -20,7 +20,7 @@ from pagedtree.integrations.vllm.attention import TreeMask
 from pagedtree.integrations.vllm.device_sampling import DeviceSampling
 from pagedtree.integrations.vllm.dflash import DFlashTreeSpeculator
 from pagedtree.integrations.vllm.features import Accepted, check_features
-from pagedtree.integrations.vllm.limits import check_config, check_drafter, check_request, min_p_of
+from pagedtree.integrations.vllm.limits import check_config, check_drafter, check_request, fit_request
 from pagedtree.integrations.vllm.scheduler import DraftTrees
 from pagedtree.integrations.vllm.speculator import KeptTrees, TreeSpeculator
 from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
@@ -124,8 +124,8 @@ class TreeRunnerV2:
 
     def add_requests(self, scheduler_output: Any) -> None:
         for request in scheduler_output.scheduled_new_reqs:
-            check_request(request.sampling_params)
-            request.sampling_params.min_p = min_p_of(request.sampling_params)
+            check_request(request.sampling_params, is_v2=True)
+            fit_request(request.sampling_params)
         super().add_requests(scheduler_output)  # type: ignore[misc]
         for request in scheduler_output.scheduled_new_reqs:
             self._sampling.add_request(self.req_states.req_id_to_index[request.req_id], request.sampling_params)
@@ -135,6 +135,7 @@ class TreeRunnerV2:
         self._step = None
         if self.speculator is not None:
             self._masks.tree_lens.fill_(-1)
+            self._masks.num_reqs = input_batch.num_reqs_after_padding
             if input_batch.num_draft_tokens > 0:
                 self._step = self._lay_out_trees(input_batch)
         return result
@@ -142,6 +143,7 @@ class TreeRunnerV2:
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
         if self.speculator is not None:
             self._masks.tree_lens.fill_(-1)
+            self._masks.num_reqs = None
         return super().prepare_dummy_attn(*args, **kwargs)  # type: ignore[misc]
 
     def _lay_out_trees(self, batch: Any) -> StepTrees:

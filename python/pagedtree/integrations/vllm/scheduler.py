@@ -33,8 +33,7 @@ class TreeScheduler(Scheduler):
         update_draft_token_ids  vLLM reads a chain and drops drafts after the first forbidden one
         schedule                starts to fill the masks, so that it happens while the target's pass runs
         get_grammar_bitmask     waits for them
-
-    Without structured outputs it behaves like vLLM's.
+        _update_request_as_session  drops accepted tokens behind a stop, which vLLM counts as computed
     """
 
     _fills_early = True  # whether drafts are known when a step is scheduled
@@ -59,6 +58,15 @@ class TreeScheduler(Scheduler):
             request = self.requests.get(request_id)
             if request is not None and not request.is_finished():
                 yield request_id, tokens, parents
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        is_cut = session.num_computed_tokens >= session.num_tokens
+        session.num_computed_tokens = min(session.num_computed_tokens, session.num_tokens - 1)
+        super()._update_request_as_session(session, update)
+        if is_cut:  # read again, as after a preemption: drafters have read the dropped tokens, too
+            self._free_request_blocks(session)
+            self.encoder_cache_manager.free(session)
+            session.num_computed_tokens = 0
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         output = super().schedule(*args, **kwargs)

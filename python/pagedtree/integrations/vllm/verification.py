@@ -102,8 +102,11 @@ def target_groups(attn_groups: Sequence[Sequence[Any]], layers: dict[str, Any], 
     """
     found = [group for groups in attn_groups for group in groups if not _drafts(layers[group.layer_names[0]])]
     for group in found:
-        if not issubclass(group.backend, PagedTreeBackend):
-            raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {group.backend.get_name()}")
+        backend, builder = group.backend, group.backend.get_builder_cls()
+        if not issubclass(backend, PagedTreeBackend):
+            raise ValueError(f"draft trees: expected attention_backend = CUSTOM, got {backend.get_name()}")
+        if not builder.__module__.startswith("pagedtree."):  # vLLM's wrappers change the batch before ours sees it
+            raise ValueError(f"draft trees: expected layers of PagedTreeBackend itself, got {backend.__name__}")
     speculation = vllm_config.speculative_config
     logger.info(
         "pagedtree: model runner %s, worker %s, attention backend CUSTOM (%s), drafter %s",
