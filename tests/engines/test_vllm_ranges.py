@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm_case import (
-    RUNNER,
     LLM,
     SamplingParams,
     VLLMValidationError,

@@ -27,9 +27,10 @@ from pagedtree.generation.drafters.base import as_drafter, best_trees
 from pagedtree.generation.drafters.bounded import bounded
 from pagedtree.generation.rules import Sampling
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
+from pagedtree.integrations.vllm.limits import MAX_NODES
 from pagedtree.integrations.vllm.proposals import Proposal, host_proposals, proposals_of
 from pagedtree.integrations.vllm.texts import Texts
-from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
+from pagedtree.integrations.vllm.tree_drafter import SECTION, TreeDrafter
 from pagedtree.integrations.vllm.whole_ends import WholeEnds
 
 __all__ = [
@@ -40,6 +41,11 @@ __all__ = [
     "NgramTreeDrafter",
     "TreeDrafter",
 ]
+
+
+# The largest values of options, by the limits of the ops.
+SIZES = {"depth": MAX_NODES - 1, "width": MAX_NODES}
+NGRAMS = {"max_depth": MAX_NODES - 1, "max_branches": MAX_NODES, "min_ngram": 64, "max_ngram": 64}
 
 
 class WithoutModel(TreeDrafter):
@@ -78,6 +84,7 @@ class NgramTreeDrafter(WithoutModel):
     `remember`."""
 
     defaults: ClassVar[dict[str, Any]] = {"max_depth": None, "max_branches": 4, "min_ngram": 1, "max_ngram": 4}
+    largest = NGRAMS
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)
@@ -104,6 +111,7 @@ class ModelTreeDrafter(KnowsTexts):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
+    largest = SIZES
     needed = ("model", "a checkpoint")
     grows_by_level = True
 
@@ -142,7 +150,10 @@ class ModelTreeDrafter(KnowsTexts):
 
     def _load(self, group: dist.ProcessGroup | None) -> ModelDrafter:
         dtype = self.vllm_config.model_config.dtype
-        model: Any = AutoModelForCausalLM.from_pretrained(self.options["model"], dtype=dtype)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(self.options["model"], dtype=dtype)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{SECTION}: cannot load model = {self.options['model']!r}: {error}") from error
         model = model.to(self.device).eval()
         if group is not None:
             tensor_parallel(model, group=group, gather_logits=True)
@@ -215,6 +226,7 @@ class FolderTreeDrafter(WithoutModel, KnowsTexts):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"drafter": None, "depth": None, "width": None}
+    largest = SIZES
     needed = ("drafter", "a folder")
 
     def __init__(self, vllm_config: Any) -> None:
@@ -265,6 +277,7 @@ class EagleTreeDrafter(FolderTreeDrafter):
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
+    largest = SIZES
     needed = ("head", "a folder")
     grows_by_level = True
 

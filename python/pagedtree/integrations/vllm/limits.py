@@ -120,8 +120,12 @@ def check_config(vllm_config: Any) -> None:
             f"draft trees: expected speculative_config.num_speculative_tokens in 1..{MAX_NODES - 1}, got"
             f" {speculation.num_speculative_tokens}"
         )
-    if speculation is not None and not has_own_drafter:
-        check_drafter(speculation.model).check(vllm_config)
+    if speculation is not None:
+        from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
+
+        drafter = TreeDrafter if has_own_drafter else check_drafter(speculation.model)
+        drafter.check(vllm_config)
+        drafter.options_of(vllm_config)
 
 
 def check_worker(vllm_config: Any) -> None:
@@ -166,7 +170,7 @@ def check_drafter(name: str) -> Any:
     if not isinstance(drafter_class, type) or not issubclass(drafter_class, TreeDrafter):
         raise ValueError(
             "draft trees: expected speculative_config.model to name a class derived from TreeDrafter, such as"
-            f" {TreeDrafter.__module__}.NgramTreeDrafter or ModelTreeDrafter, got {name}"
+            f" pagedtree.integrations.vllm.drafters.NgramTreeDrafter or ModelTreeDrafter, got {name}"
         )
     return drafter_class
 
@@ -221,7 +225,7 @@ def check_request(params: Any, *, is_v2: bool = False) -> None:
         if value != expected:
             raise ValueError(f"draft trees: {name} is not supported (expected {expected}, got {value})")
     min_p_of(params)
-    integers = {name: [value] for name in INTEGERS if (value := getattr(params, name)) is not None}
+    integers: dict[str, Any] = {name: [value] for name in INTEGERS if (value := getattr(params, name)) is not None}
     integers |= {name: getattr(params, name) or () for name in ("allowed_token_ids", "logit_bias")}
     for name, values in integers.items():
         if wrong := [value for value in values if not hasattr(value, "__index__")]:

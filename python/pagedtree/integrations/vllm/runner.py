@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from pagedtree.integrations.vllm.limits import check_config, check_request, fit_
 from pagedtree.integrations.vllm.logprobs import sampled_logprobs
 from pagedtree.integrations.vllm.options import BatchOptions
 from pagedtree.integrations.vllm.scheduler import DraftTrees, tree_of
+from pagedtree.integrations.vllm.tree_drafter import read_only
 from pagedtree.integrations.vllm.verification import Compactions, choose_tokens, grammar_rows, target_groups
 
 __all__ = ["StepTrees", "TreeRunner"]
@@ -48,7 +50,14 @@ class TreeRunner:
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         check_config(vllm_config)
+        log, untrue = logging.getLogger("vllm.v1.sample.logits_processor"), "min_p and logit_bias parameters won't work"
+
+        def is_true(record: logging.LogRecord) -> bool:  # of draft trees, unlike vLLM's own speculation
+            return untrue not in record.getMessage()
+
+        log.addFilter(is_true)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        log.removeFilter(is_true)
         self._step: StepTrees | None = None
         self._grammar_mask: Tensor | None = None
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)
@@ -131,7 +140,7 @@ class TreeRunner:
                 rows = kept_rows(counts, [len(new) for new in sampled_token_ids], accepted)
                 batch = self.input_batch
                 lengths = batch.num_tokens_no_spec[: len(rows)].tolist()
-                tokens = [batch.token_ids_cpu[row, :length] for row, length in enumerate(lengths)]
+                tokens = [read_only(batch.token_ids_cpu[row, :length]) for row, length in enumerate(lengths)]
                 starts = batch.num_computed_tokens_cpu[: len(rows)].tolist()
                 features = kept_features(aux_hidden_states, drafter.feature_layers, rows)
                 drafter.read(drafter.request_ids, tokens, starts, features)

@@ -30,10 +30,10 @@ class DraftTrees(DraftTokenIds):
 class TreeScheduler(Scheduler):
     """Extends these methods of vLLM's scheduler:
 
-        update_draft_token_ids  vLLM reads a chain and drops drafts after the first forbidden one
-        schedule                starts to fill the masks, so that it happens while the target's pass runs
-        get_grammar_bitmask     waits for them
-        _update_request_as_session  drops accepted tokens behind a stop, which vLLM counts as computed
+    update_draft_token_ids  vLLM reads a chain and drops drafts after the first forbidden one
+    schedule                starts to fill the masks, so that it happens while the target's pass runs
+    get_grammar_bitmask     waits for them
+    _update_request_as_session  drops accepted tokens behind a stop, which vLLM counts as computed
     """
 
     _fills_early = True  # whether drafts are known when a step is scheduled

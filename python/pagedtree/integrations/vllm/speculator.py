@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from pagedtree import Draft
 from pagedtree.integrations.vllm.features import Accepted, kept_features, kept_rows
-from pagedtree.integrations.vllm.tree_drafter import TreeDrafter
+from pagedtree.integrations.vllm.tree_drafter import TreeDrafter, read_only
 
 __all__ = ["KeptTrees", "TreeSpeculator"]
 
@@ -121,7 +121,8 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         if self.enable_adaptive_verification:
             assert self.drafter.log_probs is not None
             self.keep_confidence(self.drafter.log_probs)
-        return self.padded(draft)
+        tokens, parents = self.padded(draft)
+        return tokens.masked_fill((tokens < 0) | (tokens >= self.drafter.vocab_size), -1), parents
 
     def _draft_on_host(
         self, batch: Any, hidden: Tensor | None, streams: list[Tensor] | None, num_sampled: Tensor
@@ -134,7 +135,7 @@ class TreeSpeculator(KeptTrees, BaseSpeculator):
         path = accepted.accept_index if accepted.accept_index is not None else num_sampled.new_zeros((count, 1))
         texts = states.all_token_ids.gpu[:, : _longest(batch)].index_select(0, slots)
         # The one time that the host waits for the device.
-        host_rows = torch.cat([torch.stack(columns, dim=1), path.int(), texts], dim=1).cpu().numpy()
+        host_rows = read_only(torch.cat([torch.stack(columns, dim=1), path.int(), texts], dim=1).cpu().numpy())
         num_new, lengths, computed = (host_rows[:, i].tolist() for i in range(3))
         paths, tokens = host_rows[:, 3 : 3 + path.shape[1]], host_rows[:, 3 + path.shape[1] :]
         new = [[*range(n)] for n in num_new]

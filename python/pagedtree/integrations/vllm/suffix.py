@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from pagedtree.generation.drafters import SuffixDrafter
-from pagedtree.integrations.vllm.drafters import KnowsTexts, WithoutModel
+from pagedtree.integrations.vllm.drafters import NGRAMS, KnowsTexts, WithoutModel
 
 __all__ = ["SuffixTreeDrafter"]
 
@@ -23,6 +23,7 @@ class SuffixTreeDrafter(WithoutModel, KnowsTexts):
         "min_ngram": 1,
         "max_ngram": 16,
     }
+    largest: ClassVar[dict[str, int]] = {**NGRAMS, "max_tokens": 2**30}
 
     def __init__(self, vllm_config: Any) -> None:
         super().__init__(vllm_config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -10,11 +12,13 @@ from torch import Tensor
 from vllm.distributed import get_tp_group
 
 from pagedtree import Draft
-from pagedtree.integrations.vllm.limits import check_worker
+from pagedtree.integrations.vllm.limits import MAX_NODES, check_worker
 from pagedtree.integrations.vllm.proposals import NO_GUESS, Proposal, cut_at
 from pagedtree.integrations.vllm.tuned import BatchTuner, Pass
 
-__all__ = ["Proposed", "TreeDrafter"]
+__all__ = ["Proposed", "TreeDrafter", "read_only"]
+
+SECTION = 'additional_config["pagedtree"]'
 
 # A proposal as a drafter returns it: draft tokens, parents and, where it knows them, log-probabilities.
 Proposed = tuple[list[int], np.ndarray] | tuple[list[int], np.ndarray, np.ndarray | None]
@@ -25,7 +29,8 @@ class TreeDrafter:
 
     Class attributes:
 
-        defaults        its options and their default values
+        defaults        its options and their default values, of the types that are accepted
+        largest         of options that are integers from 1 on
         needed          the required option and its meaning, or None
         needs_hidden    `draft` gets the target's last hidden states
         feature_layers  `read` gets the outputs of these decoder layers (0 = the first); `load_model` may still set it
@@ -45,6 +50,7 @@ class TreeDrafter:
     """
 
     defaults: ClassVar[dict[str, Any]] = {}
+    largest: ClassVar[Mapping[str, int]] = {}
     needed: ClassVar[tuple[str, str] | None] = None
     needs_hidden: bool = False
     feature_layers: Sequence[int] = ()
@@ -56,31 +62,52 @@ class TreeDrafter:
     def __init__(self, vllm_config: Any) -> None:
         self.check(vllm_config)
         check_worker(vllm_config)
-        options = dict((vllm_config.additional_config or {}).get("pagedtree", {}))
-        # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
-        ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
-        tree = options.pop("tree", ways[0])
-        if tree not in ways:
-            expected = " or ".join(f'"{way}"' for way in ways)
-            raise ValueError(f'additional_config["pagedtree"]: expected tree = {expected}, got {tree!r}')
-        unknown = sorted(set(options) - set(self.defaults))
-        if unknown:
-            names = sorted({"tree", *self.defaults})
-            raise ValueError(f'additional_config["pagedtree"]: expected options among {names}, got {unknown}')
         self.vllm_config = vllm_config
-        self.options = {**self.defaults, **options}
-        if self.needed is not None and not isinstance(value := self.options[self.needed[0]], str):
-            name, kind = self.needed
-            raise ValueError(f'additional_config["pagedtree"]: expected the entry {name}, {kind}, got {value!r}')
+        self.options = self.options_of(vllm_config)
+        self.is_tuned = self.options.pop("tree") == "auto"
+        self.vocab_size = vllm_config.model_config.get_vocab_size()
         self.max_nodes = vllm_config.speculative_config.num_speculative_tokens + 1
         self.max_depth = self.max_nodes - 1
-        self.is_tuned = tree == "auto"
         self._tuner: BatchTuner | None = None
         self.pass_rows, self.pass_seconds = 0, 0.0
         self.request_ids: list[str] = []
         self.most_tokens: list[int] = []
         self.hidden: Tensor | None = None
         self.parents: dict[str, np.ndarray] = {}
+
+    @classmethod
+    def options_of(cls, vllm_config: Any) -> dict[str, Any]:
+        """Returns `defaults` and "tree", updated from additional_config. Raises ValueError, naming the option, for
+        unknown ones and other types and values. Called with vLLM's configuration, then in each worker."""
+        config = vllm_config.additional_config
+        config = config if isinstance(config, dict) else {}
+        names = [name for name in config if name != "pagedtree" and isinstance(name, str)]
+        if wrong := [name for name in names if difflib.get_close_matches(name.lower(), ["pagedtree"], cutoff=0.8)]:
+            raise ValueError(f"additional_config: expected pagedtree as the section's name, got {wrong[0]}")
+        options = config.get("pagedtree", {})
+        if not isinstance(options, dict):
+            raise ValueError(f"{SECTION}: expected a dictionary of options, got {options!r:.60}")
+        # Runner V2 schedules a step before the last one's result is known: the same number of nodes for each request.
+        ways = ["whole"] if vllm_config.use_v2_model_runner else ["auto", "whole"]
+        options = {"tree": ways[0], **cls.defaults, **options}
+        if options["tree"] not in ways:
+            expected = " or ".join(f'"{way}"' for way in ways)
+            raise ValueError(f"{SECTION}: expected tree = {expected}, got {options['tree']!r:.60}")
+        if unknown := sorted({*map(str, options)} - {"tree", *cls.defaults}):
+            raise ValueError(f"{SECTION}: expected options among {sorted({'tree', *cls.defaults})}, got {unknown}")
+        for name, default in cls.defaults.items():
+            _check_option(name, options[name], default, cls.largest.get(name))
+        if "max_ngram" in cls.largest and options["min_ngram"] > options["max_ngram"]:
+            raise ValueError(f"{SECTION}: expected min_ngram <= max_ngram, got {options['min_ngram']}")
+        if "width" in cls.largest and ((options["depth"] or 1) - 1) * (options["width"] or 1) >= MAX_NODES:
+            raise ValueError(f"{SECTION}: expected (depth - 1) * width < {MAX_NODES}, got {options['width']} as width")
+        if cls.needed is not None:
+            (name, kind), value = cls.needed, options[cls.needed[0]]
+            if not isinstance(value, str):
+                raise ValueError(f"{SECTION}: expected the entry {name}, {kind}, got {value!r:.60}")
+            if kind == "a folder" and not Path(value).is_dir():
+                raise ValueError(f"{SECTION}: expected {name} to be a folder, got {value!r}")
+        return options
 
     @classmethod
     def check(cls, vllm_config: Any) -> None:
@@ -112,7 +139,7 @@ class TreeDrafter:
 
         Args:
             request_ids: requests whose prefill or accepted tokens the pass read; not all get a new token.
-            tokens: integer [length of the text so far] of each, prompt and unread tokens included.
+            tokens: integer [length of the text so far] of each, prompt and unread tokens included; read-only.
             starts: the position of the first token read of each: the end of the last call, or 0 after a preemption.
             features: [number of tokens read, layers * H] of each: the residual stream after each of feature_layers.
 
@@ -122,9 +149,9 @@ class TreeDrafter:
     def draft(self, request_ids: list[str], tokens: list[np.ndarray]) -> Sequence[Proposed]:
         """Drafts a tree for each request.
 
-        tokens: of R requests, integer [length of the text so far], prompt included; the last token is the root. hidden,
-        by keyword, with `needs_hidden`: [R, H], the target's last hidden state before the root, in the model's dtype on
-        its device.
+        tokens: of R requests, integer [length of the text so far], read-only, prompt included; the last token is the
+        root. hidden, by keyword, with `needs_hidden`: [R, H], the target's last hidden state before the root, in the
+        model's dtype on its device.
 
         Returns R tuples (draft_tokens, parents) or (draft_tokens, parents, log_probs): a list of n <=
         num_speculative_tokens token ids, and int32 [n + 1], the parents of the root (-1) and of each draft token: 0 is
@@ -159,7 +186,7 @@ class TreeDrafter:
         self.parents.clear()
         rows = [row for row, new in enumerate(sampled_token_ids) if new]
         request_ids = [self.request_ids[row] for row in rows]
-        texts = [token_ids_cpu[row, : num_tokens_no_spec[row]] for row in rows]
+        texts = [read_only(token_ids_cpu[row, : num_tokens_no_spec[row]]) for row in rows]
         # All ranks must agree on the trees, and drafting ranks on the depth. The first one decides.
         ranks, depth = get_tp_group(), self.max_depth if rows else None
         is_first = ranks.rank_in_group == 0
@@ -178,7 +205,11 @@ class TreeDrafter:
             if self.needs_hidden:
                 assert self.hidden is not None
                 states["hidden"] = self.hidden if len(rows) == len(sampled_token_ids) else self.hidden[rows]
-            proposals = self._checked(self.draft(request_ids, texts, **states), len(rows))
+            try:
+                answer = self.draft([*request_ids], [*texts], **states)
+            except Exception as error:
+                raise RuntimeError(f"{type(self).__name__}.draft: {type(error).__name__}: {error}") from error
+            proposals = self._checked(answer, len(rows))
             # The last token of a text is generated, but never read.
             rooms = [self.most_tokens[row] - 1 - len(text) for row, text in zip(rows, texts, strict=True)]
             proposals = [cut_at(room, tree) for room, tree in zip(rooms, proposals, strict=True)]
@@ -192,21 +223,58 @@ class TreeDrafter:
 
     def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
         name = f"{type(self).__name__}.draft"
-        if len(proposed) != count:
-            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {len(proposed)}")
-        proposals = [Proposal(*fields) for fields in proposed]
-        for tokens, parents, log_probs in proposals:
-            if len(tokens) >= self.max_nodes:
-                raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
-            nodes = np.arange(len(tokens) + 1)
-            if np.shape(parents) != nodes.shape:
-                raise ValueError(f"{name}: expected {len(nodes)} parents, the root's included, got {np.shape(parents)}")
-            if parents[0] != -1 or np.any((parents[1:] < 0) | (parents[1:] >= nodes[1:])):
+        if not isinstance(proposed, (list, tuple)) or len(proposed) != count:
+            got = len(proposed) if isinstance(proposed, (list, tuple)) else type(proposed).__name__
+            raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {got}")
+        return [self._checked_tree(name, fields) for fields in proposed]
+
+    def _checked_tree(self, name: str, fields: Any) -> Proposal:
+        if not isinstance(fields, tuple) or len(fields) not in (2, 3):
+            raise ValueError(f"{name}: expected (draft_tokens, parents) or log_probs, too, got {fields!r:.60}")
+        tokens = _array(f"{name}: draft_tokens", fields[0], np.int64)
+        parents = _array(f"{name}: parents", fields[1], np.int64)
+        log_probs = None
+        if len(tokens) >= self.max_nodes:
+            raise ValueError(f"{name}: expected at most {self.max_nodes - 1} draft tokens, got {len(tokens)}")
+        nodes = np.arange(len(tokens) + 1)
+        if parents.shape != nodes.shape:
+            raise ValueError(f"{name}: expected {len(nodes)} parents, the root's included, got {parents.shape}")
+        if parents[0] != -1 or np.any((parents[1:] < 0) | (parents[1:] >= nodes[1:])):
+            raise ValueError(f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {parents.tolist()}")
+        if len(fields) == 3 and fields[2] is not None:
+            log_probs = _array(f"{name}: log_probs", fields[2], np.float32)
+            if log_probs.shape != nodes.shape or np.isnan(log_probs).any():
                 raise ValueError(
-                    f"{name}: expected parents[0] = -1 and 0 <= parents[i] < i, got {np.asarray(parents).tolist()}"
+                    f"{name}: expected {len(nodes)} log-probabilities, the root's included, got {log_probs}"
                 )
-            if log_probs is not None and np.shape(log_probs) != nodes.shape:
-                raise ValueError(
-                    f"{name}: expected {len(nodes)} log-probabilities, the root's included, got {np.shape(log_probs)}"
-                )
-        return proposals
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            raise ValueError(f"{name}: expected draft tokens in 0..{self.vocab_size - 1}, got {tokens.tolist()}")
+        return Proposal(tokens.tolist(), parents.astype(np.int32), log_probs)
+
+
+def read_only(array: np.ndarray) -> np.ndarray:
+    """Returns a view that drafters cannot write to: it may be vLLM's own text."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+def _array(name: str, values: Any, dtype: type[np.int64] | type[np.float32]) -> np.ndarray:
+    try:
+        array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError):  # lists of different lengths
+        array = np.zeros((0, 0))
+    kinds = "iu" if dtype is np.int64 else "iuf"
+    if array.ndim != 1 or (array.size and array.dtype.kind not in kinds):
+        raise ValueError(f"{name}: expected {'integers' if dtype is np.int64 else 'numbers'}, got {values!r:.60}")
+    return array.astype(dtype)
+
+
+def _check_option(name: str, value: Any, default: Any, largest: int | None) -> None:
+    if largest is not None:
+        if (value is not None or default is not None) and not (type(value) is int and 1 <= value <= largest):
+            raise ValueError(f"{SECTION}: expected {name} in 1..{largest}, got {value!r:.60}")
+    elif isinstance(default, (bool, int, float, str)):
+        types = (int, float) if isinstance(default, float) else (type(default),)
+        if not isinstance(value, types) or isinstance(value, bool) > isinstance(default, bool):
+            raise ValueError(f"{SECTION}: expected {name} of type {types[-1].__name__}, got {value!r:.60}")
