@@ -118,17 +118,19 @@ def server(**options: Any) -> Iterator[str]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+def ask(address: str, **sampling: Any) -> list[Any]:
+    body = {"input_ids": prompts(), "sampling_params": {"ignore_eos": True, "max_new_tokens": 24, **sampling}}
+    data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/generate", data, headers), timeout=300) as response:
+        return json.load(response)
+
+
 def test_the_server_gives_the_text_of_plain_decoding(head, plain) -> None:
+    """And lives on behind a top_k that is no int32."""
     with server(**TREES, speculative_draft_model_path=head) as address:
-        body = {
-            "input_ids": prompts(),
-            "sampling_params": {"ignore_eos": True, "temperature": 0, "max_new_tokens": 24},
-        }
-        request = urllib.request.Request(
-            f"{address}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=300) as response:
-            answers = json.load(response)
+        large = ask(address, temperature=1, top_k=2**40, max_new_tokens=2)
+        answers = ask(address, temperature=0)
+    assert [len(answer["output_ids"]) for answer in large] == [2] * len(plain)
     assert [answer["output_ids"] for answer in answers] == plain
     assert max(answer["meta_info"]["spec_accept_length"] for answer in answers) > 1.5
 

@@ -22,7 +22,7 @@ from vllm_case import (
     write_eagle_head,
 )
 
-from pagedtree.integrations.vllm.attention import PagedTreeImpl, kv_views
+from pagedtree.integrations.vllm.attention import PagedTreeImpl, PagedTreeMetadata, kv_views
 
 PROMPTS = token_prompts()
 
@@ -81,6 +81,22 @@ def test_fp8_cache(stock):
         outputs = generate(llm, PROMPTS)
     pairs = [p for got, expected in zip(outputs, stock, strict=True) for p in zip(got[:4], expected[:4], strict=True)]
     assert sum(a == b for a, b in pairs) >= 0.7 * len(pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_new_weights_reach_the_sinks(dtype):
+    """A first pass with dummy weights, then other values in the same parameter, as after an update of weights."""
+    torch.manual_seed(0)
+    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    step = PagedTreeMetadata(3, starts, lens, torch.zeros(1, 1, dtype=torch.int32), 3)
+    query, cache, outputs = torch.randn(3, 4, 64, dtype=dtype), torch.randn(1, 2, 16, 128, dtype=dtype), []
+    sinks = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+    kept = PagedTreeImpl(4, 64, 0.125, 2, sinks=sinks)
+    for value in (0.0, 6.0):
+        sinks.data.fill_(value)
+        for impl in (kept, PagedTreeImpl(4, 64, 0.125, 2, sinks=sinks)):
+            outputs.append(impl.forward(None, query, query, query, cache, step, torch.empty_like(query)))
+    assert torch.equal(outputs[2], outputs[3]) and not torch.equal(outputs[0], outputs[2])
 
 
 @pytest.mark.parametrize("is_neox", [True, False])

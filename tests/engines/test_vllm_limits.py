@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from vllm_case import (
     DRAFT,
     LLM,
@@ -21,8 +24,11 @@ from vllm_case import (
     tree_options,
 )
 
+from pagedtree.integrations.vllm import drafters
+from pagedtree.integrations.vllm.attention import PagedTreeBackend, PagedTreeMetadataBuilder, TreeMask
 from pagedtree.integrations.vllm.drafters import NgramTreeDrafter
-from pagedtree.integrations.vllm.limits import check_request, min_p_of
+from pagedtree.integrations.vllm.limits import ASYNC_SCHEDULER, SCHEDULER, check_request, min_p_of
+from pagedtree.integrations.vllm.verification import target_groups
 
 REQUESTS = {
     "logprob_token_ids": dict(logprob_token_ids=[5, 6]),
@@ -38,8 +44,17 @@ def test_unsupported_requests_are_refused_and_the_engine_lives():
             with pytest.raises(VLLMValidationError, match=name):
                 generate(llm, prompts, SamplingParams(temperature=0.5, **options))
         assert generate(llm, prompts) == expected
-    with engine() as llm:  # an engine without trees in the same process takes them
-        generate(llm, prompts, SamplingParams(temperature=0.5, **REQUESTS["logprob_token_ids"], max_tokens=2))
+
+
+def test_engines_of_one_process_keep_their_own_rules():
+    params = SamplingParams(temperature=0.5, max_tokens=2, **REQUESTS["logprob_token_ids"])
+    prompts, env = token_prompts(2), {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with engine(env=env) as before, engine(**tree_options("ngram"), env=env) as llm, engine(env=env) as behind:
+        for other in (before, behind):
+            generate(other, prompts, params)
+        with pytest.raises(VLLMValidationError, match="logprob_token_ids"):
+            generate(llm, prompts, params)
+        assert len(generate(llm, prompts)) == 2
 
 
 @pytest.mark.parametrize("name", ["thinking_token_budget", "trace_decode_token_ids"])
@@ -83,6 +98,10 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("attention_backend", {**NGRAMS, "attention_backend": "CPU_ATTN"}),
     ("scheduler_cls", {**NGRAMS, "scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
     ("head_size", {**NGRAMS, "hf_overrides": {"head_dim": 32}}),
+    ("attention_chunk_size", {**NGRAMS, "hf_overrides": {"attention_chunk_size": 32}}),
+    ("kv_sharing_fast_prefill", {**NGRAMS, "kv_sharing_fast_prefill": True}),
+    ("max_branches in 1..1024, got '4'", tree_options("ngram", max_branches="4")),
+    ("cannot load model = '/no/such'", tree_options("model", model="/no/such")),
     ("worker_cls", {**NGRAMS, "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}),
     ("logits_processors", {**WORKER, "logits_processors": [PROCESSOR]}),
     ("method", {**WORKER, "speculative_config": DRAFT_MODEL}),
@@ -134,14 +153,71 @@ def test_unsupported_configurations_are_refused(message, options):
         start(**options)
 
 
+def test_installed_logits_processors_are_refused(tmp_path, monkeypatch):
+    (info := tmp_path / "only_five-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: only-five\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.logits_processors]\nonly_five = only_five:OnlyFive\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for options in (NGRAMS, {**WORKER, **tree_options(None), "scheduler_cls": of_runner(SCHEDULER, ASYNC_SCHEDULER)}):
+        with pytest.raises(ValueError, match=r"installed vllm.logits_processors .*only_five:OnlyFive"):
+            start(**options)
+
+
+def test_layers_whose_batches_vllm_changes_are_refused():
+    """vLLM's wrappers build another batch for such layers, here that of chunks."""
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    wrapped = create_chunked_local_attention_backend(PagedTreeBackend, 32)
+    groups = [[SimpleNamespace(backend=wrapped, layer_names=["0"])]]
+    with pytest.raises(ValueError, match="PagedTreeBackend itself, got ChunkedLocalAttention_32_PagedTreeBackend"):
+        target_groups(groups, {"0": None}, None)
+    builder = PagedTreeMetadataBuilder.__new__(PagedTreeMetadataBuilder)
+    builder.tree = TreeMask(torch.zeros(8, 1, dtype=torch.int32), torch.full((4,), -1, dtype=torch.int32), 2)
+    batch = {"num_actual_tokens": 3, "query_start_loc": torch.arange(4), "seq_lens": torch.ones(3), "causal": True}
+    with pytest.raises(RuntimeError, match="expected 2 requests as in the batch, got 3"):
+        builder.build(0, SimpleNamespace(**batch))
+
+
+WRONG_OPTIONS = [
+    ("Ngram", None, "a dictionary of options, got None"),
+    ("Ngram", ["max_branches"], "a dictionary"),
+    ("Ngram", {"max_branches": 0}, "max_branches in 1..1024, got 0"),
+    ("Ngram", {"max_branches": True}, "max_branches in 1..1024, got True"),
+    ("Ngram", {"max_depth": 0}, "max_depth in 1..1023"),
+    ("Ngram", {"max_depth": 2.0}, "max_depth in 1..1023"),
+    ("Ngram", {"min_ngram": 5, "max_ngram": 2}, "min_ngram <= max_ngram"),
+    ("Ngram", {"max_ngram": 65}, "max_ngram in 1..64"),
+    ("Ngram", {"tree": []}, "tree = "),
+    ("Model", {"model": DRAFT, "depth": "4"}, "depth in 1..1023, got '4'"),
+    ("Model", {"model": DRAFT, "width": None}, "width in 1..1024, got None"),
+    ("Model", {"model": DRAFT, "depth": 30, "width": 40}, "width < 1024"),
+    ("Medusa", {"heads": "/no/such"}, "heads to be a folder, got '/no/such'"),
+    ("Eagle", {"head": 4}, "the entry head, a folder, got 4"),
+    ("Eagle", {"head": DRAFT, "width": 0}, "width in 1..1024, got 0"),
+    ("Folder", {"drafter": DRAFT, "depth": -1}, "depth in 1..1023, got -1"),
+]
+
+
+@pytest.mark.parametrize(("drafter", "options", "message"), WRONG_OPTIONS)
+def test_wrong_options_are_refused_at_the_start(drafter, options, message):
+    config = SimpleNamespace(additional_config={"pagedtree": options}, use_v2_model_runner=RUNNER == "V2")
+    with pytest.raises(ValueError, match=rf'additional_config\["pagedtree"\]: expected .*{message}'):
+        getattr(drafters, f"{drafter}TreeDrafter").options_of(config)
+    config.additional_config = {"other": {}, "Paged_Tree": {}}
+    with pytest.raises(ValueError, match="expected pagedtree as the section's name, got Paged_Tree"):
+        NgramTreeDrafter.options_of(config)
+
+
 def test_the_log_names_worker_backend_and_drafter(caplog):
-    log = logging.getLogger("vllm.pagedtree")  # vLLM's own handler is on "vllm", which does not hand records on
-    log.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, logger=log.name):
-            start(**tree_options("ngram"))
-    finally:
-        log.removeHandler(caplog.handler)
+    # vLLM's own handler is on "vllm", which does not hand records on.
+    logs = [logging.getLogger(name) for name in ("vllm.pagedtree", "vllm.v1.sample.logits_processor")]
+    with contextlib.ExitStack() as stack:
+        for log in logs:
+            log.addHandler(caplog.handler)
+            stack.callback(log.removeHandler, caplog.handler)
+            stack.enter_context(caplog.at_level(logging.INFO, logger=log.name))
+        start(**tree_options("ngram"))
+    assert "min_p and logit_bias" not in caplog.text  # which do work
     for name in (
         f"model runner {RUNNER}",
         "worker.TreeCPUWorker",
@@ -157,6 +233,16 @@ WRONG_PROPOSALS = {
     "expected 3 parents": [([1, 2], np.array([-1, 0]))],
     "got \\[-1, 2, 1\\]": [([1, 2], np.array([-1, 2, 1]))],
     "got \\[0, 0\\]": [([1], np.array([0, 0]))],
+    "expected a proposal for each of 1 requests, got NoneType": None,
+    "expected \\(draft_tokens, parents\\)": [None],
+    "draft_tokens: expected integers": [([4.5], np.array([-1, 0]))],
+    "parents: expected integers": [([4], np.array([-1.0, 0.0]))],
+    "draft tokens in 0..2047, got \\[2048\\]": [([2048], [-1, 0])],
+    "draft tokens in 0..2047, got \\[-1\\]": [([-1], [-1, 0])],
+    "draft_tokens: expected integers, got \\[1180": [([2**70], [-1, 0])],
+    "2 log-probabilities": [([4], [-1, 0], [0.0])],
+    "2 log-probabilities, the root's included, got \\[ 0. nan\\]": [([4], [-1, 0], [0.0, np.nan])],
+    "log_probs: expected numbers": [([4], [-1, 0], ["a", "b"])],
 }
 
 
@@ -164,6 +250,16 @@ WRONG_PROPOSALS = {
 def test_a_drafter_that_returns_something_else_is_named(message, monkeypatch):
     monkeypatch.setattr(NgramTreeDrafter, "draft", lambda self, request_ids, tokens: WRONG_PROPOSALS[message])
     drafter = NgramTreeDrafter.__new__(NgramTreeDrafter)
-    drafter.max_nodes = 16
+    drafter.max_nodes, drafter.vocab_size = 16, 2048
     with pytest.raises(ValueError, match=f"NgramTreeDrafter.draft: .*{message}"):
         drafter._checked(drafter.draft([], []), 1)
+    answer = drafter._checked([((np.int64(4), 5), torch.tensor([-1, 0, 0]), [0, -1, -2])], 1)[0]
+    assert answer.tokens == [4, 5] and {*map(type, answer.tokens)} == {int}
+    assert (answer.parents.dtype, answer.log_probs.dtype) == (np.int32, np.float32)
+
+
+def test_a_drafter_cannot_change_a_text(monkeypatch):
+    monkeypatch.setattr(NgramTreeDrafter, "on_device", False)
+    monkeypatch.setattr(NgramTreeDrafter, "draft", lambda self, request_ids, tokens: tokens[0].sort())
+    with engine(**NGRAMS) as llm, pytest.raises(RuntimeError, match=r"NgramTreeDrafter.draft: .*read-only"):
+        generate(llm, token_prompts(2))

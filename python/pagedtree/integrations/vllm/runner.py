@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +49,7 @@ class TreeRunner:
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         check_config(vllm_config)
-        log, untrue = logging.getLogger("vllm.v1.sample.logits_processor"), "min_p and logit_bias parameters won't work"
-
-        def is_true(record: logging.LogRecord) -> bool:  # of draft trees, unlike vLLM's own speculation
-            return untrue not in record.getMessage()
-
-        log.addFilter(is_true)
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
-        log.removeFilter(is_true)
         self._step: StepTrees | None = None
         self._grammar_mask: Tensor | None = None
         self._options = BatchOptions(vllm_config.model_config.get_vocab_size(), device)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +32,10 @@ class TreeCPUWorker(CPUWorker):
 
     def init_device(self) -> None:
         check_config(self.vllm_config)
+        with _true_log():
+            self._make_runner()
+
+    def _make_runner(self) -> None:
         super().init_device()
         # The CPU worker makes its runner in the middle of this method, before a model is loaded.
         if self.vllm_config.use_v2_model_runner:
@@ -48,7 +55,23 @@ class TreeGPUWorker(Worker):
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
             return _with_trees(GPUModelRunnerV2)(self.vllm_config, self.device)
-        return TreeGPUModelRunner(self.vllm_config, self.device)
+        with _true_log():
+            return TreeGPUModelRunner(self.vllm_config, self.device)
+
+
+@contextmanager
+def _true_log() -> Iterator[None]:
+    """Drops a warning of vLLM's about all speculation, which does not hold with draft trees."""
+    log = logging.getLogger("vllm.v1.sample.logits_processor")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("min_p and logit_bias parameters won't work")
+
+    log.addFilter(is_true)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_true)
 
 
 def _with_trees(runner: type) -> type:
