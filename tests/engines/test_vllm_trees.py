@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from vllm_case import (
     DRAFT,
+    LLM,
     RUNNER,
+    TARGET,
     V1_ONLY,
     SamplingParams,
     TreeRunner,
@@ -27,6 +29,7 @@ from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.proposals import present_nodes
 
 PROMPTS = token_prompts()
+STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27, 200]
 
 
 @pytest.fixture
@@ -218,6 +221,45 @@ def test_absent_nodes_are_left_out():
     assert tree.tolist() == [-1, 0, 1, 2]
     assert scores.tolist() == [0, -1, -4, -5]
     assert present_nodes(tokens[:0], parents[:0], depths[:0]).tokens == []
+
+
+def sessions(llm: LLM) -> tuple[list[list[int]], int]:
+    """The answers to sessions of streaming input, whose parts come when the answer to the last one has ended, and the
+    most tokens of a step."""
+    core = llm.llm_engine.engine_core.engine_core
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=STOPS, presence_penalty=0.5)
+    parts = {f"s{n}": [PROMPTS[n], PROMPTS[n - 1][:20], PROMPTS[n - 2][:30]] for n in range(4)}
+    answers: dict[str, list[int]] = {name: [] for name in parts}
+    waiting, most = set(parts), 0
+    while parts:
+        for name in waiting & set(parts):
+            prompt = {"prompt_token_ids": [*parts[name].pop(0)]}  # which the session extends
+            request = llm.llm_engine.input_processor.process_inputs(
+                name, prompt, params, supported_tasks=("generate",), resumable=True
+            )
+            core.add_request(*core.preprocess_add_request(request))
+        found, is_executed = core.step_fn()
+        core.post_step(is_executed)
+        for outputs in (found or {}).values():
+            for output in outputs.outputs:
+                answers[output.request_id] += output.new_token_ids
+                most = max(most, len(output.new_token_ids))
+        requests = core.scheduler.requests.values()
+        waiting = {request.request_id for request in requests if request.status.name == "WAITING_FOR_STREAMING_REQ"}
+        core.abort_requests([name for name in waiting if not parts[name]])
+        parts = {name: rest for name, rest in parts.items() if rest or name not in waiting}
+    return [*answers.values()], most
+
+
+@pytest.mark.parametrize("drafter", of_runner(["model", "eagle"], ["ngram"]))
+def test_sessions_whose_parts_end_inside_a_path(drafter):
+    """The accepted tokens behind a stop are no part of the session."""
+    own = {"model": TARGET, "depth": 8, "width": 1} if drafter == "model" else {}
+    with engine() as llm:
+        expected, _ = sessions(llm)
+    with engine(**tree_options(drafter, **own), enable_prefix_caching=False) as llm:
+        found, most = sessions(llm)
+    assert found == expected and most > 1
 
 
 @V1_ONLY
