@@ -29,7 +29,7 @@ from pagedtree.integrations.vllm.attention import PagedTreeBackend
 from pagedtree.integrations.vllm.proposals import present_nodes
 
 PROMPTS = token_prompts()
-STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27, 200]
+STOPS = [316, 320, 271, 10, 4, 13, 9, 81, 27]
 
 
 @pytest.fixture
@@ -227,7 +227,7 @@ def sessions(llm: LLM) -> tuple[list[list[int]], int]:
     """The answers to sessions of streaming input, whose parts come when the answer to the last one has ended, and the
     most tokens of a step."""
     core = llm.llm_engine.engine_core.engine_core
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, stop_token_ids=STOPS, presence_penalty=0.5)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop_token_ids=STOPS)
     parts = {f"s{n}": [PROMPTS[n], PROMPTS[n - 1][:20], PROMPTS[n - 2][:30]] for n in range(4)}
     answers: dict[str, list[int]] = {name: [] for name in parts}
     waiting, most = set(parts), 0
