@@ -183,7 +183,7 @@ def extend_requests() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
     refuse, process = SamplingParams._validate_spec_decode, InputProcessor.process_inputs
-    if hasattr(process, "__wrapped__"):
+    if hasattr(process, "knows_trees"):
         return
 
     def refuse_without_trees(self: Any, speculative_config: Any) -> None:
@@ -200,6 +200,7 @@ def extend_requests() -> None:
                 raise VLLMValidationError(str(error)) from None
         return request
 
+    process_and_check.knows_trees = True  # type: ignore[attr-defined]
     SamplingParams._validate_spec_decode = refuse_without_trees
     InputProcessor.process_inputs = process_and_check
 
@@ -238,26 +239,22 @@ def check_request(params: Any, *, is_v2: bool = False) -> None:
         raise ValueError(
             f"draft trees: expected repetition_penalty in {SMALLEST}..{LARGEST}, got {params.repetition_penalty}"
         )
-    if is_v2:
-        for name, length, most in _lengths_on_v2(params):
-            if length > most:
-                raise ValueError(f"draft trees: expected at most {most} {name} on model runner V2, got {length}")
+    if not is_v2:
+        return
+    # Lists that V2 keeps in tensors, whose engine ends at longer ones.
+    from vllm.envs import VLLM_MAX_BAD_WORDS_TOTAL_TOKENS, VLLM_MAX_NUM_BAD_WORDS
+    from vllm.v1.worker.gpu.sample import logit_bias as v2
 
-
-def _lengths_on_v2(params: Any) -> list[tuple[str, int, int]]:
-    """Returns the lists that V2 keeps in tensors: names, lengths and the longest ones. vLLM's engine ends at others."""
-    from vllm import envs
-    from vllm.v1.worker.gpu.sample import logit_bias
-
-    words = params.bad_words_token_ids or ()
-    stops = params.all_stop_token_ids if params.min_tokens else ()
-    return [
-        ("allowed_token_ids", len(params.allowed_token_ids or ()), logit_bias.MAX_NUM_ALLOWED_TOKEN_IDS),
-        ("entries of logit_bias", len(params.logit_bias or ()), logit_bias.MAX_NUM_LOGIT_BIAS_TOKENS),
-        ("stop_token_ids with min_tokens", len(stops), logit_bias.MAX_NUM_STOP_TOKEN_IDS),
-        ("bad_words", len(words), envs.VLLM_MAX_NUM_BAD_WORDS),
-        ("tokens of bad_words", sum(map(len, words)), envs.VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
-    ]
+    words = params.bad_words_token_ids or []
+    for name, values, most in (
+        ("allowed_token_ids", params.allowed_token_ids or (), v2.MAX_NUM_ALLOWED_TOKEN_IDS),
+        ("entries of logit_bias", params.logit_bias or (), v2.MAX_NUM_LOGIT_BIAS_TOKENS),
+        ("stop_token_ids with min_tokens", params.min_tokens and params.all_stop_token_ids, v2.MAX_NUM_STOP_TOKEN_IDS),
+        ("bad_words", words, VLLM_MAX_NUM_BAD_WORDS),
+        ("tokens of bad_words", [token for word in words for token in word], VLLM_MAX_BAD_WORDS_TOTAL_TOKENS),
+    ):
+        if values and len(values) > most:
+            raise ValueError(f"draft trees: expected at most {most} {name} on model runner V2, got {len(values)}")
 
 
 def fit_request(params: Any) -> None:

@@ -223,8 +223,8 @@ class TreeDrafter:
 
     def _checked(self, proposed: Sequence[Proposed], count: int) -> list[Proposal]:
         name = f"{type(self).__name__}.draft"
-        if not isinstance(proposed, (list, tuple)) or len(proposed) != count:
-            got = len(proposed) if isinstance(proposed, (list, tuple)) else type(proposed).__name__
+        got = len(proposed) if isinstance(proposed, Sequence) else type(proposed).__name__
+        if got != count:
             raise ValueError(f"{name}: expected a proposal for each of {count} requests, got {got}")
         return [self._checked_tree(name, fields) for fields in proposed]
 

@@ -19,6 +19,19 @@ from pagedtree.integrations.vllm.runner import TreeRunner
 __all__ = ["TreeCPUWorker", "TreeGPUWorker"]
 
 
+@contextmanager
+def _true_log() -> Iterator[None]:
+    """Drops a warning of vLLM's about all speculation, which does not hold with draft trees."""
+    log = logging.getLogger("vllm.v1.sample.logits_processor")
+
+    def is_true(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("min_p and logit_bias parameters won't work")
+
+    log.addFilter(is_true)
+    yield
+    log.removeFilter(is_true)
+
+
 class TreeCPUModelRunner(TreeRunner, CPUModelRunner):
     pass
 
@@ -30,12 +43,9 @@ class TreeGPUModelRunner(TreeRunner, GPUModelRunner):
 class TreeCPUWorker(CPUWorker):
     """worker_cls on CPUs, which the platform plugin sets."""
 
+    @_true_log()
     def init_device(self) -> None:
         check_config(self.vllm_config)
-        with _true_log():
-            self._make_runner()
-
-    def _make_runner(self) -> None:
         super().init_device()
         # The CPU worker makes its runner in the middle of this method, before a model is loaded.
         if self.vllm_config.use_v2_model_runner:
@@ -49,29 +59,14 @@ class TreeCPUWorker(CPUWorker):
 class TreeGPUWorker(Worker):
     """worker_cls on GPUs. It has not been run on one yet."""
 
+    @_true_log()
     def _make_model_runner(self) -> Any:
         check_config(self.vllm_config)
         if self.vllm_config.use_v2_model_runner:
             from vllm.v1.worker.gpu.model_runner import GPUModelRunner as GPUModelRunnerV2
 
             return _with_trees(GPUModelRunnerV2)(self.vllm_config, self.device)
-        with _true_log():
-            return TreeGPUModelRunner(self.vllm_config, self.device)
-
-
-@contextmanager
-def _true_log() -> Iterator[None]:
-    """Drops a warning of vLLM's about all speculation, which does not hold with draft trees."""
-    log = logging.getLogger("vllm.v1.sample.logits_processor")
-
-    def is_true(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("min_p and logit_bias parameters won't work")
-
-    log.addFilter(is_true)
-    try:
-        yield
-    finally:
-        log.removeFilter(is_true)
+        return TreeGPUModelRunner(self.vllm_config, self.device)
 
 
 def _with_trees(runner: type) -> type:
