@@ -223,6 +223,7 @@ BUDGETS = {
     "merge_kernel": (912,),
     "tokens_kernel": (776,),
     "choose_nodes_kernel": (768,),
+    "mask_words_kernel": (728,),
     "write_kept_kernel": (712,),
     "rerank_kernel": (704,),
     "compact_kernel": (696,),

@@ -35,7 +35,8 @@ def cases() -> Iterator[Case]:
         ("fp16", "bf16"), (16, 64), ("channels", "columns"), ("gdn", "kda")
     ):
         name = f"states by {layout}/{nodes} nodes/{dtype}/{kind}"
-        yield from _delta_rule(name, dtype, kind, (9, nodes), by_columns=layout == "columns")
+        reach = 2 if nodes > 16 else 7  # so that the path has more than 16 nodes
+        yield from _delta_rule(name, dtype, kind, (9, nodes), reach=reach, by_columns=layout == "columns")
     yield from _delta_rule("100 trees", "bf16", "kda", (2,) * 100, dims=(72, 8))
     yield from _delta_rule("a chain of 256", "bf16", "gdn", (256, 3), reach=1)
     yield from _delta_rule("256 nodes", "bf16", "kda", (256,), reach=40)
