@@ -99,14 +99,14 @@ struct Layout {
 enum Operands { kBothShared, kKMajor, kNMajor };  // kKMajor and kNMajor: the left one is in registers
 
 struct Usual {
-  static constexpr int kThreads = 128;  // of the launch
+  static constexpr int kThreads = 128, kCtas = 1;  // of the launch, a cluster
 };
 
 template <typename T, int N, Operands kOperands, bool kTradesRegisters = false>
 struct Multiply {
   // Two warpgroups give registers to the first, whose threads have 168 at the start: too few for all that N = 256
   // needs.
-  static constexpr int kThreads = kTradesRegisters ? 384 : 128;
+  static constexpr int kThreads = kTradesRegisters ? 384 : 128, kCtas = 1;
 
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();
@@ -272,6 +272,52 @@ struct Load : Usual {
   }
 };
 
+// In each phase two copies, of a chunk for each thread.
+struct BulkLoad : Usual {
+  static __device__ void run(const Call& call, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    init_barriers(s, 1);
+    for (uint32_t phase = 0; phase < 2; ++phase) {
+      const uint32_t first = phase * kThreads, middle = first + 1 + phase * 100;
+      if (threadIdx.x == 0) {
+        const auto load = [&](uint32_t begin, uint32_t end) {
+          ptx::bulk_load(&s.image[begin], &call.in->image[begin + 1], (end - begin) * sizeof(uint4), &s.barriers[0]);
+        };
+        ptx::mbar_arrive_expect(&s.barriers[0], kThreads * sizeof(uint4));
+        load(first, middle);
+        load(middle, first + kThreads);
+      }
+      ptx::mbar_wait(&s.barriers[0], phase);
+      store(out + phase * 4, s.image[first + threadIdx.x]);
+    }
+  }
+};
+
+// In each phase each thread tells its value, to which it adds its CTA's and the other's rank, to all CTAs.
+struct Tell : Usual {
+  static constexpr int kCtas = 4;
+  static __device__ void run(const Call& call, uint32_t* out) {
+    auto& s = ptx::shared<Shared>();
+    auto* const places = reinterpret_cast<uint64_t*>(s.image);  // [kCtas, kThreads]
+    init_barriers(s, 1);
+    ptx::cluster_sync();
+    const uint32_t rank = ptx::cluster_rank();
+    for (uint32_t phase = 0; phase < 2; ++phase) {
+      if (threadIdx.x == 0) ptx::mbar_arrive_expect(&s.barriers[0], kCtas * kThreads * sizeof(uint64_t));
+      uint64_t value;
+      memcpy(&value, call.in->own[threadIdx.x][phase], sizeof(value));
+      for (uint32_t to = 0; to < kCtas; ++to) {
+        ptx::tell(&places[rank * kThreads + threadIdx.x], value + rank * 4 + to, &s.barriers[0], to);
+      }
+      ptx::mbar_wait(&s.barriers[0], phase);
+      for (uint32_t from = 0; from < kCtas; ++from) {
+        memcpy(out + rank * 16 + phase * 8 + from * 2, &places[from * kThreads + (threadIdx.x ^ 32)], sizeof(value));
+      }
+      ptx::cluster_sync();  // all have read, and nobody tells a CTA that has gone
+    }
+  }
+};
+
 template <typename Function>
 __global__ void __launch_bounds__(Function::kThreads, 1) instruction_sm90_kernel(const __grid_constant__ Call call) {
   Function::run(call, call.out + threadIdx.x * kOut);
@@ -287,7 +333,8 @@ const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluste
       if (!map) throw std::runtime_error("the driver refuses the tensor map");
       call.map = *map;
     }
-    launch(instruction_sm90_kernel<Function>, dim3(1), dim3(Function::kThreads), sizeof(Shared), stream, call);
+    launch_clusters(instruction_sm90_kernel<Function>, dim3(Function::kCtas), dim3(Function::kThreads), Function::kCtas,
+                    sizeof(Shared), stream, call);
   });
 }
 
@@ -299,6 +346,8 @@ constexpr Instruction kInstructions[] = {
     {"mbar_arrive", run<Phases>},
     {"cp_async_mbar_arrive", run<CopiesArrive>},
     {"tma_load_4d", run<Load>},
+    {"bulk_load", run<BulkLoad>},
+    {"tell", run<Tell>},
     {"fence_proxy_async", run<ProxyFence>},
     {"matrix_descriptor", run<Descriptor>},
     {"wgmma_wait", run<Groups>},

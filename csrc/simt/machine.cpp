@@ -170,11 +170,11 @@ void Machine::launch(dim3 grid, dim3 block, unsigned cluster, size_t shared_byte
                   " wavefronts for each 8x8 matrix");
     }
   } catch (...) {
-    async_unit_.reset();
+    async_units_.clear();
     free_shared_memory();
     throw;
   }
-  async_unit_.reset();
+  async_units_.clear();
   free_shared_memory();
 }
 
@@ -204,7 +204,8 @@ void Machine::make_threads(dim3 block) {
 
 void Machine::run_cluster(uint3 first) {
   free_shared_memory();
-  async_unit_.reset();
+  async_units_.clear();
+  async_units_.resize(blocks_.size());
   cluster_barrier_ = {};
   has_met_ = false;
   set_ = (set_ + 1) % num_sets_;
@@ -231,7 +232,9 @@ void Machine::run_cluster(uint3 first) {
   switch_to(*next_ready());
   const auto is_alive = [](const Block& b) { return b.num_alive > 0; };
   if (error_.empty() && std::any_of(blocks_.begin(), blocks_.end(), is_alive)) error_ = "deadlock: " + who_waits();
-  if (error_.empty() && async_unit_ != nullptr) error_ = async_unit_->unfinished();
+  for (const auto& unit : async_units_) {
+    if (error_.empty() && unit != nullptr) error_ = unit->unfinished();
+  }
   if (error_.empty()) return;
   // Threads that are in the middle of the kernel start again from its beginning. Their destructors never run.
   for (size_t slot = 0; slot < warps_.size() * 32; ++slot) {
@@ -282,9 +285,19 @@ void Machine::check_exit(const Thread& thread) {
   const Barrier& b = block().barriers[0];
   if (b.arrived > 0 && b.expected == num_threads_) fail("exits while others wait in " + b.site.text());
   if (cluster_barrier_.arrived > 0) fail("exits while others wait in " + cluster_barrier_.site.text());
-  if (async_unit_ != nullptr) {
-    if (const std::string left = async_unit_->unfinished(thread); !left.empty()) fail("exits with " + left);
+  if (const AsyncUnit* unit = async_units_[thread.rank].get(); unit != nullptr) {
+    if (const std::string left = unit->unfinished(thread); !left.empty()) fail("exits with " + left);
   }
+}
+
+// Lets the unit of a CTA that runs finish a piece of work; returns false if there is none.
+bool Machine::deliver() {
+  const size_t count = async_units_.size(), first = count > 1 ? pick(count) : 0;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t rank = (first + i) % count;
+    if (async_units_[rank] != nullptr && blocks_[rank].num_alive > 0 && async_units_[rank]->deliver(*this)) return true;
+  }
+  return false;
 }
 
 Thread* Machine::next_ready() {
@@ -302,7 +315,7 @@ Thread* Machine::next_ready() {
       return &thread(warp_ * 32 + static_cast<size_t>(lane));
     }
     try {
-      if (async_unit_ == nullptr || blocks_[0].num_alive == 0 || !async_unit_->deliver(*this)) return nullptr;
+      if (!deliver()) return nullptr;
     } catch (const Error& e) {
       error_ = e.what();
       return nullptr;

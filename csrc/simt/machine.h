@@ -148,9 +148,11 @@ class Machine {
   std::vector<AsyncCopy> take_copies();
   void wait_for_copies(unsigned newest_left);
 
-  // The unit of this CTA, which has no cluster; it is made on first use.
+  // The unit of this CTA, made on first use, or of another one of the cluster.
   template <typename Unit>
   Unit& async_unit();
+  template <typename Unit>
+  Unit& async_unit_of(uint32_t rank, const Site& site);
 
   void wake(unsigned slot) { warps_[slot / 32].ready |= 1u << slot % 32; }
   void wait(const Site& site);
@@ -163,6 +165,7 @@ class Machine {
   void free_shared_memory();
   static void thread_main();
   void check_exit(const Thread& thread);
+  bool deliver();
   Thread* next_ready();
   void switch_to(Thread& to);
   void suspend();
@@ -197,8 +200,8 @@ class Machine {
   std::vector<Warp> warps_;
   std::vector<Block> blocks_;
   Barrier cluster_barrier_;
-  bool has_met_ = false;  // whether all threads of the cluster have met once
-  std::unique_ptr<AsyncUnit> async_unit_;
+  bool has_met_ = false;                                 // whether all threads of the cluster have met once
+  std::vector<std::unique_ptr<AsyncUnit>> async_units_;  // of the CTAs
   Thread* self_ = nullptr;
   size_t warp_ = 0;  // the warp whose turn it is
   std::string error_;
@@ -223,9 +226,16 @@ void Machine::collective(uint32_t mask, Arguments* arguments, const Site& site, 
 
 template <typename Unit>
 Unit& Machine::async_unit() {
-  if (blocks_.size() > 1) fail("uses instructions that the machine does not know in clusters");
-  if (async_unit_ == nullptr) async_unit_ = std::make_unique<Unit>(num_threads());
-  return static_cast<Unit&>(*async_unit_);
+  std::unique_ptr<AsyncUnit>& unit = async_units_[self_->rank];
+  if (unit == nullptr) unit = std::make_unique<Unit>(num_threads());
+  return static_cast<Unit&>(*unit);
+}
+
+template <typename Unit>
+Unit& Machine::async_unit_of(uint32_t rank, const Site& site) {
+  shared_memory_of(rank, site);  // checks that the CTA is there
+  if (async_units_[rank] == nullptr) fail(site, "CTA " + std::to_string(rank) + " has initialised no mbarrier");
+  return static_cast<Unit&>(*async_units_[rank]);
 }
 
 }  // namespace pagedtree::simt

@@ -116,7 +116,9 @@ void multiply(const Wgmma& w) {
 // ---- the unit
 
 HopperUnit::HopperUnit(unsigned num_threads)
-    : async_view((simt::machine().shared_bytes() + 15) / 16 * 16), wgmma(num_threads) {
+    : async_view((simt::machine().shared_bytes() + 15) / 16 * 16),
+      wgmma(num_threads),
+      shared_(simt::machine().shared_memory()) {
   simt::make_undefined(async_view.data(), async_view.size());  // as shared memory is where nothing has been written
 #if defined(__SANITIZE_THREAD__)
   context_ = __tsan_create_fiber(0);
@@ -176,9 +178,11 @@ bool HopperUnit::deliver(simt::Machine& machine) {
   __tsan_switch_to_fiber(context_, __tsan_switch_to_fiber_no_sync);
 #endif
   simt::acquire(this);
-  for (uint32_t at = 0; at < transfer.data.size(); at += 16) {
-    std::memcpy(machine.shared_memory() + swizzled(transfer.to + at), transfer.data.data() + at, 16);
-    std::memcpy(&async_view[swizzled(transfer.to + at)], transfer.data.data() + at, 16);
+  const uint32_t piece = transfer.kind == Transfer::kTold ? 8 : 16;
+  for (uint32_t at = 0; at < transfer.data.size(); at += piece) {
+    const uint32_t to = transfer.kind == Transfer::kTma ? swizzled(transfer.to + at) : transfer.to + at;
+    std::memcpy(shared_ + to, transfer.data.data() + at, piece);
+    if (transfer.kind != Transfer::kTold) std::memcpy(&async_view[to], transfer.data.data() + at, piece);
   }
   for (const simt::AsyncCopy& copy : arrival.copies) std::memcpy(copy.to, copy.data, sizeof(copy.data));
   simt::release(&barrier);
@@ -200,7 +204,7 @@ std::string HopperUnit::unfinished(const simt::Thread& thread) const {
 }
 
 std::string HopperUnit::unfinished() const {
-  if (!transfers.empty()) return "all threads exit with TMA loads in flight";
+  if (!transfers.empty()) return "all threads exit with TMA loads in flight, or bulk copies, or told values";
   return arrivals.empty() ? "" : "all threads exit with cp.async in flight to an mbarrier";
 }
 
@@ -273,9 +277,38 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar,
   hopper().barrier_at(smem_addr(bar), site);
   simt::make_undefined(&hopper().async_view[target], bytes);
   simt::release(&hopper());
-  hopper().transfers.push_back({target, smem_addr(bar), std::move(data)});
+  hopper().transfers.push_back({HopperUnit::Transfer::kTma, target, smem_addr(bar), std::move(data)});
   const auto word = [](int number) { return static_cast<uint64_t>(static_cast<uint32_t>(number)); };
   note(Traced::kTma, {target, word(at[0]), word(at[1]), word(at[3])});
+}
+
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site) {
+  simt::Machine& m = simt::machine();
+  const uint32_t target = smem_addr(to);
+  if (bytes == 0 || bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) {
+    m.fail(site, "copies multiples of 16 bytes from multiples of 16 bytes on");
+  }
+  m.shared_at(target, bytes, 16, site);
+  const auto* const begin = static_cast<const unsigned char*>(from);
+  std::vector<unsigned char> data(begin, begin + bytes);
+  simt::make_undefined(static_cast<unsigned char*>(to), bytes);
+  const simt::Unwatched unwatched;
+  HopperUnit& unit = hopper();
+  unit.barrier_at(smem_addr(bar), site);
+  simt::make_undefined(&unit.async_view[target], bytes);
+  simt::release(&unit);
+  unit.transfers.push_back({HopperUnit::Transfer::kBulk, target, smem_addr(bar), std::move(data)});
+}
+
+void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const simt::Site& site) {
+  const simt::Unwatched unwatched;
+  simt::machine().shared_at(smem_addr(place), sizeof(value), sizeof(value), site);
+  HopperUnit& unit = simt::machine().async_unit_of<HopperUnit>(rank, site);
+  unit.barrier_at(smem_addr(bar), site);
+  std::vector<unsigned char> data(sizeof(value));
+  std::memcpy(data.data(), &value, sizeof(value));
+  simt::release(&unit);
+  unit.transfers.push_back({HopperUnit::Transfer::kTold, smem_addr(place), smem_addr(bar), std::move(data)});
 }
 
 // ---- wgmma

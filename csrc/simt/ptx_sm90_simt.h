@@ -1,5 +1,6 @@
-// The instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA delivers only when no thread can go on; wgmma reads
-// its operands and writes its results only at the wait. So a kernel that does not wait sees no results.
+// The instructions of cuda/tile/ptx_sm90.cuh on the machine. TMA, bulk copies and told values are delivered only when
+// no thread can go on; wgmma reads its operands and writes its results only at the wait. So a kernel that does not wait
+// sees no results.
 #pragma once
 
 #include <array>
@@ -47,7 +48,9 @@ class HopperUnit : public simt::AsyncUnit {
     uint32_t phase = 0;
     std::vector<unsigned> waiting;
   };
+  // Bytes on their way: TMA's swizzled, a bulk copy's, or a value told, which the generic proxy writes.
   struct Transfer {
+    enum Kind { kTma, kBulk, kTold } kind;
     uint32_t to, barrier;
     std::vector<unsigned char> data;
   };
@@ -83,7 +86,8 @@ class HopperUnit : public simt::AsyncUnit {
   std::vector<ThreadGroups> wgmma;  // by thread
 
  private:
-  void* context_ = nullptr;  // the unit is one more thread to ThreadSanitizer
+  unsigned char* const shared_;  // memory of the CTA
+  void* context_ = nullptr;      // the unit is one more thread to ThreadSanitizer
 };
 
 inline HopperUnit& hopper() { return simt::machine().async_unit<HopperUnit>(); }
@@ -92,6 +96,8 @@ void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site)
 void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site);
 void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site);
 void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar, const simt::Site& site);
+void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site);
+void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const simt::Site& site);
 void wgmma_issue(const Wgmma& operation);
 void wgmma_commit();
 void wgmma_wait(unsigned newest_left);
@@ -125,6 +131,13 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::cu
 inline void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, int w, uint64_t* bar,
                         Location at = Location::current()) {
   detail::tma_load(to, *map, {x, y, z, w}, bar, {"TMA load", at});
+}
+
+inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, Location at = Location::current()) {
+  detail::bulk_load(to, from, bytes, bar, {"bulk copy", at});
+}
+inline void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, Location at = Location::current()) {
+  detail::tell(place, value, bar, rank, {"st.async", at});
 }
 
 inline void fence_proxy_async() { detail::hopper().fence_proxy(); }

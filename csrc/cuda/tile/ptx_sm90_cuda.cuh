@@ -60,6 +60,23 @@ PT_DEVICE void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, 
       : "memory");
 }
 
+// Copies `bytes` from global to shared memory, all multiples of 16.
+PT_DEVICE void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_addr(to)),
+      "l"(from), "r"(bytes), "r"(smem_addr(bar))
+      : "memory");
+}
+
+// Stores `value` at the same place of CTA `rank` of the cluster, whose barrier counts its 8 bytes.
+PT_DEVICE void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank) {
+  asm volatile(
+      "{.reg .b32 to, of; mapa.shared::cluster.u32 to, %0, %3; mapa.shared::cluster.u32 of, %2, %3; "
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [to], %1, [of];}" ::"r"(smem_addr(place)),
+      "l"(value), "r"(smem_addr(bar)), "r"(rank)
+      : "memory");
+}
+
 // What the thread has written to shared memory, or knows to be written, is visible to wgmma and TMA.
 PT_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -227,6 +227,22 @@ def arriving_copies() -> list[Vector]:
     return [(given_words([], no_words(), chunks), given_back(np.concatenate(results, 1)))]
 
 
+def bulk_copies() -> list[Vector]:
+    """Returns in each of two phases the chunk after the thread's own, of two copies."""
+    chunks = any_words(np.random.default_rng(8), (2 * THREADS + 1, 4))
+    results = np.concatenate([chunks[1 : THREADS + 1], chunks[THREADS + 1 :]], 1)
+    return [(given_words([], no_words(), chunks), given_back(results))]
+
+
+def told_values() -> list[Vector]:
+    """Returns, by CTA, phase and CTA that tells, another thread's value plus 4 times that rank plus the own one."""
+    words = any_words(np.random.default_rng(9), (THREADS, 4, 4))
+    values = np.ascontiguousarray(words[THREAD ^ 32, :2, :2]).view(np.uint64)[:, None]  # [threads, 1, phases, 1]
+    to, by = np.arange(4, dtype=np.uint64)[:, None, None], np.arange(4, dtype=np.uint64)
+    results = (values + to + np.uint64(4) * by).view(np.uint32).reshape(THREADS, -1)
+    return [(given_words([], words, np.zeros(0, np.uint32)), given_back(results))]
+
+
 # Columns, slots, heads and pages from which a box is loaded: inside the tensor; with a slot before it; past its end on
 # three axes; past the last column.
 BOXES = [(64, 0, 1, 1), (0, -1, 0, 2), (32, 3, 2, 3), (96, 1, 0, 0)]
@@ -258,6 +274,8 @@ VECTORS: dict[str, Callable[[], list[Vector]]] = {
     "mbar_arrive": phases,
     "cp_async_mbar_arrive": arriving_copies,
     "tma_load_4d": loads,
+    "bulk_load": bulk_copies,
+    "tell": told_values,
     "fence_proxy_async": written_again,
     "matrix_descriptor": descriptors,
     "wgmma_wait": groups,
