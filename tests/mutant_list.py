@@ -46,6 +46,10 @@ def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(name, f"cuda/{file}.cuh", line, broken, ("tests/ops/test_sampling_rows.py",), "simt", "simt")
 
 
+def of_chip(name: str, file: str, line: str, broken: str) -> Mutant:
+    return Mutant(name, f"cuda/{file}", line, broken, (CASES,), "simt", "verify_sampled and (simt or clusters)")
+
+
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
     return Mutant(name, file, line, broken, ("tests/ops/test_rope_append.py",), backend, backend)
 
@@ -284,6 +288,12 @@ REQUESTS = [
     ),
 ]  # fmt: skip
 
+ON_CHIP = [
+    of_chip("an exchange that is not waited for", "logits_slice.cuh",
+            "    ptx::mbar_wait(&shared_.told[at], turn_ >> 1 & 1);\n", ""),
+    of_chip("a slice mended before it arrived", "verify/sampled_sm90.cu", "    slice.wait(at);\n", ""),
+]  # fmt: skip
+
 DRAFTED = [
     Mutant(
         "links that lead out of a block are not counted", "cuda/trees.cu",
@@ -448,4 +458,4 @@ ROTARY = [
 ]
 
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
-MUTANTS += WAYS + ROTARY + ENGINE + JOINED
+MUTANTS += WAYS + ROTARY + ENGINE + JOINED + ON_CHIP

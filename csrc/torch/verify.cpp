@@ -93,7 +93,6 @@ VerdictTensors run(const Check& check, const Tensor& logits, const OptionalTenso
   const Backend& backend = backend_for(logits);
   VerdictTensors verdict = make_verdict(check, logits, tokens_left, params);
   const Tensor option_rows = add_option_rows(logits, backend, params.batch, params.logits.vocab, params.options);
-  const Tensor drawn_rows = made(logits, {params.logits.num_rows, kWordsOf<DrawnRow>}, params.drawn_rows);
   backend.verify_sampled(params, context_for(logits));
   return verdict;
 }

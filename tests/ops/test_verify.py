@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from simt_case import base_of, intercepted_launches, simt_library, symbols_of
@@ -11,22 +13,30 @@ from pagedtree.testing import use_backend
 
 
 @pytest.mark.skipif(simt_library() is None, reason="built without simt")
-@pytest.mark.parametrize(("batch", "at_once"), [(1, True), (8, False)])
-@pytest.mark.parametrize("params", [None, SamplingParams(top_p=0.9)], ids=["greedy", "top-p"])
-def test_few_rows_are_read_at_once(monkeypatch, params, batch, at_once):
-    """11 SMs read 64 rows in 6 rounds; a walk reads 5 rows in 5, but has more to do for each of them."""
-    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "11:227:1")
-    library, kernels = simt_library(), []
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [("greedy", ["walk_sm90"]), ("sampled", ["walk_sm90", "walk"]), ("shifted", ["walk"]), ("masked", ["walk"]),
+     ("odd", ["walk"]), ("large", ["walk"])],
+)  # fmt: skip
+def test_which_kernels_walk(monkeypatch, case, kernels):
+    """Rows that a cluster can copy into its memory are walked there; filters are left to the other kernel."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:99:4")
+    library, launched = simt_library(), []
 
     def note(kernel, *_):
-        kernels.append(symbols_of(library)[kernel - base_of(library)])
+        launched.append(symbols_of(library)[kernel - base_of(library)])
         return 1
 
-    trees = TreeBatch.from_trees([DraftTree([*range(-1, 8), *[0] * 55])] * batch)
-    rows, at = (torch.zeros(64 * batch, 4096), torch.zeros(64 * batch, dtype=torch.int64)), torch.arange(batch)
+    trees, at = TreeBatch.from_trees([DraftTree.chain(2)] * 4), torch.arange(4)
+    vocab = {"odd": 4001, "large": 40_000}.get(case, 4000)
+    rows = torch.zeros(12 * vocab + 1)[case == "shifted" :][: 12 * vocab].view(12, vocab), torch.zeros(12, dtype=int)
+    mask = torch.ones(12, vocab, dtype=torch.bool) if case == "masked" else None
     with use_backend("simt"), intercepted_launches(library, note):
-        verify_sampled(*rows, trees, params, seeds=at, positions=at) if params else verify_greedy(*rows, trees)
-    assert any("draw_rows" in name for name in kernels) == at_once
+        if case == "sampled":
+            verify_sampled(*rows, trees, SamplingParams(), seeds=at, positions=at)
+        else:
+            verify_greedy(*rows, trees, grammar_mask=mask)
+    assert re.findall(r"(walk\w*?)_kernel", " ".join(launched)) == kernels
 
 
 @pytest.mark.parametrize("params", [None, SamplingParams(temperature=0.7, top_p=0.9)], ids=["greedy", "top-p"])

@@ -6,14 +6,6 @@
 
 namespace pagedtree {
 
-// A row's token, drawn in advance for sequence `sequence` at `depth`.
-struct DrawnRow {
-  int32_t token;
-  int32_t sequence;  // -1: not drawn
-  int32_t depth;
-  bool bad;
-};
-
 // Trees with drafts, and the rows of logits at their nodes.
 struct VerifyParams {
   LogitsParams logits;          // N rows
@@ -33,7 +25,6 @@ struct VerifyParams {
   int32_t* num_accepted;        // [B] out
   int64_t* tokens;              // [B, max_depth + 1] out
   int32_t* status;              // [B] out
-  DrawnRow* drawn_rows;         // [N] scratch
   int64_t batch;
   int64_t draft_vocab;
   int32_t max_nodes;

@@ -12,7 +12,6 @@ namespace pagedtree::cuda {
 constexpr uint32_t kMostNotes = 4096;
 // Parts of a row of which each has a token among the notes. Of n parts these are n log n or so in all, 600 and 2500.
 constexpr uint32_t kFewParts = 128, kManyParts = 384;
-constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
 
 // The end of a search among the notes. Sums are of notes: their mass times 2^13, and how many they are.
 struct NotesCut {

@@ -6,6 +6,8 @@
 
 namespace pagedtree::cuda {
 
+constexpr int32_t kLeftToOthers = -1;  // status of a tree until another kernel has walked it
+
 // All threads of a CTA copy the tree; they may walk there after the next barrier.
 __device__ __forceinline__ void copy_tree(const TreeWalk& walk, NearTree& near) {
 #pragma unroll 1

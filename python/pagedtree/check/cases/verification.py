@@ -289,8 +289,8 @@ def problems() -> Iterator[Problem]:
     yield forest("fp16", 2, dtype="fp16")
     yield forest("30 trees/fp32", 30, dtype="fp32")
     yield forest("long rows", 3, 4001, nodes=4)
-    for name, batch in (("one tree", 1), ("three trees", 3)):
-        yield forest(f"{name}/V 66001", batch, 66_001, masked=True)
+    yield forest("one tree/V 66001", 1, 66_001, masked=True)
+    yield forest("three trees/V 66000", 3, 66_000, hostile=True)
     yield forest("one token", 2, 1)
     yield forest("hostile rows", 12, hostile=True)
     yield forest("grammar mask", 6, masked=True)

@@ -1,0 +1,157 @@
+// Hopper: a row of logits on chip. Each CTA of a cluster has a slice of it in shared memory, by one bulk copy, which is
+// mended where it lies, so that words are clean. CTAs tell each other values that an mbarrier counts: exchanges need no
+// barrier of the cluster.
+#pragma once
+
+#include "cuda/race.cuh"
+#include "cuda/tile/ptx_sm90.cuh"
+
+namespace pagedtree::cuda {
+
+constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs, so that lanes draw noise by blocks
+
+struct SliceShared {
+  uint64_t copied[2], told[2];  // mbarriers
+  uint64_t of_ctas[2][kMaxCluster], of_warps[2][kRowThreads / 32];
+};
+
+// The slice of a CTA, with one buffer or two for rows.
+template <DType kDType>
+class LogitsSlice {
+ public:
+  using Stored = StoredLogits<kDType>;
+  static constexpr int kOfWord = Stored::kWide ? 4 : 8, kBatch = kNoiseRun / 32;
+  static constexpr int kLanes = kNoiseGroup / kOfWord;  // of a group, neighbours
+  static constexpr int kApart = 32 * kLanes;            // the words of a batch
+  // Of a row's slice. Words past the row are -inf.
+  static __host__ __device__ int num_words(int64_t vocab, uint32_t ctas) {
+    return ceil_div(static_cast<int>(vocab), kRunTokens * static_cast<int>(ctas)) * (kRunTokens / kOfWord);
+  }
+
+  // All threads of the cluster must meet before they exchange values.
+  __device__ __forceinline__ LogitsSlice(SliceShared& shared, uint4* words, const LogitsParams& logits, int buffers)
+      : shared_(shared),
+        words_(words),
+        size_(num_words(logits.vocab, ptx::cluster_size())),
+        first_(static_cast<int>(ptx::cluster_rank()) * size_),
+        count_(clamp_to(static_cast<int>(logits.vocab) / kOfWord - first_, 0, size_)) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        ptx::mbar_init(&shared.copied[i], 1);
+        ptx::mbar_init(&shared.told[i], 1);
+      }
+      ptx::fence_mbar_init();
+    }
+    const uint32_t lowest = clean_bits(Stored(kDType), 0, false) * (Stored::kWide ? 1 : 0x10001);
+    for (int word = count_ + static_cast<int>(threadIdx.x); word < size_; word += static_cast<int>(blockDim.x)) {
+      for (int i = 0; i < buffers; ++i) this->words(i)[word] = {lowest, lowest, lowest, lowest};
+    }
+  }
+
+  __device__ uint4* words(int buffer) const { return words_ + buffer * size_; }
+  __device__ int token_of(int word) const { return (first_ + word) * kOfWord; }
+
+  // Sends for a row, whose buffer no thread reads any more. wait() waits for the newest copy into the buffer.
+  __device__ __forceinline__ void copy(const LogitsParams& logits, int64_t row, int buffer) {
+    if (threadIdx.x == 0) wait(buffer);  // for one that nobody has waited for
+    sent_ ^= 1u << buffer;
+    if (threadIdx.x != 0) return;
+    ptx::mbar_arrive_expect(&shared_.copied[buffer], static_cast<uint32_t>(count_) * kWordBytes);
+    if (count_ == 0) return;
+    const auto* const from = static_cast<const uint4*>(logit_row(logits, row).logits) + first_;
+    ptx::bulk_load(words(buffer), from, static_cast<uint32_t>(count_) * kWordBytes, &shared_.copied[buffer]);
+  }
+  __device__ __forceinline__ void wait(int buffer) const {
+    ptx::mbar_wait(&shared_.copied[buffer], ~(sent_ >> buffer) & 1u);
+  }
+
+  // The largest value of all threads of the cluster; bit 31 as of cluster_max(). All threads of a CTA meet meanwhile.
+  __device__ __forceinline__ uint64_t largest(uint64_t value) {
+    constexpr uint32_t kFlag = 1u << 31;
+    const uint32_t lane = threadIdx.x % 32, at = turn_ & 1, ctas = ptx::cluster_size();
+    value = warp_max<kFlag>(value);
+    if (lane == 0) shared_.of_warps[at][threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      value = warp_max<kFlag>(lane < blockDim.x / 32 ? shared_.of_warps[at][lane] : 0);
+      if (lane == 0) ptx::mbar_arrive_expect(&shared_.told[at], 8 * ctas);
+      if (lane < ctas) ptx::tell(&shared_.of_ctas[at][ptx::cluster_rank()], value, &shared_.told[at], lane);
+    }
+    ptx::mbar_wait(&shared_.told[at], turn_ >> 1 & 1);
+    ++turn_;
+    return warp_max<kFlag>(lane < ctas ? shared_.of_ctas[at][lane] : 0);
+  }
+
+  // Calls f(word) for the first words of this lane's batches, whose words ascend: a CTA has a multiple of kLanes warps.
+  template <typename F>
+  __device__ __forceinline__ void each_batch(F f) const {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x) / 32; i < size_ / (32 * kBatch); i += static_cast<int>(blockDim.x) / 32)
+      f(i / kLanes * kLanes * kNoiseRun + i % kLanes * 32 + static_cast<int>(threadIdx.x) % 32);
+  }
+  static __device__ __forceinline__ float largest_of(const uint4& word) {
+    const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
+    return Stored::largest_of(registers);
+  }
+
+  // The first token of the row's largest logit, by ranked(), once the row is clean.
+  __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
+#pragma unroll 1
+    while (true) {
+      const uint64_t best = largest(best_of_thread(words(buffer)));
+      const bool is_bad = best == kHasNan || best == kNoneFinite;
+      bad |= is_bad;
+      if (!is_bad && ranked_value(best) < kInfinity) return best | kTokenBit;
+      mend(words(buffer), count_, best == kNoneFinite);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kHasNan = ~uint64_t{0}, kNoneFinite = 0, kTokenBit = 0x80000000u;
+
+  // The largest of this thread's logits if no other lane has a larger one. Few lanes look for its first token.
+  __device__ __forceinline__ uint64_t best_of_thread(const uint4* words) const {
+    float best = -kInfinity;
+    int batch_of_best = static_cast<int>(threadIdx.x) % 32;
+    each_batch([&](int word) {
+      float most[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) most[i] = largest_of(words[word + kApart * i]);
+      const float of_lane = largest_or_nan(most);
+      if (of_lane <= best || best != best) return;
+      best = of_lane;
+      batch_of_best = word;
+    });
+    const uint32_t key = best != best ? ~0u : order_key<ScalarMath>(best + 0.0f);
+    if (key != __reduce_max_sync(~0u, key) || best == -kInfinity) return kNoneFinite;
+    if (best != best) return kHasNan;
+#pragma unroll 1
+    for (int word = batch_of_best;; word += kApart) {
+      const uint4 loaded = words[word];
+      if (largest_of(loaded) != best) continue;
+      const uint32_t of_word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
+      const Stored stored(kDType);
+      uint32_t equal = 0;
+#pragma unroll
+      for (int i = 0; i < kOfWord; ++i) equal |= uint32_t{stored.value(number_of(stored, of_word, i)) == best} << i;
+      return ranked(best, token_of(word) + __ffs(static_cast<int>(equal)) - 1) & ~kTokenBit;
+    }
+  }
+
+  // Writes clean logits in place of those that are there, zeros if no logit of the row is finite. Few rows need it.
+  static __device__ __attribute__((noinline)) void mend(uint4* words, int count, bool uniform) {
+    const Stored stored(kDType);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+      words[i] = clean_word(stored, uniform ? uint4{} : words[i], ~0u);
+    ptx::fence_proxy_async();
+    __syncthreads();
+  }
+
+  SliceShared& shared_;
+  uint4* const words_;
+  const int size_, first_, count_;
+  uint32_t turn_ = 0, sent_ = 0;  // exchanges; bit i: whether the copies into buffer i are odd in number
+};
+
+}  // namespace pagedtree::cuda

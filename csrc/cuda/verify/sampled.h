@@ -1,0 +1,13 @@
+// What verify_sampled() is made of.
+#pragma once
+
+#include "core/backend.h"
+#include "core/verify/tree_walk.h"
+
+namespace pagedtree::cuda {
+
+// Walks trees over rows on chip, all of them under greedy sampling; the status of those with filters becomes
+// kLeftToOthers. Returns false if another kernel must walk them all.
+bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx);
+
+}  // namespace pagedtree::cuda
