@@ -1,8 +1,8 @@
 """The matrix instructions of attention on a GPU, and the reason for the choice.
 
-`PAGEDTREE_ENGINE` is "mma.sync", "wgmma" or "auto", the default: wgmma on a Hopper GPU whose driver and build have
-passed `python -m pagedtree check --engine wgmma`. Ops read its verdict, a file in the user's cache folder, at their
-first call on a device (csrc/cuda/engine.h).
+`PAGEDTREE_ENGINE` is "mma.sync", "wgmma" or "auto", the default: wgmma, and verification over rows on chip, on a Hopper
+GPU whose driver and build have passed `python -m pagedtree check --engine wgmma`. Ops read its verdict, a file in the
+user's cache folder, at their first call on a device (csrc/cuda/engine.h).
 """
 
 from __future__ import annotations

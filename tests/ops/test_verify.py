@@ -16,11 +16,12 @@ from pagedtree.testing import use_backend
 @pytest.mark.parametrize(
     ("case", "kernels"),
     [("greedy", ["walk_sm90"]), ("sampled", ["walk_sm90", "walk"]), ("shifted", ["walk"]), ("masked", ["walk"]),
-     ("odd", ["walk"]), ("large", ["walk"])],
+     ("untested", ["walk"]), ("odd", ["walk"]), ("large", ["walk"])],
 )  # fmt: skip
 def test_which_kernels_walk(monkeypatch, case, kernels):
     """Rows that a cluster can copy into its memory are walked there; filters are left to the other kernel."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "4:99:4")
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "mma.sync" if case == "untested" else "wgmma")
     library, launched = simt_library(), []
 
     def note(kernel, *_):

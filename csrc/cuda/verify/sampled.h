@@ -6,8 +6,9 @@
 
 namespace pagedtree::cuda {
 
-// Walks trees over rows on chip, all of them under greedy sampling; the status of those with filters becomes
-// kLeftToOthers. Returns false if another kernel must walk them all.
+// Walks trees over rows on chip where Hopper's kernels have passed their self-test (cuda/engine.h), all of them under
+// greedy sampling; the status of those with filters becomes kLeftToOthers. Returns false if another kernel must walk
+// them all.
 bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx);
 
 }  // namespace pagedtree::cuda

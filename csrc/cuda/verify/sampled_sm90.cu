@@ -1,6 +1,8 @@
 // Walks over rows on chip: greedy, or by temperature alone. One cluster per tree; while a level is worked on, the row
 // of the first child is on its way.
+#include "core/engine.h"
 #include "core/verify/rules.h"
+#include "cuda/engine.h"
 #include "cuda/logits_slice.cuh"
 #include "cuda/verify/near_tree.cuh"
 #include "cuda/verify/sampled.h"
@@ -174,7 +176,9 @@ bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx) {
   const bool in_words = reinterpret_cast<uintptr_t>(logits.data) % kWordBytes == 0 &&
                         logits.vocab * size % kWordBytes == 0 && logits.row_stride * size % kWordBytes == 0;
   const bool has_grammar = logits.allowed != nullptr || logits.allowed_words != nullptr;
-  if (device_limits().capability != 90 || !in_words || has_grammar || p.options.used) return false;
+  const MatrixEngine engine = resolved_engine(engine_from_environment(), device_limits());
+  if (device_limits().capability != 90 || engine != MatrixEngine::kWgmma) return false;
+  if (!in_words || has_grammar || p.options.used) return false;
   bool walked = false;
   with_logit_dtype(logits.dtype, [&](auto dtype) {
     const bool sampled = p.sampling.temperature != nullptr;

@@ -1,8 +1,9 @@
-"""`python -m pagedtree check --engine wgmma`: may attention use wgmma on this GPU?
+"""`python -m pagedtree check --engine wgmma`: may Hopper's kernels run on this GPU?
 
 The kernels run in a separate process with a time limit, because a missed mbarrier phase never ends.
 First each instruction by itself, then attention: plain and masked in every tile, page size 1, odd numbers of stages,
-lists of short and long sequences, latent caches. The verdict is kept for `PAGEDTREE_ENGINE=auto`.
+lists of short and long sequences, latent caches; and walks over rows on chip. The verdict is kept for
+`PAGEDTREE_ENGINE=auto`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from pagedtree._engine import PASSED, Facts, store_verdict
 from pagedtree.check.case import Case, Place
-from pagedtree.check.cases import attention, instructions_sm90
+from pagedtree.check.cases import attention, instructions_sm90, verification
 from pagedtree.check.runner import OK, run_row
 
 __all__ = ["rows", "run", "run_child", "run_rows"]
@@ -31,6 +32,7 @@ PATIENCE = 10.0
 def rows() -> Iterator[Case]:
     yield from instructions_sm90.cases()
     yield from attention.wgmma_cases()
+    yield from verification.chip_cases()
 
 
 def run_rows(cases: list[Case], device: str, backend: str, written: str) -> None:

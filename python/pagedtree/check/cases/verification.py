@@ -21,7 +21,7 @@ from pagedtree import (
     verify_sampled,
     verify_tokens,
 )
-from pagedtree.check.case import Case, Place, Results
+from pagedtree.check.case import Case, Place, Results, environment
 from pagedtree.check.cases.inputs import (
     DTYPES,
     as_words,
@@ -34,6 +34,7 @@ from pagedtree.check.cases.inputs import (
     seeded,
     words64,
 )
+from pagedtree.check.cases.instructions_sm90 import check_applies
 from pagedtree.reference.tree import link
 
 Sampling = dict[str, Any]
@@ -73,6 +74,15 @@ def cases() -> Iterator[Case]:
             yield _walk(f"{problem.name}/{sampling}", problem, SAMPLINGS[sampling])
     yield _walk("parameters per sequence", forest("", 4), tensors_of(4))
     yield _tokens(forest("large ids", 5), 2**40)
+    yield from chip_cases()
+
+
+def chip_cases() -> Iterator[Case]:
+    """Walks by Hopper's kernel, over rows on chip."""
+    for problem in problems():
+        if problem.name in ("fp16", "30 trees/fp32", "three trees/V 66000", "hostile rows", "1000 nodes"):
+            yield _walk(f"on chip/{problem.name}", problem, on_chip=True)
+            yield _walk(f"on chip/{problem.name}/plain", problem, SAMPLINGS["plain"], on_chip=True)
 
 
 FEW = ("plain", "tiny top-p", "top-k 129", "top-k 1000", "all filters", "all filters, joint")
@@ -322,12 +332,19 @@ def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) ->
     return replace(problem, drafts=drafts.to(dtype), draft_to_target=to_target.to(dtype))
 
 
-def _walk(name: str, problem: Problem, sampling: Sampling | None = None) -> Case:
-    """sampling: of verify_sampled; None: verify_greedy."""
+def _walk(name: str, problem: Problem, sampling: Sampling | None = None, on_chip: bool = False) -> Case:
+    """sampling: of verify_sampled; None: verify_greedy. on_chip: by Hopper's kernel."""
     seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
     op = "verify_greedy" if sampling is None else "verify_sampled"
 
     def run(place: Place) -> Results:
+        if on_chip and place.backend != "cpu":
+            check_applies(place)
+            with environment("PAGEDTREE_ENGINE", "wgmma"):
+                return call(place)
+        return call(place)
+
+    def call(place: Place) -> Results:
         arguments, options = problem.place(place)
         if sampling is None:
             return verify_greedy(*arguments, **options)._asdict()
@@ -341,7 +358,8 @@ def _walk(name: str, problem: Problem, sampling: Sampling | None = None) -> Case
             tree.parents, tree.drafts, lambda node, depth: token_of(tree.rows[node], numbers, seed, position + depth)
         )
 
-    return Case(f"{op}/{name}", (op,), run, lambda: verdict_by_loops(problem, decide))
+    backends = ("simt", "cuda") if on_chip else None
+    return Case(f"{op}/{name}", (op,), run, lambda: verdict_by_loops(problem, decide), backends=backends)
 
 
 def _tokens(problem: Problem, shift: int = 0) -> Case:
