@@ -422,6 +422,8 @@ def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int |
 
 @register_fake("mask_words")
 def _mask_words_fake(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int | None = None) -> Tensor:
+    if mask.dim() != 2:
+        raise RuntimeError(f"mask_words: `mask` must be of shape [T, M], got {[*mask.shape]}")
     nodes = mask.shape[1] if max_nodes is None else max_nodes
     return mask.new_empty((mask.shape[0], torch.sym_max((nodes + 31) // 32, 1)), dtype=torch.int32)
 

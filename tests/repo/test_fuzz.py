@@ -43,6 +43,8 @@ FINDINGS: list[tuple[str, tuple[Any, ...], Any, str | None]] = [
     ("flashinfer_export_mask", ("tree_mask",), torch.zeros(8, 1), "tree_mask: expected int32 or int64"),
     ("flashinfer_export_mask", ("qo_indptr",), int32([5]).squeeze(0), "qo_indptr: expected [B + 1]"),
     ("flash_attn_with_kvcache", ("cache_seqlens",), torch.tensor([6, 3], dtype=torch.int16), "cache_seqlens: "),
+    ("flash_attn_with_kvcache", ("cache_seqlens",), int32([]), "cache_seqlens: expected shape [2]"),
+    ("mask_words_of_biases", ("mask",), torch.zeros(5, device="meta"), "mask_words: `mask` must be of shape"),
     ("sglang_sampling", ("uniform_samples",), torch.zeros(2, 4).to(torch.float8_e4m3fn), "uniform_samples: "),
     ("sharded_verify_rejection", ("draft_probs",), [[0.5]], "draft_probs: expected a Tensor"),
     ("flashinfer_import_mask", ("custom_mask",), META, "custom_mask: expected a tensor with values"),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import append_kv, rope_append, slot_mapping, tree_attention
-from pagedtree._arguments import checked, expect_dims
+from pagedtree._arguments import checked, expect_dims, expect_shape
 from pagedtree.integrations.flash_attn.arguments import (
     even_offsets,
     one_of,
@@ -109,6 +109,7 @@ def flash_attn_with_kvcache(
             raise ValueError("cache_seqlens: expected lengths where k is given, got None")
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), min(max(cache_seqlens, -1), INT32_MAX), dtype=torch.int32, device=device)
+    expect_shape([batch], cache_seqlens=cache_seqlens)
     seq_lens = as_int32(cache_seqlens)
     if (k is None) != (v is None):
         raise ValueError(f"v: expected {'None, as k' if k is None else 'a tensor, as k'}")
