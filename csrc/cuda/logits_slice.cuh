@@ -1,6 +1,6 @@
-// Hopper: a row of logits on chip. Each CTA of a cluster has a slice of it in shared memory, by one bulk copy, which is
-// mended where it lies, so that words are clean. CTAs tell each other values that an mbarrier counts: exchanges need no
-// barrier of the cluster.
+// Hopper: a row of logits on chip. Each CTA of a cluster copies a slice of it to shared memory by one bulk copy, and
+// replaces NaN and +inf there. CTAs exchange values by st.async, whose bytes an mbarrier counts, without a barrier of
+// the cluster.
 #pragma once
 
 #include "cuda/race.cuh"
@@ -51,7 +51,7 @@ class LogitsSlice {
   __device__ uint4* words(int buffer) const { return words_ + buffer * size_; }
   __device__ int token_of(int word) const { return (first_ + word) * kOfWord; }
 
-  // Sends for a row, whose buffer no thread reads any more. wait() waits for the newest copy into the buffer.
+  // Starts the copy of a row into a buffer that no thread reads any more. wait() waits for the newest copy into it.
   __device__ __forceinline__ void copy(const LogitsParams& logits, int64_t row, int buffer) {
     if (threadIdx.x == 0) wait(buffer);  // for one that nobody has waited for
     sent_ ^= 1u << buffer;

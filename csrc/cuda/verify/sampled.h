@@ -1,4 +1,4 @@
-// What verify_sampled() is made of.
+// The part of verify_sampled() that is compiled for Hopper alone.
 #pragma once
 
 #include "core/backend.h"
