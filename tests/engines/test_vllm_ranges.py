@@ -100,6 +100,8 @@ def as_stock_takes_it(fields: dict[str, Any]) -> dict[str, Any]:
     fields |= {name: min(fields[name], 99) for name in ("max_tokens", "min_tokens") if fields.get(name)}
     if 5 in fields.get("logit_bias", {}) and fields["logit_bias"][5] > 1e39:
         fields["logit_bias"] = {5: 1e39}
+    if "logit_bias" in fields and "allowed_token_ids" in fields:  # inf on a masked token: NaN, and stock vLLM takes it
+        fields["logit_bias"] = {token: min(bias, 1e38) for token, bias in fields["logit_bias"].items()}
     return fields
 
 
