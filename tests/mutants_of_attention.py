@@ -59,7 +59,7 @@ WGMMA = [
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
     of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
-    of_wgmma("boxes of the first head", "stage", "tile.kv_head, page, full", "0, page, full"),
+    of_wgmma("boxes of the first head", "stage", "tile.kv_head * maps_.head_panels", "0"),
     of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
     of_wgmma("fewer bytes expected", "stage", "(panels) * kPanelBytes);", "(panels) * kPanelBytes / 2);"),
     of_wgmma("no first turn", "attend", "if (group == 1) pass(true);", ""),
@@ -74,13 +74,12 @@ ENGINE = [
     ),
     Mutant(
         "maps that the driver has refused", "cuda/attention/stage_sm90.cuh",
-        "return k && v ? CacheMaps{*k, *v, box} : maps;",
-        "return CacheMaps{k.value_or(ptx::TensorMap{}), v.value_or(ptx::TensorMap{}), box};",
+        "if (!k || !v) return maps;", "if (!k || !v) return CacheMaps{{}, {}, box, 1, 1, 0};",
         ("tests/kernels/test_panels.py",), "simt", "agree",
     ),
     Mutant(
         "panels of K behind each other's rows", "cuda/attention/attend_sm90.cuh",
-        "(panel * I::kPanelBytes + in_panel) / 16", "(step * 32) / 16",
+        "(panel * I::kPanelStep + in_panel) / 16", "(step * 32) / 16",
         ("tests/kernels/test_panels.py",), "simt", "agree",
     ),
     Mutant(
@@ -114,25 +113,25 @@ WIDE = [
 ]  # fmt: skip
 
 LATENT_WGMMA = [
-    of_latent(
-        "each group's own largest scores",
-        "tops[0][half] = fmaxf(tops[0][half], shared_.of_rows[1 - group_][row() + half * 8 + lane / 4]);", "",
-    ),
-    of_latent("the first group's weights for both stages", "      take_weights(weights);\n", ""),
+    of_latent("each group's own largest scores", "raised = of_row(1 - group_, half);", "raised = old;"),
+    of_latent("the first group's weights under its own maxima",
+              "scores[0][n][i] *= changed ? rescales[0][i / 2] : 1.0f;", ""),
+    of_latent("a group's own weights for both stages", "weights[n][i] = others[n][i];", ""),
+    of_latent("the second group's sums under the first one's maxima", "rescales[0][half] *= raised[0][half];", ""),
     of_latent(
         "weights taken before they are given",
-        "ptx::barrier_sync(kWeightsGiven, I::kConsumers);\n      read_weights", "read_weights",
+        "ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);\n    read_weights", "read_weights",
     ),
     of_latent(
-        "a stage given back while it is multiplied",
-        "ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);\n    release(stage);",
-        "release(stage);\n    ptx::wgmma_wait<0>();\n    ptx::wgmma_results(sums.out[0]);",
+        "values given back while they are multiplied",
+        "ptx::wgmma_wait<0>();\n        ptx::wgmma_results(sums.out[0]);\n        release(at.stage, ",
+        "release(at.stage, static_cast<int>(group_));\n        ptx::wgmma_wait<0>();\n        std::max(at.stage, ",
     ),
-    of_latent("weights of a stage that is not there", "if (group_ == 1 && !has_second) hide_all(scores);", ""),
-    of_latent("both groups have the first columns", "shared_.stage(stage) + column() / 64 * I::kPanelBytes",
-              "shared_.stage(stage)"),
+    of_latent("weights of a stage that is not there", "if (hides_all) keys.hide_from(0);", ""),
+    of_latent("both groups have the first columns", "stage_of(at) + column() / 64 * I::kPanelStep", "stage_of(at)"),
     of_latent("the sum of one group", "own[half] + other", "own[half]"),
     of_wgmma("Q beyond its columns", "stage", "has_row && chunk < chunks;", "has_row;"),
-    of_latent("the last columns left out", "const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;",
-              "const bool is_short = part + 1 == I::kParts;"),
+    of_wgmma("a part given back after one of its uses", "stage",
+             "part < 2 ? I::kShape.warps() : I::kShape.warps() / 2", "I::kLatent ? 4 : I::kShape.warps()"),
+    of_latent("the last columns left out", "if (p_.head_dim == I::kHeadDim) start", "if (false) start"),
 ]  # fmt: skip

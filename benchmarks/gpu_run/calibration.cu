@@ -117,13 +117,13 @@ __global__ void __launch_bounds__(160, 1)
     if (threadIdx.x == 0) ptx::mbar_arrive_expect(full, kSlot);
     if (!starts) continue;
     const uint32_t random = __umulhi(page * 0x9e3779b9u, pages);
-    if constexpr (kRank == 4) {
-      ptx::tma_load_4d(ring.slots[slot] + offset, &map, panel * 64, 0, 0, random, full);
+    if constexpr (kRank == 5) {
+      ptx::tma_load_5d(ring.slots[slot] + offset, &map, 0, 0, panel, 0, random, full);
     } else {
       asm volatile(
-          "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
-          "[%1, {%2, %2, %3, %2, %4}], [%5];" ::"r"(ptx::smem_addr(ring.slots[slot] + offset)),
-          "l"(&map), "r"(0), "r"(panel), "r"(random), "r"(ptx::smem_addr(full))
+          "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+          "[%1, {%3, %2, %2, %4}], [%5];" ::"r"(ptx::smem_addr(ring.slots[slot] + offset)),
+          "l"(&map), "r"(0), "r"(panel * 64), "r"(random), "r"(ptx::smem_addr(full))
           : "memory");
     }
   }

@@ -242,10 +242,9 @@ struct CopiesArrive : Usual {
   }
 };
 
-// [4, 5, 3, 128] by boxes of [2, 4, 2, 64], in the order of pages, slots, heads and columns; a box has a chunk for each
-// thread.
+// [2, 2, 3, 5, 128] by boxes of [2, 2, 2, 2, 64]; a box has a chunk for each thread.
 inline MappedTensor tensor_at(const void* data) {
-  return {data, {128, 5, 3, 4}, {3 * 256, 256, 5 * 3 * 256}, {64, 4, 2, 2}};
+  return {data, {128, 5, 3, 2, 2}, {256, 5 * 256, 15 * 256, 30 * 256}, {64, 2, 2, 2, 2}};
 }
 
 // In each phase two boxes, from the places that the numbers tell; each thread gives its chunk of each.
@@ -254,9 +253,9 @@ struct Load : Usual {
     auto& s = ptx::shared<Shared>();
     init_barriers(s, 1);
     const auto load = [&](uint32_t which) {
-      int at[4];
-      memcpy(at, call.in->numbers + which * 4, sizeof(at));
-      ptx::tma_load_4d(&s.image[which * kThreads], &call.map, at[0], at[1], at[2], at[3], &s.barriers[0]);
+      int at[5];
+      memcpy(at, call.in->numbers + which * 5, sizeof(at));
+      ptx::tma_load_5d(&s.image[which * kThreads], &call.map, at[0], at[1], at[2], at[3], at[4], &s.barriers[0]);
     };
     for (uint32_t phase = 0; phase < 2; ++phase) {
       if (threadIdx.x == 0) {
@@ -345,7 +344,7 @@ const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluste
 constexpr Instruction kInstructions[] = {
     {"mbar_arrive", run<Phases>},
     {"cp_async_mbar_arrive", run<CopiesArrive>},
-    {"tma_load_4d", run<Load>},
+    {"tma_load_5d", run<Load>},
     {"bulk_load", run<BulkLoad>},
     {"tell", run<Tell>},
     {"fence_proxy_async", run<ProxyFence>},

@@ -246,9 +246,10 @@ void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site) {
 
 // ---- TMA
 
-void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar, const simt::Site& site) {
+void tma_load(void* to, const TensorMap& map, const int (&at)[5], uint64_t* bar, const simt::Site& site) {
   simt::Machine& m = simt::machine();
-  const uint32_t row = map.box[0] * map.element_bytes, rows = map.box[1] * map.box[2] * map.box[3], bytes = row * rows;
+  const uint32_t row = map.box[0] * map.element_bytes, rows = map.box[1] * map.box[2] * map.box[3] * map.box[4],
+                 bytes = row * rows;
   const uint32_t target = smem_addr(to);
   if (row != kSwizzleBytes || target % 1024 != 0) {
     m.fail(site, "the 128-byte swizzle needs rows of 128 bytes, at a multiple of 1024 bytes");
@@ -260,13 +261,12 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar,
   const int64_t first = std::max(int64_t{at[0]}, int64_t{0});
   const int64_t end = std::min(int64_t{at[0]} + map.box[0], static_cast<int64_t>(map.sizes[0]));
   for (uint32_t r = 0; r < rows && first < end; ++r) {
-    const int64_t index[3] = {int64_t{at[1]} + r % map.box[1], int64_t{at[2]} + r / map.box[1] % map.box[2],
-                              int64_t{at[3]} + r / map.box[1] / map.box[2]};
     const char* from = static_cast<const char*>(map.base) + first * map.element_bytes;
     bool inside = true;
-    for (int i = 0; i < 3; ++i) {
-      inside = inside && is_inside(i + 1, index[i]);
-      if (inside) from += index[i] * static_cast<int64_t>(map.strides[i]);
+    for (int dim = 1, left = static_cast<int>(r); dim < 5; left /= static_cast<int>(map.box[dim++])) {
+      const int64_t index = int64_t{at[dim]} + left % static_cast<int>(map.box[dim]);
+      inside = inside && is_inside(dim, index);
+      if (inside) from += index * static_cast<int64_t>(map.strides[dim - 1]);
     }
     if (!inside) continue;
     std::memcpy(&data[r * row + static_cast<size_t>(first - at[0]) * map.element_bytes], from,
@@ -279,7 +279,7 @@ void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar,
   simt::release(&hopper());
   hopper().transfers.push_back({HopperUnit::Transfer::kTma, target, smem_addr(bar), std::move(data)});
   const auto word = [](int number) { return static_cast<uint64_t>(static_cast<uint32_t>(number)); };
-  note(Traced::kTma, {target, word(at[0]), word(at[1]), word(at[3])});
+  note(Traced::kTma, {target, word(at[2]), word(at[3]), word(at[4])});
 }
 
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site) {

@@ -14,9 +14,9 @@ namespace pagedtree::ptx {
 struct alignas(128) TensorMap {
   const void* base;
   uint32_t element_bytes;
-  uint64_t sizes[4];    // the innermost first: columns, slots, heads, pages
-  uint64_t strides[3];  // in bytes, of all but the columns
-  uint32_t box[4];
+  uint64_t sizes[5];    // the innermost first
+  uint64_t strides[4];  // in bytes, of all but the innermost
+  uint32_t box[5];
 };
 static_assert(sizeof(TensorMap) == 128);
 
@@ -95,7 +95,7 @@ inline HopperUnit& hopper() { return simt::machine().async_unit<HopperUnit>(); }
 void mbar_arrive(uint64_t* bar, uint32_t expected_bytes, const simt::Site& site);
 void cp_async_mbar_arrive(uint64_t* bar, const simt::Site& site);
 void mbar_wait(uint64_t* bar, uint32_t parity, const simt::Site& site);
-void tma_load(void* to, const TensorMap& map, const int (&at)[4], uint64_t* bar, const simt::Site& site);
+void tma_load(void* to, const TensorMap& map, const int (&at)[5], uint64_t* bar, const simt::Site& site);
 void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, const simt::Site& site);
 void tell(uint64_t* place, uint64_t value, uint64_t* bar, uint32_t rank, const simt::Site& site);
 void wgmma_issue(const Wgmma& operation);
@@ -128,9 +128,9 @@ inline void mbar_wait(uint64_t* bar, uint32_t parity, Location at = Location::cu
 
 // ---- TMA
 
-inline void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, int w, uint64_t* bar,
+inline void tma_load_5d(void* to, const TensorMap* map, int x, int y, int z, int w, int v, uint64_t* bar,
                         Location at = Location::current()) {
-  detail::tma_load(to, *map, {x, y, z, w}, bar, {"TMA load", at});
+  detail::tma_load(to, *map, {x, y, z, w, v}, bar, {"TMA load", at});
 }
 
 inline void bulk_load(void* to, const void* from, uint32_t bytes, uint64_t* bar, Location at = Location::current()) {

@@ -62,7 +62,7 @@ Tensor mask_words(const Tensor& mask, const OptionalTensor& cu_nodes, const std:
   if (cu_nodes.has_value()) {
     check.that(nodes == num_rows, "mask", "of shape [T, T] with cu_nodes", Check::text(mask.sizes()));
     params.batch = check.offsets(*cu_nodes, "cu_nodes", params.cu_nodes);
-    nodes = check.in(max_nodes.value_or(max_of<int64_t>(nodes, 1)), "max_nodes", 1, INT32_MAX);
+    nodes = check.in(max_nodes.value_or(max_of<int64_t>(nodes, 1)), "max_nodes", 1, max_of<int64_t>(nodes, 65536));
   } else {
     check.that(!max_nodes.has_value(), "max_nodes", "None without cu_nodes", max_nodes.value_or(0));
   }

@@ -405,7 +405,8 @@ def mask_words(mask: Tensor, cu_nodes: Tensor | None = None, *, max_nodes: int |
             seen, NaN is not), of any strides. [T, M]: column j is node j of the row's tree. [T, T] with cu_nodes:
             column cu_nodes[b] + j is node j of sequence b's tree; other sequences' columns are ignored.
         cu_nodes: int32 [B + 1], offsets of the sequences' rows; rows past cu_nodes[B] become 0.
-        max_nodes: with cu_nodes alone, the most nodes of a tree, default T; further nodes are dropped.
+        max_nodes: with cu_nodes alone, the most nodes of a tree, default T, at most max(T, 65536); further nodes are
+            dropped.
 
     Returns int32 [T, W]: bit j % 32 of word j // 32 is node j, W = ceil(M / 32) or ceil(max_nodes / 32), at least 1.
     For one mask per sequence pad them to M columns and stack them.

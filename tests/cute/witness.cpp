@@ -220,14 +220,16 @@ static void save_panels(const std::string& name, const std::vector<Descriptor>& 
   save(name + ".chunks", chunks);
 }
 
-// K as the right operand [keys, columns], or Q as the left one of 64 rows; chunks [keys, columns / 8].
-template <int Columns, int Keys = 64>
+// K as the right operand [keys, columns], or Q as the left one of 64 rows; chunks [keys, columns / 8]. kByPanels: all
+// keys of 64 columns, then the next columns; if not, all columns of eight keys, then the next keys.
+template <bool kByPanels, int Columns, int Keys = 64>
 static void k_panels(const char* name) {
   using namespace SM90::GMMA;
   static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
   Tensor s = make_tensor(make_smem_ptr(memory),
-                         tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<Int<Keys>, Int<Columns>>{}));
+                         tile_to_shape(Layout_K_SW128_Atom<bfloat16_t>{}, Shape<Int<Keys>, Int<Columns>>{},
+                                       std::conditional_t<kByPanels, Step<_1, _2>, Step<_2, _1>>{}));
   using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<Keys>, _64>, Major::K, Major::K>());
   auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s)), left = thr.make_fragment_A(thr.partition_A(s));
@@ -240,13 +242,14 @@ static void k_panels(const char* name) {
 }
 
 // V as the right operand, multiplied N columns at a time; chunks as those of K.
-template <int Columns, int N, int Keys = 64>
+template <bool kByPanels, int Columns, int N, int Keys = 64>
 static void v_panels(const char* name) {
   using namespace SM90::GMMA;
   static auto* memory = (bfloat16_t*)aligned_alloc(1024, Keys * Columns * 2);
   g_base = (uintptr_t)memory;
-  Tensor s = make_tensor(make_smem_ptr(memory), tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{},
-                                                              Shape<Int<Columns>, Int<Keys>>{}, Step<_2, _1>{}));
+  Tensor s = make_tensor(make_smem_ptr(memory),
+                         tile_to_shape(Layout_MN_SW128_Atom<bfloat16_t>{}, Shape<Int<Columns>, Int<Keys>>{},
+                                       std::conditional_t<kByPanels, Step<_2, _1>, Step<_1, _2>>{}));
   using Op = decltype(ss_op_selector<bfloat16_t, bfloat16_t, float, Shape<_64, Int<N>, _64>, Major::K, Major::MN>());
   auto thr = make_tiled_mma(Op{}).get_thread_slice(0);
   Tensor d = thr.make_fragment_B(thr.partition_B(s));
@@ -274,16 +277,20 @@ int main(int, char** argv) {
   ALL("ss", false, false)
   ALL("rsK", true, false)
   ALL("rsN", true, true)
-  k_panels<64>("k_64");
-  k_panels<128>("k_128");
-  k_panels<64, 128>("k_64_128");
-  k_panels<128, 128>("k_128_128");
-  k_panels<256>("k_256");
-  k_panels<576>("k_576");
-  v_panels<64, 64>("v_64");
-  v_panels<128, 128>("v_128");
-  v_panels<64, 64, 128>("v_64_128");
-  v_panels<128, 128, 128>("v_128_128");
-  v_panels<256, 256>("v_256");
-  v_panels<512, 256>("v_512");
+  k_panels<true, 64>("q_64");
+  k_panels<true, 128>("q_128");
+  k_panels<true, 256>("q_256");
+  k_panels<true, 576>("q_576");
+  k_panels<false, 64>("k_64");
+  k_panels<false, 128>("k_128");
+  k_panels<false, 64, 128>("k_64_128");
+  k_panels<false, 128, 128>("k_128_128");
+  k_panels<false, 256>("k_256");
+  k_panels<true, 576>("k_576");
+  v_panels<false, 64, 64>("v_64");
+  v_panels<false, 128, 128>("v_128");
+  v_panels<false, 64, 64, 128>("v_64_128");
+  v_panels<false, 128, 128, 128>("v_128_128");
+  v_panels<false, 256, 256>("v_256");
+  v_panels<true, 512, 256>("v_512");
 }

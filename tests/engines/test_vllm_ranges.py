@@ -100,8 +100,9 @@ def as_stock_takes_it(fields: dict[str, Any]) -> dict[str, Any]:
     fields |= {name: min(fields[name], 99) for name in ("max_tokens", "min_tokens") if fields.get(name)}
     if 5 in fields.get("logit_bias", {}) and fields["logit_bias"][5] > 1e39:
         fields["logit_bias"] = {5: 1e39}
-    if "logit_bias" in fields and "allowed_token_ids" in fields:  # inf on a masked token: NaN, and stock vLLM takes it
-        fields["logit_bias"] = {token: min(bias, 1e38) for token, bias in fields["logit_bias"].items()}
+    if "logit_bias" in fields and "allowed_token_ids" in fields:  # inf or NaN on a masked token: stock vLLM takes it
+        allowed = fields["allowed_token_ids"]
+        fields["logit_bias"] = {token: bias for token, bias in fields["logit_bias"].items() if token in allowed}
     return fields
 
 
@@ -118,8 +119,9 @@ def test_every_field_at_the_ends_of_its_range():
         assert accepted(llm) > COUNT / 10
     assert all(found) and sum(isinstance(one, str) for one in found) < 0.6 * COUNT
     served = [(*request, got) for request, got in zip(requests, found, strict=True) if not isinstance(got, str)]
-    greedy = [(prompt, fields, got) for prompt, fields, got in served if fields["temperature"] == 0]
+    # NaN among logits: a sampler may take any token.
+    greedy = [one for one in served if one[1]["temperature"] == 0 and one[1].get("logit_bias") != {5: math.nan}]
     with engine(**settings) as llm:
         expected = serve(llm, [(prompt, as_stock_takes_it(fields)) for prompt, fields, _ in greedy])
-    for (_, fields, got), want in zip(greedy, expected, strict=True):
-        assert got == want, fields
+    differing = [(*of, want) for of, want in zip(greedy, expected, strict=True) if of[-1] != want]
+    assert not differing, repr(differing[:9])

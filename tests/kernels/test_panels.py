@@ -1,6 +1,7 @@
 """Descriptors and places in shared memory of the kernels for wgmma, written down while they run on simt, against CuTe.
 
-A stage has K or V of 64 or 128 keys, in panels of 64 columns. What CuTe says of such stages is in
+A stage has K or V of 64 or 128 keys: eight keys' rows in each panel of 64 columns, then those of the next keys; a
+latent stage has its panels behind each other. What CuTe says of such stages is in
 tests/cute/vectors.npz.xz (`make witness`): the descriptor of each step, and where each 16 bytes of a key lie.
 """
 
@@ -108,7 +109,9 @@ def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
     head_dim, head_dim_v = sizes
     latent, keys = head_dim != head_dim_v, KEYS[rows, head_dim < 256]
     of_keys = "_128" if keys == 128 else ""
-    q_steps, k_steps = (CUTE[f"k_{head_dim}{of}.steps"].astype(np.int64).reshape(-1, 3) for of in ("", of_keys))
+    q_steps, k_steps = (
+        CUTE[f"{name}.steps"].astype(np.int64).reshape(-1, 3) for name in (f"q_{head_dim}", f"k_{head_dim}{of_keys}")
+    )
     v_steps = CUTE[f"v_{head_dim_v}{of_keys}.steps"].astype(np.int64).reshape(-1, keys // 16, 3)
     chunks = CUTE[f"k_{head_dim}{of_keys}.chunks"].astype(np.int64).reshape(keys, -1)
     v_chunks = CUTE[f"v_{head_dim_v}{of_keys}.chunks"].astype(np.int64).reshape(keys, -1)
@@ -130,10 +133,9 @@ def faults_of(words: Words, sizes: Sizes, rows: int) -> list[str]:
             faults.append("multiplications of several forms")
     filled = {"K": set[int](), "V": set[int]()}
     for kind, _, *numbers in words:
-        if kind == TMA:  # to, column, slot, page; the rows of 128 bytes begin with their first 16, before the swizzle
-            to, column, slot, _ = numbers
+        if kind == TMA:  # to, panel, eight slots, page; rows of 128 bytes begin with their first 16, before the swizzle
+            to, column, slot = numbers[0], numbers[1] * 64, numbers[2] * 8
             place = int(chunks[slot, column // 8])
-            assert slot % 8 == 0
         elif kind == COPY:
             to = numbers[0]
             key, chunk, is_v, _ = np.array(numbers[1:2], np.uint64).view(np.uint16).tolist()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif("simt" not in backends(), reason="built without 
     ("family", "suffix", "some"),
     [
         (instructions, "", {"ldmatrix_x4", "cp_async_wait", "shared", "of_cta", "ex2"}),
-        (instructions_sm90, "_sm90", {"mbar_init", "tma_load_4d", "matrix_descriptor", "wgmma_rs", "setmaxnreg_dec"}),
+        (instructions_sm90, "_sm90", {"mbar_init", "tma_load_5d", "matrix_descriptor", "wgmma_rs", "setmaxnreg_dec"}),
     ],
     ids=["all GPUs", "Hopper"],
 )

@@ -34,7 +34,7 @@ __device__ inline void produce(HopperShared<T>& s, const pagedtree::ptx::TensorM
                                const HopperParams<T>& p) {
   namespace ptx = pagedtree::ptx;
   ptx::mbar_arrive_expect(&s.q_full, kTileBytes);
-  for (int h = 0; h < 2; ++h) ptx::tma_load_4d(s.q[h], q, h * 64, 0, 0, 0, &s.q_full);
+  for (int h = 0; h < 2; ++h) ptx::tma_load_5d(s.q[h], q, h * 64, 0, 0, 0, 0, &s.q_full);
   const int loads = p.bug == Bug::kUnawaitedLoad ? p.tiles + 1 : p.tiles;
   for (int t = 0; t < loads; ++t) {
     const int stage = t % kStages;
@@ -43,8 +43,8 @@ __device__ inline void produce(HopperShared<T>& s, const pagedtree::ptx::TensorM
     for (int i = 0; i < kHopperKeys / kHopperPage; ++i) {
       const int page = p.pages[t % p.tiles * (kHopperKeys / kHopperPage) + i];
       for (int h = 0; h < 2; ++h) {
-        ptx::tma_load_4d(s.k[stage][h] + i * kHopperPage * 64, k, h * 64, 0, 0, page, &s.full[stage]);
-        ptx::tma_load_4d(s.v[stage][h] + i * kHopperPage * 64, v, h * 64, 0, 0, page, &s.full[stage]);
+        ptx::tma_load_5d(s.k[stage][h] + i * kHopperPage * 64, k, h * 64, 0, 0, 0, page, &s.full[stage]);
+        ptx::tma_load_5d(s.v[stage][h] + i * kHopperPage * 64, v, h * 64, 0, 0, 0, page, &s.full[stage]);
       }
     }
   }

@@ -198,8 +198,11 @@ void run_hopper(Bug bug) {
   for (size_t i = 0; i < pages.size(); ++i) pages[i] = static_cast<int32_t>((i * 7 + 3) % kPool);
   std::vector<float> out(64 * 128, NAN);
   const auto map = [](const std::vector<T>& data, uint32_t rows, uint64_t count) {
-    return pagedtree::ptx::TensorMap{
-        data.data(), sizeof(T), {128, rows, 1, count}, {256, 256 * rows, 256 * rows}, {64, rows, 1, 1}};
+    return pagedtree::ptx::TensorMap{data.data(),
+                                     sizeof(T),
+                                     {128, rows, 1, 1, count},
+                                     {256, 256 * rows, 256 * rows, 256 * rows},
+                                     {64, rows, 1, 1, 1}};
   };
   launch(hopper<T, kCopies>, dim3(1), dim3(kConsumers + 32), sizeof(HopperShared<T>), nullptr, map(q, 64, 1),
          map(k, kHopperPage, kPool), map(v, kHopperPage, kPool),

@@ -1,7 +1,12 @@
 // Hopper: 64 rows against latent stages, whose rows are keys and, but for their last columns, values. Two groups of
 // four warps have the same rows. Each computes the scores of every other stage, they give each other their weights, and
 // each accumulates half of the columns over all stages: so every stage is read from memory once, and the output of 512
-// columns fits the registers (FlashMLA's division of the work).
+// columns fits the registers (FlashMLA's division of the work, and its order within a pair of stages):
+//
+//   group 0: scores 0   weights 0  gives maxima | values 0           takes 1's weights, gives its own | values 1
+//   group 1: scores 1   takes maxima   weights 1, gives them with its maxima | values 1   takes 0's | values 0
+//
+// So one group's exponentials run beside the other's products, and maxima flow one way: group 1's are those of both.
 #pragma once
 
 #include "cuda/attention/attend_sm90.cuh"
@@ -37,34 +42,64 @@ class LatentConsumer : public ConsumerBase<I> {
     meet();  // the sums of the rows before are shared
     adjust_q(tile, row(), group_, shared_.q(0), meet, row_factors);
 
+    Scores<I> scores;
     for (int32_t first = stages.first; first < stages.end; first += 2) {
       const bool has_second = first + 1 < stages.end;
       // Where there is no second stage, its group computes scores of the first, which do not count.
       const bool is_second = group_ == 1 && has_second;
-      const int32_t mine = first + is_second;
-      const bool plain = is_plain(mine);
-      Scores<I> scores;
-      start_scores(scores, is_second ? next_place() : place_, plain);
+      const int32_t own = first + is_second;
+      const RingPlace mine = is_second ? next_place() : place_;
+      const bool plain = is_plain(own);
+#pragma unroll 1  // all descriptors at once would take too many registers
+      for (int part = 0; part < 2; ++part) start_scores<I::kPartPanels>(scores, mine, part, plain);
+      if (p_.head_dim == I::kHeadDim) start_scores<1>(scores, mine, 2, plain);
+      ptx::wgmma_commit();
       ptx::wgmma_wait<0>();
       ptx::wgmma_results(scores[0]);
-      if (!plain) {
-        const uint32_t reader = ptx::thread_index() % 32;
-        const uint32_t own = row() + own_row(reader);
-        const Visibility seen = tile.visibility(p_, own, shared_.given_rows[own]);
-        mask_scores(scores[0], visible_keys<I::kWords>(seen, reader, mine * I::kShape.keys), reader);
-      }
+      const bool hides = group_ == 1 && !has_second;
+      if (group_ == 0 && has_second) release_scores(mine);
+      if (!plain || hides) mask(tile, own, hides, scores);
       if (first + 2 >= stages.end) give_back();
-      if (group_ == 1 && !has_second) hide_all(scores);
-      RowFactors<I> tops, rescales, factors = {{row_factors[0][0], row_factors[0][1]}};
+
+      RowFactors<I> tops, raised, rescales, factors = {{row_factors[0][0], row_factors[0][1]}};
       find_tops<I>(scores, tops);
-      share_tops(tops);
-      const bool changed = weigh<I>(scores, tops, factors, sums, rescales);
-      WeightFragments<I> weights;
-      give_weights(scores, weights);
-      if (changed) rescale<I>(sums, rescales);
-      use_values(sums, weights, is_plain(first));
-      take_weights(weights);
-      if (has_second) use_values(sums, weights, is_plain(first + 1));
+      bool changed = false;
+      if (group_ == 1) {
+        changed = take_maxima(kMaximaGiven, sums, raised);
+        release_scores(mine);  // those of the first group have ended, too
+      }
+      changed = weigh<I>(scores, tops, factors, sums, rescales) || changed;
+      give_maxima(sums);
+      if (group_ == 0) ptx::barrier_arrive(kMaximaGiven, I::kConsumers);
+      WeightFragments<I> weights, others;
+#pragma unroll
+      for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, weights[n]);
+      if (group_ == 1) {
+        give_weights(scores);
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half) rescales[0][half] *= raised[0][half];
+      }
+      if (hides) take_weights(weights);
+      // The group's own weights with its stage's values, then the other's.
+#pragma unroll 1
+      for (bool of_other = hides;; of_other = true) {
+        const RingPlace at = (group_ == 0) == of_other ? next_place() : place_;
+        if (changed) rescale<I>(sums, rescales);
+        wait_for(at, static_cast<int>(group_), is_plain(first + ((group_ == 0) == of_other)));
+        start_values<I>(sums, weights, stage_of(at) + column() / 64 * I::kPanelStep);
+        if (!of_other) changed = exchange(scores, others, sums, rescales);
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(sums.out[0]);
+        release(at.stage, static_cast<int>(group_));
+        if (of_other || !has_second) break;
+#pragma unroll
+        for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
+#pragma unroll
+          for (uint32_t i = 0; i < 4; ++i) weights[n][i] = others[n][i];
+        }
+      }
+      place_.advance(call_.stages);
+      if (has_second) place_.advance(call_.stages);
     }
     share_sums(sums);
   }
@@ -77,84 +112,97 @@ class LatentConsumer : public ConsumerBase<I> {
     return place;
   }
 
-  // Starts scores = Q K, part by part as they arrive.
-  __device__ __forceinline__ void start_scores(Scores<I>& scores, const RingPlace& place, bool plain) {
-    constexpr uint32_t kPanels = I::kHeadDim / 64, kInPart = kPanels / I::kParts, kPanel = I::kPanelBytes / 16;
-    // From one lane, so that the compiler finds descriptors once per warp.
-    const unsigned char* const stage = shared_.stage(__shfl_sync(kWholeWarp, place.stage, 0));
-    uint64_t keys = ptx::matrix_descriptor(stage, 16, kEightRows);
-    uint64_t rows = ptx::matrix_descriptor(shared_.q(0), 16, kEightRows);
-#pragma unroll 1  // all descriptors at once would take too many registers
-    for (int part = 0; part < I::kParts; ++part) {
-      wait_for(place, part, plain);
-      ptx::wgmma_fence();
-      // Where there are no columns behind V's, Q is 0, and stands for them.
-      const bool is_short = part + 1 == I::kParts && p_.head_dim < I::kHeadDim;
-      const uint64_t last_keys = (is_short ? rows : keys) + (kInPart - 1) * kPanel;
+  // Starts scores = Q K of a part, when it has arrived; the first part's begins them.
+  template <int kPanels>
+  __device__ __forceinline__ void start_scores(Scores<I>& scores, const RingPlace& place, int part, bool plain) {
+    constexpr uint32_t kPanel = I::kPanelStep / 16;
+    wait_for(place, part, plain);
+    const int first = part * I::kPartPanels;
+    const uint64_t keys = ptx::matrix_descriptor(stage_of(place) + first * I::kPanelStep, 16, kEightRows);
+    const uint64_t rows = ptx::matrix_descriptor(shared_.q(0) + first * kQPanelBytes, 16, kEightRows);
+    ptx::wgmma_fence();
 #pragma unroll
-      for (uint32_t panel = 0; panel < kInPart; ++panel) {
-#pragma unroll
-        for (uint32_t step = 0; step < 4; ++step) {
-          const uint64_t columns = panel + 1 < kInPart ? keys + panel * kPanel : last_keys;
-          ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + panel * kPanel + step * 2, columns + step * 2,
-                                                       part > 0 || panel + step > 0);
-        }
-      }
-      keys += kInPart * kPanel;
-      rows += kInPart * kPanel;
-    }
-    ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ static void hide_all(Scores<I>& scores) {
-#pragma unroll
-    for (uint32_t n = 0; n < I::kWarpKeys / 8; ++n) {
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) scores[0][n][i] = -kInfinity;
+    for (uint32_t step = 0; step < kPanels * 4; ++step) {
+      const uint32_t at = step / 4 * kPanel + step % 4 * 2;
+      ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + at, keys + at, part > 0 || step > 0);
     }
   }
-
-  // The largest scores over the stages of both groups.
-  __device__ __forceinline__ void share_tops(RowFactors<I>& tops) const {
+  // From one lane, so that the compiler finds descriptors once per warp.
+  __device__ __forceinline__ unsigned char* stage_of(const RingPlace& place) const {
+    return shared_.stage(__shfl_sync(kWholeWarp, place.stage, 0));
+  }
+  // The scores of a stage are computed, by both groups if there is no second one.
+  __device__ __forceinline__ void release_scores(const RingPlace& place) {
+    __syncwarp();
     const uint32_t lane = ptx::thread_index() % 32;
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      if (lane % 4 == 0) shared_.of_rows[group_][row() + half * 8 + lane / 4] = tops[0][half];
-    }
-    meet();
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      tops[0][half] = fmaxf(tops[0][half], shared_.of_rows[1 - group_][row() + half * 8 + lane / 4]);
-    }
+    if (lane < I::kParts) ptx::mbar_arrive(&shared_.empty[place.stage][lane]);
+  }
+  __device__ __forceinline__ void mask(const RowTile& tile, int32_t stage, bool hides_all, Scores<I>& scores) const {
+    const uint32_t reader = ptx::thread_index() % 32, own = row() + own_row(reader);
+    const Visibility seen = tile.visibility(p_, own, shared_.given_rows[0][own]);
+    VisibleKeys<I::kWords> keys = visible_keys<I::kWords>(seen, reader, stage * I::kShape.keys);
+    if (hides_all) keys.hide_from(0);
+    mask_scores(scores[0], keys, reader);
   }
 
-  // The groups exchange weights through memory for one of them, in which each thread has a place, as the threads of
-  // both groups have the same fragments. The first group puts its weights there; the second takes them and puts its own
-  // there. Returns those of the first group.
-  __device__ __forceinline__ void give_weights(const Scores<I>& scores, WeightFragments<I>& weights) const {
-    WeightFragments<I> mine;
+  __device__ __forceinline__ float& of_row(uint32_t group, uint32_t half) const {
+    return shared_.of_rows[group][row() + half * 8 + ptx::thread_index() % 32 / 4];
+  }
+  __device__ __forceinline__ void give_maxima(const Accumulator<I>& sums) const {
 #pragma unroll
-    for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) pack_weights<typename I::M>(scores[0], n * 2, mine[n]);
-    if (group_ == 1) {
-      ptx::barrier_sync(kWeightsGiven, I::kConsumers);
-      read_weights(weights);
-    } else {
-#pragma unroll
-      for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
-#pragma unroll
-        for (uint32_t i = 0; i < 4; ++i) weights[n][i] = mine[n][i];
-      }
+    for (uint32_t half = 0; half < 2; ++half) {
+      if (ptx::thread_index() % 4 == 0) of_row(group_, half) = sums.maximum[0][half];
     }
+  }
+  // Raises maxima to those of the other group, when it has given them; the factors are what that makes of weights.
+  // Returns whether a maximum of the warp's rows has changed.
+  __device__ __forceinline__ bool take_maxima(unsigned barrier, Accumulator<I>& sums, RowFactors<I>& factors) const {
+    ptx::barrier_sync(barrier, I::kConsumers);
+    bool changed = false;
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const float old = sums.maximum[0][half], raised = of_row(1 - group_, half);
+      factors[0][half] = ptx::ex2(old - (raised == -kInfinity ? 0.0f : raised));
+      sums.maximum[0][half] = raised;
+      sums.sum[0][half] *= factors[0][half];
+      changed = changed || raised != old;
+    }
+    return __any_sync(kWholeWarp, changed);
+  }
+
+  // Groups exchange weights through memory for one of them, in which each thread has a place, as the threads of both
+  // groups have the same fragments: the second group puts its weights there, the first takes them and puts its own.
+  __device__ __forceinline__ void give_weights(const Scores<I>& scores) const {
     uint4* const to = shared_.weights() + ptx::thread_index() % 128;
 #pragma unroll
     for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
-      to[n * 128] = make_uint4(mine[n][0], mine[n][1], mine[n][2], mine[n][3]);
+      uint32_t fragment[4];
+      pack_weights<typename I::M>(scores[0], n * 2, fragment);
+      to[n * 128] = make_uint4(fragment[0], fragment[1], fragment[2], fragment[3]);
     }
-    ptx::barrier_arrive(kWeightsGiven + group_, I::kConsumers);
+    ptx::barrier_arrive(kWeightsGiven + 1 - group_, I::kConsumers);
   }
-  // Those of the second group.
+  // Takes the other group's weights, and as the first group its maxima, under which it gives its own. Returns whether
+  // sums are to be rescaled.
+  __device__ __forceinline__ bool exchange(Scores<I>& scores, WeightFragments<I>& others, Accumulator<I>& sums,
+                                           RowFactors<I>& rescales) const {
+    if (group_ == 1) {
+      take_weights(others);
+      return false;
+    }
+    const bool changed = take_maxima(kWeightsGiven, sums, rescales);
+    read_weights(others);
+#pragma unroll
+    for (uint32_t n = 0; n < I::kWarpKeys / 8; ++n) {
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) scores[0][n][i] *= changed ? rescales[0][i / 2] : 1.0f;
+    }
+    give_weights(scores);
+    return changed;
+  }
+  // The second group takes those of the first.
   __device__ __forceinline__ void take_weights(WeightFragments<I>& weights) const {
-    if (group_ == 0) ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);
+    ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);
     read_weights(weights);
   }
   __device__ __forceinline__ void read_weights(WeightFragments<I>& weights) const {
@@ -167,18 +215,6 @@ class LatentConsumer : public ConsumerBase<I> {
       weights[n][2] = fragment.z;
       weights[n][3] = fragment.w;
     }
-  }
-
-  // out += weights * V of the group's columns, and gives the stage back.
-  __device__ __forceinline__ void use_values(Accumulator<I>& sums, const WeightFragments<I>& weights, bool plain) {
-#pragma unroll
-    for (int part = 0; part < I::kParts; ++part) wait_for(place_, part, plain);
-    const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
-    place_.advance(call_.stages);
-    start_values<I>(sums, weights, shared_.stage(stage) + column() / 64 * I::kPanelBytes);
-    ptx::wgmma_wait<0>();
-    ptx::wgmma_results(sums.out[0]);
-    release(stage);
   }
 
   // Each group has the weights of its own stages. Afterwards a row's first lane has their sum, the other lanes 0.

@@ -54,13 +54,13 @@ constexpr uint32_t kEightRows = 8 * 128, kQPanelBytes = 8 * kEightRows;  // in a
 template <typename I>
 __device__ __forceinline__ void start_scores(Scores<I>& scores, const unsigned char* q, const unsigned char* k) {
   // A descriptor counts 16 bytes from its lowest bit on, so a constant leads to the next columns.
-  const uint64_t rows = ptx::matrix_descriptor(q, 16, kEightRows), keys = ptx::matrix_descriptor(k, 16, kEightRows);
+  const uint64_t rows = ptx::matrix_descriptor(q, 16, kEightRows), keys = ptx::matrix_descriptor(k, 16, I::kEightKeys);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t step = 0; step < I::kHeadDim / 16; ++step) {
     const uint32_t panel = step / 4, in_panel = step % 4 * 32;
     ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + (panel * kQPanelBytes + in_panel) / 16,
-                                                 keys + (panel * I::kPanelBytes + in_panel) / 16, step > 0);
+                                                 keys + (panel * I::kPanelStep + in_panel) / 16, step > 0);
   }
   ptx::wgmma_commit();
 }
@@ -72,11 +72,11 @@ using WeightFragments = uint32_t[I::kShape.keys / 16][4];
 template <typename I>
 __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightFragments<I>& weights,
                                              const unsigned char* v) {
-  const uint64_t first_values = ptx::matrix_descriptor(v, I::kPanelBytes, kEightRows);
+  const uint64_t first_values = ptx::matrix_descriptor(v, I::kPanelStep, I::kEightKeys);
   ptx::wgmma_fence();
 #pragma unroll
   for (uint32_t n = 0; n < I::kShape.keys / 16; ++n) {
-    const uint64_t values = first_values + n * 2 * kEightRows / 16;
+    const uint64_t values = first_values + n * 2 * I::kEightKeys / 16;
     ptx::wgmma_rs<typename I::M, I::kWarpColumns, true>(sums.out[0], weights[n], values, true);
   }
   ptx::wgmma_commit();
@@ -116,17 +116,19 @@ class ConsumerBase {
 
   // Waits for the next row tile, which stands until the one behind the next is given; null at the end of the range.
   __device__ __forceinline__ const GivenTile* take() {
-    ptx::mbar_wait(&shared_.is_given, given_);
-    const GivenTile& given = shared_.given[given_];
-    given_ ^= 1;
+    ptx::mbar_wait(&shared_.is_given[taken_ % I::kQs], taken_ / I::kQs % 2);
+    const GivenTile& given = shared_.given[taken_ % (2 * I::kQs)];
+    ++taken_;
     return given.tile.rows > 0 ? &given : nullptr;
   }
 
  protected:
+  // Of the Q of the row tile that was taken last.
+  __device__ __forceinline__ uint32_t place() const { return (taken_ - 1) % I::kQs; }
   // The warp has used up Q and what was given of each row.
   __device__ __forceinline__ void give_back() const {
     __syncwarp();
-    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used);
+    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used[place()]);
   }
   // Finds the factors of the scores of the warp's rows, from `row` on, and adjusts Q where it has to be. Groups that
   // share the rows adjust half of them each.
@@ -157,10 +159,10 @@ class ConsumerBase {
     // What cp.async has written: no producer could fence after its end. TMA needs no fence.
     if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
   }
-  // The warp has used up the stage.
-  __device__ __forceinline__ void release(int stage) {
+  // The warp has used up a part of the stage.
+  __device__ __forceinline__ void release(int stage, int part = 0) {
     __syncwarp();
-    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage]);
+    if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage][part]);
   }
 
   const AttentionParams& p_;
@@ -168,14 +170,14 @@ class ConsumerBase {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t given_ = 0;  // how many row tiles were taken, of which the lowest bit counts
+  uint32_t taken_ = 0;  // how many row tiles
 };
 
 // The multiplying side of a ring of K and V apart.
 template <typename I>
 class Consumer : public ConsumerBase<I> {
   using Base = ConsumerBase<I>;
-  using Base::adjust_q, Base::give_back, Base::wait_for, Base::release;
+  using Base::adjust_q, Base::give_back, Base::place, Base::wait_for, Base::release;
   using Base::p_, Base::call_, Base::maps_, Base::shared_, Base::place_;
 
  public:
@@ -205,9 +207,12 @@ class Consumer : public ConsumerBase<I> {
       return skip(stages);
     }
     const bool both = tile.rows > I::kGroupRows;
-    const TreeWindow window = shared_.given_rows[row() + own_row(ptx::thread_index() % 32)];
+    const TreeWindow window = shared_.given_rows[place()][row() + own_row(ptx::thread_index() % 32)];
     // Found anew, where the compiler would keep all descriptors in registers.
-    const auto q = [&] { return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp()); };
+    const auto q = [&] {
+      const uint32_t number = I::kQs > 1 ? __shfl_sync(kWholeWarp, place(), 0) : 0;
+      return shared_.q(I::kTwoGroups && I::kHeadDim < 256 ? turns_.group : group_of_warp(), number);
+    };
     RowFactors<I> row_factors;
     adjust_q(tile, row(), 0, q(), [&] { ptx::barrier_sync(kGroupsMeet + turns_.group, 128); }, row_factors);
     sums.clear();

@@ -54,6 +54,8 @@ struct TileShape {
   // Bytes of shared memory: Q, one stage, with mma.sync with the addresses of its rows, the header, the output of
   // mma.sync in fp32.
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
+  // Qs in shared memory: with many rows row tiles follow each other, and a second one arrives during the first.
+  constexpr int num_qs() const { return is_wgmma() && m_tile > 64 && head_dim < 256 ? 2 : 1; }
   // Bytes of the weights that groups of warps give each other.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
@@ -65,14 +67,14 @@ struct TileShape {
   // and what each row sees, barriers, the addresses of the rows of two stages. Wide values: the row tile, the maxima of
   // a stage, and one number for each score. The kernels check that they suffice.
   constexpr int header_bytes() const {
-    if (is_wgmma()) return is_latent() ? 3072 : keys > kKvTile ? 7168 : m_tile > 64 ? 5120 : 4096;
+    if (is_wgmma()) return is_latent() ? 3072 : keys > kKvTile ? 9216 : m_tile > 64 ? 5120 : 4096;
     if (is_wide()) return 1024 + m_tile * keys * 4;
     const int of_states = key_warps * m_tile * 8, of_views = warps() * 16 + 32 + m_tile * 28;
     return 128 * ceil_div(80 + max_of(of_states, of_views), 128);
   }
   constexpr int out_bytes() const { return is_wgmma() ? 0 : key_warps * m_tile * head_dim_v * 4; }
   constexpr int shared_bytes(int kv_bytes, int stages) const {
-    return header_bytes() + q_bytes() + weight_bytes() + stages * stage_bytes(kv_bytes);
+    return header_bytes() + num_qs() * q_bytes() + weight_bytes() + stages * stage_bytes(kv_bytes);
   }
   // The output takes the place of Q and the stages when they are used up. With wgmma the next K arrives while the
   // stages of one K and one V are multiplied; e4m3 arrives two stages before it is decoded.

@@ -56,8 +56,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
         if (producer.by_query || !__any_sync(kWholeWarp, shared.is_poisoned)) break;
         producer.by_query = true;
         own().has_more = 1;
-        // The end is used up, too.
-        if (ptx::thread_index() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared.is_used);
+        producer.use_up_end();
       }
     }
     __syncwarp();

@@ -144,12 +144,28 @@ struct Walk : RowPiece {
     return (is_first || in_tile > 0) && tile.first_row < all;
   }
 
+  // Goes to the next row tile of the head, whose sequence and keys are known. Returns whether the range has one with
+  // rows for the CTA.
+  __device__ __forceinline__ bool next_in_head(const AttentionParams& p, int32_t m_tile) {
+    const uint32_t rows = static_cast<uint32_t>(tile.num_queries * p.group_size),
+                   first_row = tile.first_row + static_cast<uint32_t>(m_tile * share.sharers);
+    const WorkPosition next{at.sequence, at.row_tile + 1, 0};
+    if (first_row >= rows || !next.before(stop)) return false;
+    at = next;
+    kv_end = next.same_row(stop) ? stop.kv_tile : tile.kv_tiles();
+    tile.first_row = first_row;
+    tile.rows = min_of(rows - first_row, static_cast<uint32_t>(m_tile));
+    return true;
+  }
+
   // Goes to the next row tile that has rows for the CTA, from the begin of the range on or behind the one that it is
   // at.
   __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
                                           bool is_behind) {
     if (order.count != 0 || !is_behind) find(p, call, is_behind);
+    const bool is_whole_tile = is_behind && !is_by_query();
     order.count = 0;
+    if (is_whole_tile && next_in_head(p, shape.m_tile)) return;
     tile.rows = 0;
     for (WorkPosition now = at; now.before(stop); is_behind = false) {
       const SequenceWork work = sequence_work(shape, now.sequence, share.sharers);

@@ -20,67 +20,104 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
   static constexpr bool kLatent = Base::kShape.is_latent(), kTwoGroups = Base::kShape.warps() > 4;
-  static constexpr int kConsumerRegisters = kTwoGroups                    ? (kDecodes && !kLatent ? 216 : 224)
+  static constexpr int kConsumerRegisters = kTwoGroups                    ? (!kLatent ? 216 : 224)
                                             : Base::kShape.max_ctas() > 1 ? 200
                                                                           : 240;
   static constexpr int kProducerRegisters = kTwoGroups                    ? 504 - 2 * kConsumerRegisters
                                             : Base::kShape.max_ctas() > 1 ? 56
                                                                           : 168;
-  static constexpr int kParts = kLatent ? 3 : 1;                    // of a stage, each with a barrier of its own
-  static constexpr int kTiles = Base::kShape.keys / kKvTile;        // KV tiles of a stage
-  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;  // 64 columns of a stage
+  // Parts of a stage, each with its barriers: latent rows' columns of V by halves, and the others.
+  static constexpr int kParts = kLatent ? 3 : 1;
+  static constexpr int kPartPanels = kLatent ? 4 : kHeadDim / 64;  // but the last one has what is left
+  static constexpr int kTiles = Base::kShape.keys / kKvTile;       // KV tiles of a stage
+  static constexpr uint32_t kQs = Base::kShape.num_qs();
+  // A stage has eight keys' rows in each of so many panels of 64 columns, then the next keys', so that a box has all of
+  // these panels; a latent stage, which comes in parts, has its panels behind each other.
+  static constexpr uint32_t kTogether = kLatent ? 1 : kHeadDim / 64;
+  static constexpr uint32_t kEightKeys = kTogether * 1024;                          // bytes from eight keys to the next
+  static constexpr uint32_t kPanelStep = kLatent ? Base::kShape.keys * 128 : 1024;  // and from a panel to the next
+  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;                  // 64 columns of a stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
-  static_assert(kHeadDim % (64 * kParts) == 0, "parts are whole panels");
+  static_assert(kHeadDim % 64 == 0 && (!kLatent || kHeadDim / 64 == 2 * kPartPanels + 1));
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
   // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
   static constexpr int kFirstRegisters = min_of(255, 65536 / (Base::kThreads * Base::kShape.max_ctas())) / 8 * 8;
   static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= Base::kThreads * kFirstRegisters);
 };
 
-// The caches as TMA reads them: boxes of 64 columns of `box` neighbouring slots of a page.
+// The caches as TMA reads them: 64 columns, 8 slots, panels of 64 columns, groups of 8 slots, pages. Heads are counted
+// with panels if a slot's heads are neighbours, else with pages. A box has all panels of a stage's group and `box`
+// neighbouring slots of a page.
 struct CacheMaps {
   ptx::TensorMap k, v;
   int box;  // 0: no maps, pages or strides are not such that TMA could read them, or the driver refuses
+  int32_t head_panels, page_heads, head_pages;  // from a head or page to the next, in panels and pages of the map
 
   template <typename I>
   static CacheMaps of(const AttentionParams& p) {
     CacheMaps maps{};
-    if (I::kDecodes || !fits(p, p.k_cache) || !fits(p, p.v_cache)) return maps;
+    const bool by_panels = has_neighbours(p, p.k_cache) && has_neighbours(p, p.v_cache);
+    const int64_t page_heads = by_panels ? 1 : heads_of_page(p, p.k_cache);
+    if (I::kDecodes || !fits(p, p.k_cache, page_heads) || !fits(p, p.v_cache, page_heads)) return maps;
+    if (!by_panels && heads_of_page(p, p.v_cache) != page_heads) return maps;
     int box = kKvTile;  // a stage may begin with any KV tile
     while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
     if (box < kEightSlots) return maps;
-    const std::optional<ptx::TensorMap> k = map_of(p, p.k_cache, box);
-    const std::optional<ptx::TensorMap> v = I::kLatent ? k : map_of(p, p.v_cache, box);
-    return k && v ? CacheMaps{*k, *v, box} : maps;
+    const std::optional<ptx::TensorMap> k = map_of<I>(p, p.k_cache, box, by_panels, page_heads);
+    const std::optional<ptx::TensorMap> v = I::kLatent ? k : map_of<I>(p, p.v_cache, box, by_panels, page_heads);
+    if (!k || !v) return maps;
+    return {*k, *v, box, by_panels ? p.head_dim / 64 : 0, static_cast<int32_t>(page_heads), by_panels ? 0 : 1};
   }
 
  private:
   static constexpr int kEightSlots = 8;  // of 128 bytes: after these the pattern of the swizzle begins anew
 
+  static bool has_neighbours(const AttentionParams& p, const PagedCache& cache) {
+    return p.num_kv_heads == 1 || cache.head_stride == p.head_dim;
+  }
+  // How many heads' strides lead from a page to the next; 0 if no number of them does.
+  static int64_t heads_of_page(const AttentionParams& p, const PagedCache& cache) {
+    if (p.num_pages == 1) return p.num_kv_heads;
+    return cache.head_stride > 0 && cache.page_stride % cache.head_stride == 0 ? cache.page_stride / cache.head_stride
+                                                                               : 0;
+  }
   // TMA wants strides that are multiples of 16 bytes below 2^40, and sizes of 32 bits; the stride of a size of 1 is
   // never used.
   static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
-  static bool fits(const AttentionParams& p, const PagedCache& cache) {
-    const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 40; };
-    return p.num_pages > 0 && p.num_pages < int64_t{1} << 31 && p.table.page_size < int64_t{1} << 31 &&
+  static bool fits(const AttentionParams& p, const PagedCache& cache, int64_t page_heads) {
+    const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 36; };
+    return p.num_pages > 0 && page_heads > 0 && page_heads <= INT32_MAX &&
+           p.num_pages * page_heads + p.num_kv_heads < int64_t{1} << 31 && p.table.page_size < int64_t{1} << 31 &&
            reinterpret_cast<uintptr_t>(cache.data) % 16 == 0 &&
            is_stride(stride_bytes(p.table.page_size, cache.slot_stride)) &&
            is_stride(stride_bytes(p.num_kv_heads, cache.head_stride)) &&
            is_stride(stride_bytes(p.num_pages, cache.page_stride));
   }
-  static std::optional<ptx::TensorMap> map_of(const AttentionParams& p, const PagedCache& cache, int box) {
-    const auto bytes = [](int64_t size, int64_t stride) { return static_cast<uint64_t>(stride_bytes(size, stride)); };
+  template <typename I>
+  static std::optional<ptx::TensorMap> map_of(const AttentionParams& p, const PagedCache& cache, int box,
+                                              bool by_panels, int64_t page_heads) {
+    const auto size = [](int64_t value) { return static_cast<uint64_t>(value); };
+    const int64_t pages = by_panels ? p.num_pages : (p.num_pages - 1) * page_heads + p.num_kv_heads;
+    const int64_t panels = p.head_dim / 64 * (by_panels ? p.num_kv_heads : 1);
+    const uint64_t slot_bytes = size(cache.slot_stride * 2);
     return tensor_map({cache.data,
-                       {static_cast<uint64_t>(p.head_dim), static_cast<uint64_t>(p.table.page_size),
-                        static_cast<uint64_t>(p.num_kv_heads), static_cast<uint64_t>(p.num_pages)},
-                       {bytes(p.table.page_size, cache.slot_stride), bytes(p.num_kv_heads, cache.head_stride),
-                        bytes(p.num_pages, cache.page_stride)},
-                       {64, static_cast<uint32_t>(box), 1, 1}});
+                       {64, kEightSlots, size(panels), size(p.table.page_size / kEightSlots), size(pages)},
+                       {slot_bytes, 128, kEightSlots * slot_bytes,
+                        size(stride_bytes(pages, by_panels ? cache.page_stride : cache.head_stride))},
+                       {64, kEightSlots, I::kTogether, static_cast<uint32_t>(box / kEightSlots), 1}});
   }
 };
 
 // Named barriers; 0 is that of __syncthreads().
-enum Sm90Barrier : unsigned { kProducersMeet = 1, kJoinersMeet, kAllMeet, kTurns, kGroupsMeet = 6, kWeightsGiven = 8 };
+enum Sm90Barrier : unsigned {
+  kProducersMeet = 1,
+  kJoinersMeet,
+  kAllMeet,
+  kTurns,
+  kGroupsMeet = 6,
+  kMaximaGiven = 8,
+  kWeightsGiven,
+};
 
 // A row tile that is given to the multiplying warps, which look it up in shared memory, because accumulators fill their
 // registers.
@@ -108,11 +145,11 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
 template <typename I>
 struct alignas(1024) Sm90Shared {
   Walk walks[I::kShape.producer_warps()];  // each warp walks for itself; the first one's has what the CTA joins
-  GivenTile given[2];                      // the newest and the one before, whose output may not be written yet
-  TreeWindow given_rows[I::kMTile];
+  GivenTile given[2 * I::kQs];             // also one whose output may not be written yet
+  TreeWindow given_rows[I::kQs][I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
-  uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()];
-  uint64_t is_given, is_used;                   // Q and given_rows
+  uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()][I::kParts];
+  uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q and given_rows
   bool is_poisoned;                             // whether a row tile is: see join()
   RowSpan counted[I::kShape.producer_warps()];  // as of GivenTile, if queries come one by one; each warp's own
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
@@ -120,24 +157,32 @@ struct alignas(1024) Sm90Shared {
   // What groups with the same rows tell each other, and before the factors of scores.
   float of_rows[I::kShape.column_warps][I::kLatent || I::kScalesRows ? I::kMTile : 1];
 
-  __device__ __forceinline__ unsigned char* q(uint32_t group) {
-    return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + group * I::QRows::kBytes;
+  // A group's rows of the Q of the row tile that was given as number `given`.
+  __device__ __forceinline__ unsigned char* q(uint32_t group, uint32_t given = 0) {
+    return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + given % I::kQs * I::kShape.q_bytes() +
+           group * I::QRows::kBytes;
   }
-  __device__ __forceinline__ uint4* weights() { return reinterpret_cast<uint4*>(q(0) + I::kShape.q_bytes()); }
+  __device__ __forceinline__ uint4* weights() { return reinterpret_cast<uint4*>(q(0) + I::kQs * I::kShape.q_bytes()); }
   __device__ __forceinline__ unsigned char* stage(int i) {
-    return q(0) + I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::kShape.stage_bytes(2);
+    return q(0) + I::kQs * I::kShape.q_bytes() + I::kShape.weight_bytes() + i * I::kShape.stage_bytes(2);
   }
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
-  // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`.
+  // Called by one thread. Each producing thread arrives at `full`, each multiplying warp at `empty`; of a latent part,
+  // the warps of the group that has used it for scores, and those of the group that has used it as values.
   __device__ __forceinline__ void init_barriers(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
-      for (uint64_t& bar : full[i]) ptx::mbar_init(&bar, I::kProducers);
-      ptx::mbar_init(&empty[i], I::kShape.warps());
+#pragma unroll
+      for (int part = 0; part < I::kParts; ++part) {
+        ptx::mbar_init(&full[i][part], I::kProducers);
+        ptx::mbar_init(&empty[i][part], part < 2 ? I::kShape.warps() : I::kShape.warps() / 2);
+      }
     }
-    ptx::mbar_init(&is_given, 2 * I::kProducers);  // each when it has written, and when its copies have arrived
-    ptx::mbar_init(&is_used, I::kShape.warps());
+    for (uint32_t i = 0; i < I::kQs; ++i) {
+      ptx::mbar_init(&is_given[i], 2 * I::kProducers);  // each when it has written, and when its copies have arrived
+      ptx::mbar_init(&is_used[i], I::kShape.warps());
+    }
     ptx::fence_mbar_init();
     is_poisoned = false;
   }
@@ -223,10 +268,9 @@ class Producer {
       }
       __syncwarp();
     };
-    // Q of a later row tile waits until the one before is used up. Its second K need not.
-    const bool is_later = !I::kLatent && has_given_ && stages.first + kTiles < stages.end;
-    const int32_t gives_at = stages.first + (is_later ? kTiles : 0);
-    has_given_ = true;
+    // Where there is one Q, that of a later row tile waits until the one before is used up. Its second K need not.
+    const bool waits = I::kQs == 1 && !I::kLatent && given_ > 0 && stages.first + kTiles < stages.end;
+    const int32_t gives_at = stages.first + (waits ? kTiles : 0);
     int32_t page_before = -1, page = -1;
     for (int32_t stage = stages.first - kTiles; stage < stages.end + kTiles; stage += kTiles) {
       const int32_t last = stage - kTiles, next = stage + kTiles;
@@ -245,23 +289,28 @@ class Producer {
     if constexpr (I::kDecodes) decode_parts(0);
   }
 
+  // The end, which was given last, is used up, too.
+  __device__ __forceinline__ void use_up_end() {
+    if (thread() % 32 < I::kConsumers / I::kProducers) ptx::mbar_arrive(&shared_.is_used[(given_ - 1) % I::kQs]);
+  }
   // All that was produced arrives before the thread ends.
   __device__ __forceinline__ void finish() { ptx::cp_async_wait<0>(); }
 
  private:
-  // Once the scores of the row tile before are used up.
+  // Once the scores of the row tile are used up whose Q was in the same place.
   __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
     if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) note_cut(own, pieces_of<I>(call_));
-    ptx::mbar_wait(&shared_.is_used, given_ ^ 1);
-    if (thread() == 0) shared_.given[given_] = {own, bounds, counted(own.tile)};
-    given_ ^= 1;
-    if (thread() < I::kMTile) shared_.given_rows[thread()] = row;
+    const uint32_t place = given_ % I::kQs;
+    ptx::mbar_wait(&shared_.is_used[place], given_ / I::kQs % 2 ^ 1);
+    if (thread() == 0) shared_.given[given_ % (2 * I::kQs)] = {own, bounds, counted(own.tile)};
+    if (thread() < I::kMTile) shared_.given_rows[place][thread()] = row;
     if (with_q) copy_q(own.tile);
-    ptx::mbar_arrive(&shared_.is_given);
-    ptx::cp_async_mbar_arrive(&shared_.is_given);
+    ptx::mbar_arrive(&shared_.is_given[place]);
+    ptx::cp_async_mbar_arrive(&shared_.is_given[place]);
+    ++given_;
   }
   // To where wgmma expects it: 0 behind the last row of whole groups, and behind the last column.
-  __device__ __forceinline__ void copy_q(const RowTile& tile) {
+  __device__ __forceinline__ void copy_q(TileRows tile) {  // in registers, as copies may change memory
     constexpr uint32_t kChunks = I::kHeadDim / 8, kLanes = min_of<uint32_t>(kChunks, 32),
                        kRows = I::kProducers / kLanes;
     const uint32_t chunks = static_cast<uint32_t>(p_.head_dim) / 8, rows = ceil_div(tile.rows, kGroup) * kGroup;
@@ -273,7 +322,7 @@ class Producer {
                              tile.head(p_, own) * p_.q_head_stride;
 #pragma unroll
       for (uint32_t chunk = thread() % kLanes; chunk < kChunks; chunk += kLanes) {
-        unsigned char* const to = shared_.q(row / kGroup) + I::QRows::offset(row % kGroup, chunk);
+        unsigned char* const to = shared_.q(row / kGroup, given_) + I::QRows::offset(row % kGroup, chunk);
         const bool has = has_row && chunk < chunks;
         if (call_.q_aligned) {
           ptx::cp_async_16(ptx::smem_addr(to), from + chunk * 8, has);
@@ -286,7 +335,7 @@ class Producer {
 
   static constexpr int kKeys = I::kShape.keys, kTiles = I::kTiles;
   static constexpr uint32_t kPanelBytes = I::kPanelBytes, kGroup = I::kGroupRows;
-  static constexpr int32_t kPanels = I::kHeadDim / 64 / I::kParts;  // of a part, of 64 columns
+  static constexpr int32_t kPanels = I::kPartPanels;
   using PanelRows = Panels<128, kKeys>;
   // Read each time, instead of being kept in a register. The producers' threads come last.
   __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
@@ -334,13 +383,17 @@ class Producer {
   }
   __device__ __forceinline__ void fill_boxes(const ptx::TensorMap& map, const RowTile& tile, int32_t stage,
                                              int32_t page) {
-    const auto panel = static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) / kKeys);
+    constexpr int32_t kTogether = I::kTogether;  // panels of a box
+    const auto panel = static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) / kKeys) * kTogether;
     const int32_t key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
-    wait_until_empty();
+    // A page that the cache lacks reads as zeros.
+    const bool is_known = static_cast<uint32_t>(page) < p_.pages_end;
+    const int32_t map_page = is_known ? page * maps_.page_heads + tile.kv_head * maps_.head_pages : -1;
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
-      const int32_t first = part * kPanels, panels = min_of(kPanels, num_panels() - first);
+      const int32_t first = part * kPanels, panels = panels_of(part);
+      wait_until_empty(part);
       uint64_t* const full = &shared_.full[place_.stage][part];
       if (thread() == 0) {
         ptx::mbar_arrive_expect(full, static_cast<uint32_t>(panels) * kPanelBytes);
@@ -348,8 +401,8 @@ class Producer {
         ptx::mbar_arrive(full);
       }
       if (panel < panels) {
-        ptx::tma_load_4d(shared_.stage(place_.stage) + ((first + panel) * kKeys + key) * 128, &map,
-                         (first + panel) * 64, offset, tile.kv_head, page, full);
+        ptx::tma_load_5d(shared_.stage(place_.stage) + (first + panel) * I::kPanelStep + key / 8 * I::kEightKeys, &map,
+                         0, 0, tile.kv_head * maps_.head_panels + first + panel, offset / 8, map_page, full);
       }
     }
     place_.advance(call_.stages);
@@ -360,28 +413,32 @@ class Producer {
   // Where the thread's first chunk of the first panel lies. Codes arrive where the first half of what they become will
   // be, so that each thread decodes in place, and alone, what it has copied.
   __device__ __forceinline__ static uint32_t first_chunk() {
-    return PanelRows::offset(thread() / kWidth, thread() % kWidth * (8 / kWidth));
+    const uint32_t row = thread() / kWidth;
+    return row / 8 * I::kEightKeys + PanelRows::offset(row % 8, thread() % kWidth * (8 / kWidth));
   }
+  static constexpr uint32_t kStepBytes = kStep / 8 * I::kEightKeys;
 
   // Fills the next stage with K or V.
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
-    wait_until_empty();
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
     constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // few registers are left to producers
 #pragma unroll 1
     for (int32_t part = 0; part < I::kParts; ++part) {
+      const int32_t panels = panels_of(part);
+      wait_until_empty(part);
 #pragma unroll 1
       for (uint32_t first = 0; first < kSteps; first += kAtOnce) {
         const char* from[kAtOnce];
 #pragma unroll
         for (uint32_t i = 0; i < kAtOnce; ++i) from[i] = rows[thread() / kWidth + (first + i) * kStep].*which;
 #pragma unroll
-        for (int32_t panel = part * kPanels; panel < (part + 1) * kPanels; ++panel) {
-          if (I::kLatent && panel >= num_panels()) break;
+        for (int32_t panel = 0; panel < kPanels; ++panel) {
+          if (I::kLatent && panel >= panels) break;
+          const int32_t column = part * kPanels + panel;  // in panels
 #pragma unroll
           for (uint32_t i = 0; i < kAtOnce; ++i) {
-            ptx::cp_async_16(to + panel * kPanelBytes + (first + i) * kStep * 128,
-                             from[i] + panel * 64 * sizeof(typename I::Kv) + thread() % kWidth * 16,
+            ptx::cp_async_16(to + column * I::kPanelStep + (first + i) * kStepBytes,
+                             from[i] + column * 64 * sizeof(typename I::Kv) + thread() % kWidth * 16,
                              from[i] != nullptr);
           }
         }
@@ -406,18 +463,18 @@ class Producer {
       wait_for_stage(copied_ + 1);
       const int back = place_.stage - ceil_div(copied_, I::kParts), stage = back < 0 ? back + call_.stages : back;
       const int part = I::kLatent ? I::kParts - copied_ : 0;
-      unsigned char* at = shared_.stage(stage) + part * kPanels * kPanelBytes;
+      unsigned char* at = shared_.stage(stage) + part * kPanels * I::kPanelStep;
       const uint32_t first = first_chunk();
 #pragma unroll 1
-      for (int panels = min_of(kPanels, num_panels() - part * kPanels); panels > 0; --panels, at += kPanelBytes) {
+      for (int panels = panels_of(part); panels > 0; --panels, at += I::kPanelStep) {
         uint4 codes[kSteps];
 #pragma unroll
-        for (uint32_t i = 0; i < kSteps; ++i) codes[i] = *reinterpret_cast<const uint4*>(at + first + i * kStep * 128);
+        for (uint32_t i = 0; i < kSteps; ++i) codes[i] = *reinterpret_cast<const uint4*>(at + first + i * kStepBytes);
 #pragma unroll
         for (uint32_t i = 0; i < kSteps; ++i) {
           const auto put = [&](uint32_t to, uint32_t low, uint32_t high) {
             const uint2 left = decode_neighbours(low), right = decode_neighbours(high);
-            *reinterpret_cast<uint4*>(at + to + i * kStep * 128) = make_uint4(left.x, left.y, right.x, right.y);
+            *reinterpret_cast<uint4*>(at + to + i * kStepBytes) = make_uint4(left.x, left.y, right.x, right.y);
           };
           put(first, codes[i].x, codes[i].y);
           put(first ^ 16, codes[i].z, codes[i].w);
@@ -427,10 +484,12 @@ class Producer {
       ptx::mbar_arrive(&shared_.full[stage][part]);
     }
   }
-  // Of 64 columns: latent rows may have fewer than the stage has room for.
-  __device__ __forceinline__ int32_t num_panels() const { return (I::kLatent ? p_.head_dim : I::kHeadDim) / 64; }
-  __device__ __forceinline__ void wait_until_empty() {
-    ptx::mbar_wait(&shared_.empty[place_.stage], place_.parity ^ 1);
+  // A part's panels of 64 columns: latent rows may have fewer than the stage has room for.
+  __device__ __forceinline__ int32_t panels_of(int32_t part) const {
+    return I::kLatent ? min_of(kPanels, p_.head_dim / 64 - part * kPanels) : kPanels;
+  }
+  __device__ __forceinline__ void wait_until_empty(int32_t part) {
+    ptx::mbar_wait(&shared_.empty[place_.stage][part], place_.parity ^ 1);
   }
 
   const AttentionParams& p_;
@@ -438,8 +497,7 @@ class Producer {
   const CacheMaps& maps_;
   Sm90Shared<I>& shared_;
   RingPlace place_;
-  uint32_t given_ = 0;  // how many row tiles, of which the lowest bit counts
-  bool has_given_ = false;
+  uint32_t given_ = 0;  // how many row tiles
   uint32_t calls_ = 0;  // of any_row_sees()
   int copied_ = 0;      // parts with codes that are not decoded yet
 };

@@ -51,12 +51,12 @@ PT_DEVICE void mbar_wait(uint64_t* bar, uint32_t parity) {
 struct alignas(128) TensorMap {
   CUtensorMap map;
 };
-// A box of a tensor of columns, slots, heads and pages, from (x, y, z, w) on; zeros outside the tensor.
-PT_DEVICE void tma_load_4d(void* to, const TensorMap* map, int x, int y, int z, int w, uint64_t* bar) {
+// A box of a tensor from (x, y, z, w, v) on; zeros outside the tensor.
+PT_DEVICE void tma_load_5d(void* to, const TensorMap* map, int x, int y, int z, int w, int v, uint64_t* bar) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
-      "[%6];" ::"r"(smem_addr(to)),
-      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(smem_addr(bar))
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5, %6}], "
+      "[%7];" ::"r"(smem_addr(to)),
+      "l"(map), "r"(x), "r"(y), "r"(z), "r"(w), "r"(v), "r"(smem_addr(bar))
       : "memory");
 }
 

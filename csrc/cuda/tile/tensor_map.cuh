@@ -18,9 +18,9 @@ namespace pagedtree::cuda {
 // A tensor of 16-bit numbers, dimensions and boxes from the innermost on; columns lie side by side.
 struct MappedTensor {
   const void* data;
-  uint64_t sizes[4];    // columns, slots, heads, pages
-  uint64_t strides[3];  // in bytes, of all but the columns
-  uint32_t box[4];
+  uint64_t sizes[5];
+  uint64_t strides[4];  // in bytes, of all but the columns
+  uint32_t box[5];
 
   bool operator==(const MappedTensor&) const = default;
 };
@@ -43,10 +43,10 @@ inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   if (encode == nullptr) return std::nullopt;
-  constexpr cuuint32_t kDense[4] = {1, 1, 1, 1};
+  constexpr cuuint32_t kDense[5] = {1, 1, 1, 1, 1};
   ptx::TensorMap made;
   // Both 16-bit types are copied in the same way.
-  const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(t.data), t.sizes,
+  const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(t.data), t.sizes,
                                  t.strides, t.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? std::optional(made) : std::nullopt;
@@ -63,10 +63,10 @@ inline std::optional<ptx::TensorMap> tensor_map(const MappedTensor& t) {
 inline std::optional<ptx::TensorMap> tensor_map(const MappedTensor& t) {
   if (simt::options().refuses_maps) return std::nullopt;
   ptx::TensorMap made{t.data, 2, {}, {}, {}};
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 5; ++i) {
     made.sizes[i] = t.sizes[i];
     made.box[i] = t.box[i];
-    if (i < 3) made.strides[i] = t.strides[i];
+    if (i < 4) made.strides[i] = t.strides[i];
   }
   return made;
 }

@@ -243,24 +243,24 @@ def told_values() -> list[Vector]:
     return [(given_words([], words, np.zeros(0, np.uint32)), given_back(results))]
 
 
-# Columns, slots, heads and pages from which a box is loaded: inside the tensor; with a slot before it; past its end on
-# three axes; past the last column.
-BOXES = [(64, 0, 1, 1), (0, -1, 0, 2), (32, 3, 2, 3), (96, 1, 0, 0)]
+# Where a box begins, the innermost axis first: inside the tensor; before it on two axes; past its end on all but the
+# columns; past the last column.
+BOXES = [(64, 3, 1, 0, 0), (0, -1, 0, 0, -1), (32, 4, 2, 1, 1), (96, 1, 0, 0, 0)]
 
 
 def loads() -> list[Vector]:
-    """Returns the rows of 128 bytes of a box, slots first, then heads, then pages. The chunk c of 16 bytes is at c xor
-    row % 8; outside the tensor are zeros."""
-    tensor = np.random.default_rng(7).integers(1, 2**16, (4, 5, 3, 128), dtype=np.uint16)  # pages, slots, heads
+    """Returns the rows of 128 bytes of a box, the innermost axis first. The chunk c of 16 bytes is at c xor row % 8;
+    outside the tensor are zeros."""
+    tensor = np.random.default_rng(7).integers(1, 2**16, (2, 2, 3, 5, 128), dtype=np.uint16)
     columns = []
-    for x, y, z, w in BOXES:
+    for x, *begin in BOXES:
         box = np.zeros((16, 8, 8), np.uint16)  # rows, chunks, elements
         for row in range(16):
-            page, slot, head = w + row // 8, y + row % 4, z + row // 4 % 2
-            if not (0 <= page < 4 and 0 <= slot < 5 and 0 <= head < 3):
+            at = [first + (row >> axis & 1) for axis, first in enumerate(begin)][::-1]
+            if not all(0 <= index < size for index, size in zip(at, tensor.shape, strict=False)):
                 continue
             elements = np.zeros(64, np.uint16)
-            inside = tensor[page, slot, head, x : x + 64]
+            inside = tensor[tuple(at)][x : x + 64]
             elements[: inside.size] = inside
             box[row, np.arange(8) ^ row % 8] = elements.reshape(8, 8)
         columns.append(box.reshape(THREADS, 8).view(np.uint32))
@@ -273,7 +273,7 @@ def loads() -> list[Vector]:
 VECTORS: dict[str, Callable[[], list[Vector]]] = {
     "mbar_arrive": phases,
     "cp_async_mbar_arrive": arriving_copies,
-    "tma_load_4d": loads,
+    "tma_load_5d": loads,
     "bulk_load": bulk_copies,
     "tell": told_values,
     "fence_proxy_async": written_again,
