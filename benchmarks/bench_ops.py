@@ -30,6 +30,7 @@ import headline
 import latent_peers
 import measure
 import ratio_peers
+import read_trace
 import recurrent_peers
 import torch
 import verify_peers
@@ -113,6 +114,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", metavar="TEXT", help="headline rows whose names contain one of these")
     parser.add_argument("--quick", action="store_true", help="one small point for each op, in less than three minutes")
     parser.add_argument("--call-only", action="store_true", help="call the op of each point once, for a profiler")
+    parser.add_argument("--trace", action="store_true", help="with --call-only: a traced build's steps")
     parser.add_argument("--list", action="store_true", help="tell the points and peers, measure nothing")
     parser.add_argument("--seconds", type=float, help="a point's budget (default 4; quick: 0.5)")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -175,6 +177,8 @@ def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
             ours.run(0)
             if device.type == "cuda":
                 torch.cuda.synchronize()
+                if args.trace:
+                    read_trace.take()
                 torch.cuda.profiler.start()
             if ours.plan is not None:
                 ours.plan()
@@ -183,6 +187,8 @@ def call_all(chosen: Sequence[Point], args: argparse.Namespace) -> int:
                 torch.cuda.synchronize()
                 torch.cuda.profiler.stop()
             print(f"called {point.op.name}: {point.name}", flush=True)
+            if device.type == "cuda" and args.trace:
+                read_trace.show(read_trace.take())
     return 0
 
 

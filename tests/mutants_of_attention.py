@@ -35,8 +35,8 @@ WGMMA = [
     of_wgmma("no phase flip", "stage", "      parity ^= 1;\n", ""),
     of_wgmma(
         "V given back while it is multiplied", "attend",
-        "wgmma_wait<0>();\n      ptx::wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);",
-        "wgmma_results(sums.out[0]);\n      if (stage != stages.first) release(values);\n      ptx::wgmma_wait<0>();",
+        "        end_values();\n      }\n      if (stage != stages.first) release(values);",
+        "        if (stage != stages.first) release(values);\n        end_values();\n      }",
     ),
     of_wgmma(
         "K given back while it is multiplied", "attend",
@@ -44,8 +44,8 @@ WGMMA = [
     ),
     of_wgmma("Q given back before its last scores", "attend", "if (stage + I::kTiles >= stages.end) give_back();",
              "if (stage == stages.first) give_back();"),
-    of_wgmma("windows that begin with the first key", "stage", "shared_.given_rows[thread()] = row;",
-             "shared_.given_rows[thread()] = TreeWindow{0, row.first_bit};"),
+    of_wgmma("windows that begin with the first key", "stage", "shared_.given_rows[place][thread()] = row;",
+             "shared_.given_rows[place][thread()] = TreeWindow{0, row.first_bit};"),
     of_wgmma("another stride in descriptors", "attend", "kEightRows = 8 * 128", "kEightRows = 4 * 128"),
     of_wgmma(
         "no proxy fence behind cp.async", "attend",
@@ -57,7 +57,7 @@ WGMMA = [
     ),
     of_wgmma("rows of the accumulator swapped", "attend", "first_row + half * 8", "first_row + (1 - half) * 8"),
     of_wgmma("columns of a quad swapped", "attend", "(n + lane % 2) * 8", "(n + 1 - lane % 2) * 8"),
-    of_wgmma("sums not rescaled", "attend", "if (changed) rescale<I>(sums, rescales);", ""),
+    of_wgmma("sums not rescaled", "attend", "&& changed) rescale<I>(sums, rescales);", "&& false) {}"),
     of_wgmma("V read that no row sees", "stage", "if (!is_seen) (I::kLatent ? row.k : row.v) = nullptr;", ""),
     of_wgmma("boxes of the first head", "stage", "tile.kv_head * maps_.head_panels", "0"),
     of_wgmma("keys of the next piece", "attend", "if (stage + I::kTiles > stages.end) keys.hide_from(kKvTile);", ""),
@@ -73,7 +73,7 @@ ENGINE = [
         SELF_TEST, "simt", "test_engine",
     ),
     Mutant(
-        "maps that the driver has refused", "cuda/attention/stage_sm90.cuh",
+        "maps that the driver has refused", "cuda/attention/cache_maps.cuh",
         "if (!k || !v) return maps;", "if (!k || !v) return CacheMaps{{}, {}, box, 1, 1, 0};",
         ("tests/kernels/test_panels.py",), "simt", "agree",
     ),

@@ -10,6 +10,7 @@
 #   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention, filters and sampler
 #   text/                   the real model's package and loader; the model itself is in OUT_text, in three parts
 #   flashmla_kernel.so      FlashMLA's decoding, compiled from its source tree, which FLASHMLA names
+#   variants/NAME/          wheels with other constants: VARIANTS="NAME=FLAGS NAME=FLAGS", or "all" below
 #   jetspec/                a copy of the folder JETSPEC: step.py, which measures JetSpec's engine, and its package
 #   manifest.json           the commit, sizes, the peers' versions, and why one is absent
 #
@@ -17,7 +18,7 @@
 # be made is left out with a sentence; without the wheel or calibration, or above 36 MiB, the exit status is 1.
 #
 # Needs nvcc, an environment as `make env` makes it, and Python 3.12. Environment: PYTHON (default .venv/bin/python),
-# PYTHON312, FLASHMLA, JETSPEC.
+# PYTHON312, FLASHMLA, JETSPEC, VARIANTS.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 mkdir -p "${1:-build/gpu_run}/python" && out=$(cd "${1:-build/gpu_run}" && pwd) || exit 2
@@ -93,6 +94,15 @@ wheel() {
   TORCH_CUDA_ARCH_LIST="9.0 9.0a" make wheels PYTHONS="$python312"
   mkdir "$1"
   cp dist/pagedtree-*-cp312-*.whl "$1"
+}
+
+variant() {  # of $flags, separated by commas
+  local tree=$PWD/build/variants/${1##*/}
+  rm -rf "$tree"
+  git checkout-index --all --prefix="$tree/"  # a build folder of another one, as flags do not make ninja build again
+  ln -s "$PWD/.venv" "$tree"
+  cd "$tree"
+  CXXFLAGS=${flags//,/ } NVCC_APPEND_FLAGS=${flags//,/ } wheel "$1"
 }
 
 text() {
@@ -178,6 +188,16 @@ END
 
 mkdir -p "$downloads"
 step wheel wheel csrc cmake CMakeLists.txt Makefile setup.py pyproject.toml python benchmarks/*.py benchmarks/*.cu
+# What a GPU decides (csrc/cuda/tile/variants.h); most of them for one run of `boxes`.
+VARIANTS_ALL="trace=-DPAGEDTREE_TRACE starters1=-DPAGEDTREE_STARTERS=1 copies=-DPAGEDTREE_LEAST_BOX=64
+  weights=-DPAGEDTREE_WEIGHTS_FIRST=1 pieces4=-DPAGEDTREE_PIECE_COST=4
+  room0=-DPAGEDTREE_ROOM_ROWS=0 room64=-DPAGEDTREE_ROOM_ROWS=64
+  small=-DPAGEDTREE_MIN_PIECE_TILES=1,-DPAGEDTREE_MIN_RANGE_COST=2 l2=-DPAGEDTREE_L2_BYTES=256"
+[ "${VARIANTS:-}" = all ] && VARIANTS=$VARIANTS_ALL
+for each in ${VARIANTS:-}; do
+  mkdir -p "$out/variants"
+  flags=${each#*=} step variant "variants/${each%%=*}" csrc cmake CMakeLists.txt setup.py python
+done
 step calibration calibration $here/calibration.cu csrc/cuda/tile csrc/core/common.h
 for name in flashinfer_{kernel,sampling}; do
   step $name $name.so $here/prepare.sh benchmarks/$name.cu benchmarks/flashinfer_kernel.py

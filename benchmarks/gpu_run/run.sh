@@ -8,6 +8,7 @@
 #   step     whole steps, in tokens per second
 #   walk     verification, recurrent layers, rope_append: once with each wheel, variants/ included (WALK="--rows TEXT")
 #   boxes    attention, likewise (BOXES="--ops NAME")
+#   trace    where CTAs spend a call, with the wheel in variants/trace (TRACE="NAME of a row")
 #   1        as check; calibration, all headline rows without peers, tests (TESTS="tests/ops/...")
 #   2        the headline rows and their peers
 #   3        ncu on six kernels, racecheck (RACES="--only wgmma"), a sweep (SWEEP="--ops tree_attention --axes batch")
@@ -26,7 +27,8 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 
 part=${1:-}
-declare -A LIMITS=([check]=75 [step]=240 [walk]=120 [boxes]=240 [1]=260 [2]=260 [3]=260 [real]=120 [jetspec]=240)
+declare -A LIMITS=([check]=75 [step]=240 [walk]=120 [boxes]=240 [trace]=60 [1]=260 [2]=260 [3]=260 [real]=120)
+LIMITS[jetspec]=240
 if [ -z "${LIMITS[${part:-none}]:-}" ]; then
   echo "PART: expected one of ${!LIMITS[*]}, got '$part'" >&2
   exit 2
@@ -84,6 +86,7 @@ if [ "$rehearse" = 1 ]; then
   machine=(nproc) self_test=(true) calibration=(true)
   profiler=() sanitizer=(env) wanted=(tests/ops/test_commit.py) selection=(-k simt)
   sweep=("${bench[@]}" --rows append_kv) races=() walk=(--rows append_kv) boxes=("${walk[@]}") wheels=("$prepared/wheel")
+  traced=("B 1, L 8k, T 16")
   whole=(--device cpu --tiny) jetspec=(--tiny)
   real=(--device cpu --dtypes float32 --sequences 1 --prompts 1 --max-new-tokens 4 --ways "n-gram tree")
   export PYTHONPATH=$PWD/python
@@ -101,11 +104,13 @@ else
   read -ra races <<< "--quick ${RACES:---only wgmma}"
   walk=(--rows verify_greedy "top-p 0.9, B" "256 chains" recurrent_step rope_append "top-p 0.9, 256 rows")
   [ -z "${WALK:-}" ] || read -ra walk <<< "$WALK"
+  traced=("${TRACE:-R 256}" "B 1, L 8k, T 16" prompts)
   read -ra boxes <<< "${BOXES:---ops tree_attention latent_attention}"
   whole=(--device cuda --seconds 205) jetspec=(--seconds 220)
   real=(--device cuda --dtypes bfloat16 --sequences 1 8 --prompts 8 --max-new-tokens 64)
   shopt -s nullglob
-  wheels=("$prepared/wheel" "$prepared"/variants/*)
+  wheels=("$prepared/wheel")
+  for folder in "$prepared"/variants/*; do [ "${folder##*/}" = trace ] || wheels+=("$folder"); done
   install "$prepared/wheel"
   export PYTHONPATH=$prepared/wheel/site${PYTHONPATH:+:$PYTHONPATH} PAGEDTREE_GPU_RUN=$prepared
   export COMMIT=${COMMIT:-$(sed -n 's/^ *"commit": "\(.*\)",$/\1/p' "$prepared/manifest.json")}
@@ -125,6 +130,11 @@ case $part in
   step) step whole $PART_SECONDS "$python" benchmarks/bench_step.py "${whole[@]}" --json "${out}step.json" ;;
   walk) by_wheel "${walk[@]}" ;;
   boxes) by_wheel "${boxes[@]}" ;;
+  trace)
+    ((rehearse)) || install "$prepared/variants/trace"
+    PYTHONPATH=$prepared/variants/trace/site:$PYTHONPATH step trace 50 "$python" benchmarks/bench_ops.py "${bench[@]}" \
+      --call-only --trace --rows "${traced[@]}"
+    ;;
   1)
     export PAGEDTREE_ENGINE=wgmma
     step calibration 45 "${calibration[@]}"

@@ -39,7 +39,10 @@ constexpr WorkList kWorkLists[] = {WorkList::kAll, WorkList::kSmall, WorkList::k
 constexpr int64_t kSmallRows = 32;
 constexpr int kPlanSize = 3 * kListSize;
 
-constexpr int kPieceCost = 1;  // the cost of one more piece in a range, in KV tiles
+#if !defined(PAGEDTREE_PIECE_COST)  // a build for a comparison sets another: see cuda/tile/variants.h
+#define PAGEDTREE_PIECE_COST 1
+#endif
+constexpr int kPieceCost = PAGEDTREE_PIECE_COST;  // the cost of one more piece in a range, in KV tiles
 
 // A row tile without keys still has one KV tile, because its output must be written.
 PT_HOST_DEVICE int32_t kv_tiles_of(int32_t seq_len) {
@@ -251,7 +254,16 @@ struct RangeLimits {
   int64_t min_cost;       // of a range
   int32_t min_piece;
   float held_tiles;  // that a cache keeps: nobody shares row tiles if an M tile of each head sees no more in all
+  int32_t room = 0;  // up to this cost, each KV tile is a range
   float most_in_cost = 1.0f / static_cast<float>(min_cost);  // ranges
+
+  PT_HOST_DEVICE void fit(const WorkSum& work) {
+    if (work.cost > static_cast<uint32_t>(room)) return;
+    const uint32_t cost = max_of(static_cast<uint32_t>(work.cost), 1u);
+    min_piece = 1;
+    most_in_cost =
+        divided(static_cast<float>(cost) - static_cast<float>(work.row_tiles * kPieceCost), static_cast<float>(cost));
+  }
 };
 
 // How little it suits a list that so many CTAs share its row tiles, for the choice of the least: by the number of those
@@ -351,8 +363,8 @@ struct Cuts {
                   end = max_of(work.end_seen(shape, first_row + static_cast<uint32_t>(shape.m_tile) - 1), first + 1);
     const int32_t size = end - first, near = size < 2 * min_piece ? size : min_piece,
                   piece_cost = each > 0 ? 0 : kPieceCost, cut_from = work.tile_heads * (piece_cost + ((near + 1) >> 1)),
-                  cut_to =
-                      min_of(work.tile_heads * (piece_cost + size - (near >> 1)), static_cast<int32_t>(high - low) - 1);
+                  cut_to = min_of(work.tile_heads * (piece_cost + size - (near >> 1)),
+                                  static_cast<int32_t>(high - low) - (near > 1));
     const auto in_tile = static_cast<int32_t>(in_head - low);
     const double tile_begin = static_cast<double>(target - static_cast<uint32_t>(in_tile)) - begin;
     const auto first_cut = static_cast<int32_t>((tile_begin + cut_from) * inverse) + 1,
@@ -399,6 +411,7 @@ inline void make_ranges(const WorkShape& shape, RangeLimits limits, int32_t* ran
   sharers = kMostSharers - static_cast<int32_t>(least % kMostSharers);
   WorkSum total = sharers > 1 ? sum_of() : alone;
   if (!can_share(static_cast<float>(alone.cost), total, sharers)) sharers = 1, total = alone;
+  limits.fit(total);
   Cuts cuts(total, limits, sharers, SmallDivisor(sharers));
   const int32_t piece_cost = limits.min_piece * most_heads;  // maybe more than of a range, where heads share row tiles
   if (cuts.each > 0 && cuts.num_ranges > total.row_tiles && cuts.step < piece_cost) {
@@ -440,8 +453,8 @@ PT_HOST_DEVICE int64_t row_tile_bound(const WorkShape& shape) {
 PT_HOST_DEVICE int32_t range_bound(const WorkShape& shape, const RangeLimits& limits) {
   const int64_t row_tiles = row_tile_bound(shape);
   const int64_t row_cost = ceil_div<int64_t>(shape.max_seq_len, kKvTile) + 1 + kPieceCost;
-  const int64_t enough = limits.most * limits.min_cost;
-  const int64_t bound = row_tiles >= enough ? limits.most : row_tiles * row_cost / limits.min_cost;
+  const int64_t least = limits.room > 0 ? 1 : limits.min_cost, enough = limits.most * least;
+  const int64_t bound = row_tiles >= enough ? limits.most : row_tiles * row_cost / least;
   return static_cast<int32_t>(clamp_to<int64_t>(bound + row_tiles / 2, 1, limits.most));
 }
 

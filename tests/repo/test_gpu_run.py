@@ -41,11 +41,11 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     python.write_text(NOTED.format(calls=calls))
     python.chmod(0o755)
     environment = {**os.environ, "REHEARSE": "1", "PYTHON": str(python), "OMP_NUM_THREADS": "1"}
-    for part in ("check", "step", "walk", "boxes", *"123"):
+    for part in ("check", "step", "walk", "boxes", "trace", *"123"):
         subprocess.run([ROOT / "benchmarks/gpu_run/run.sh", part, out], env=environment, timeout=280, check=True)
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     programs = [line.split("\t")[:-1] for line in calls.read_text().splitlines()]
-    assert len(programs) == 11
+    assert len(programs) == 12
     for rate in ("read_bandwidth", "matmul_rate"):
         monkeypatch.setattr(importlib.import_module("measure"), rate, lambda *_: 1e9)
     for arguments in programs:

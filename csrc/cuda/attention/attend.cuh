@@ -191,6 +191,7 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
         }
       }
       sums.sum[a][half] = __fmaf_rn(sums.sum[a][half], factors[a][half], sum);
+      if (PAGEDTREE_WEIGHTS_FIRST) changed = changed || !(sum >= 0.0f);  // the vote needs all weights
     }
   }
   return __any_sync(kWholeWarp, changed);

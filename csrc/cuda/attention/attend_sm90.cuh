@@ -116,7 +116,9 @@ class ConsumerBase {
 
   // Waits for the next row tile, which stands until the one behind the next is given; null at the end of the range.
   __device__ __forceinline__ const GivenTile* take() {
+    trace<I>(shared_, kTileWanted);
     ptx::mbar_wait(&shared_.is_given[taken_ % I::kQs], taken_ / I::kQs % 2);
+    trace<I>(shared_, kTileGiven);
     const GivenTile& given = shared_.given[taken_ % (2 * I::kQs)];
     ++taken_;
     return given.tile.rows > 0 ? &given : nullptr;
@@ -248,20 +250,34 @@ class Consumer : public ConsumerBase<I> {
       ptx::wgmma_wait<I::kWeighsBesideValues ? 1 : 0>();
       if constexpr (!I::kWeighsBesideValues) ptx::wgmma_results(sums.out[0]);
       ptx::wgmma_results(scores[0]);
+      trace<I>(shared_, kScoresThere);
       release(keys);
       if (stage + I::kTiles >= stages.end) give_back();
       RowFactors<I> rescales;
       const bool changed = weigh_stage(stage, plain, rescales);
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_results(sums.out[0]);
+      trace<I>(shared_, kWeighed);
+      const auto end_values = [&] {
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_results(sums.out[0]);
+      };
+      // With weights first, each branch waits, so that ptxas does not wait before it computes the weights.
+      if (PAGEDTREE_WEIGHTS_FIRST && changed) {
+        end_values();
+        rescale<I>(sums, rescales);
+      } else {
+        end_values();
+      }
       if (stage != stages.first) release(values);
-      if (changed) rescale<I>(sums, rescales);
+      if (!PAGEDTREE_WEIGHTS_FIRST && changed) rescale<I>(sums, rescales);
+      trace<I>(shared_, kValuesDone);
       pack();
       stage += I::kTiles;
       if (stage >= stages.end) break;
       const bool next_plain = is_plain(stage);
       keys = next_stage(next_plain);
+      trace<I>(shared_, kKeysThere);
       turns_.wait(both);
+      trace<I>(shared_, kTurnGot);
       start_scores<I>(scores, q(), shared_.stage(keys));
       values = next_stage(plain);
       start_values<I>(sums, weights, shared_.stage(values));

@@ -4,6 +4,7 @@
 
 #include "core/head_dims.h"
 #include "core/schedule.h"
+#include "cuda/tile/variants.h"
 
 namespace pagedtree::cuda {
 
@@ -209,13 +210,18 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
 // Ranges of work on a device: at most one for each CTA that the device can hold with a cache of 16 bits, as a plan does
 // not know the cache's type, and equally many on each SM. They may be short: a CTA alone on an SM waits for its keys,
 // which costs more than joining more pieces. Where two cuts fall on the begin of one row tile, the range between them
-// is empty.
-constexpr int kMinPieceTiles = 2;
+// is empty. Where the device has a CTA for each KV tile, it gets one, if pieces are small: more are joined then.
+constexpr int kMinPieceTiles = PAGEDTREE_MIN_PIECE_TILES;
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_shared_bytes) {
-  constexpr int kMinRangeCost = 3, kHeldTiles = 8;
+  constexpr int kMinRangeCost = PAGEDTREE_MIN_RANGE_COST, kHeldTiles = PAGEDTREE_HELD_TILES;
   const int ctas = residency(shape, 2, max_shared_bytes).ctas;
-  return {min_of<int32_t>(num_sms * ctas, kMaxPlanRanges), SmallDivisor(num_sms), kMinRangeCost, kMinPieceTiles,
-          static_cast<float>(num_sms * kHeldTiles)};
+  const int32_t most = min_of<int32_t>(num_sms * ctas, kMaxPlanRanges);
+  return {most,
+          SmallDivisor(num_sms),
+          kMinRangeCost,
+          kMinPieceTiles,
+          static_cast<float>(num_sms * kHeldTiles),
+          shape.m_tile <= PAGEDTREE_ROOM_ROWS ? most : 0};
 }
 
 // Whether the engine has a tile for each pair of head sizes that it has a row for, with caches of 8 and of 16 bits.

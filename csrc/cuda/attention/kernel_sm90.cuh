@@ -20,6 +20,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
     while (const GivenTile* given = consumer.take()) {
       Accumulator<I> sums;
       consumer.attend(*given, sums);
+      trace<I>(shared, kOutputBegins);
       const RowTile& tile = given->tile;
       const RowSpan rows = given->counted;
       const float totals[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
@@ -31,12 +32,14 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
         store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
                       ToPiece{pieces_of<I>(call).of(shared.walks[0].share, given->at.kv_tile == 0), I::kHeadDimV});
       }
+      trace<I>(shared, kOutputEnds);
     }
     ptx::barrier_sync(kAllMeet, I::kThreads);
     if (by_query || !__any_sync(kWholeWarp, shared.is_poisoned)) break;
   }
   consumer.finish();
   join_cuts<I>(p, call, shared.walks[0], shared.q(0), I::kConsumers, meet);
+  trace<I>(shared, kJoined);
 }
 
 // Each warp walks for itself. If a row tile is poisoned (see join()), all go through the range once more, query by
@@ -59,6 +62,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
         producer.use_up_end();
       }
     }
+    trace<I>(shared, kWalkBegins);
     __syncwarp();
     if (ptx::thread_index() % 32 == 0 && (is_found || !own().is_planned())) {
       Walk& walk = own();
@@ -71,6 +75,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
       if (producer.by_query) counted = walk.tile.rows_of_query(p, counted.end);
     }
     __syncwarp();
+    trace<I>(shared, kWalkEnds);
     if (own().tile.has_windows(p)) windows.find(p, own().tile, ptx::thread_index() - I::kConsumers);
   }
   producer.finish();

@@ -114,6 +114,7 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
       wanted = 1;
     }
     if (wanted == sharers) {
+      limits.fit(total);
       cuts = Cuts(total, limits, sharers, by_sharers);
       target = cuts.target(thread);
     }

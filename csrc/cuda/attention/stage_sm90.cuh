@@ -3,8 +3,9 @@
 // both, and come in parts, so that their first columns are multiplied while the others arrive.
 #pragma once
 
+#include "cuda/attention/cache_maps.cuh"
 #include "cuda/attention/stage.cuh"
-#include "cuda/tile/tensor_map.cuh"
+#include "cuda/attention/trace.cuh"
 
 namespace pagedtree::cuda {
 
@@ -43,69 +44,6 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   // The registers that the CTA begins with are all it has: consumers that want more would wait for ever.
   static constexpr int kFirstRegisters = min_of(255, 65536 / (Base::kThreads * Base::kShape.max_ctas())) / 8 * 8;
   static_assert(kConsumers * kConsumerRegisters + kProducers * kProducerRegisters <= Base::kThreads * kFirstRegisters);
-};
-
-// The caches as TMA reads them: 64 columns, 8 slots, panels of 64 columns, groups of 8 slots, pages. Heads are counted
-// with panels if a slot's heads are neighbours, else with pages. A box has all panels of a stage's group and `box`
-// neighbouring slots of a page.
-struct CacheMaps {
-  ptx::TensorMap k, v;
-  int box;  // 0: no maps, pages or strides are not such that TMA could read them, or the driver refuses
-  int32_t head_panels, page_heads, head_pages;  // from a head or page to the next, in panels and pages of the map
-
-  template <typename I>
-  static CacheMaps of(const AttentionParams& p) {
-    CacheMaps maps{};
-    const bool by_panels = has_neighbours(p, p.k_cache) && has_neighbours(p, p.v_cache);
-    const int64_t page_heads = by_panels ? 1 : heads_of_page(p, p.k_cache);
-    if (I::kDecodes || !fits(p, p.k_cache, page_heads) || !fits(p, p.v_cache, page_heads)) return maps;
-    if (!by_panels && heads_of_page(p, p.v_cache) != page_heads) return maps;
-    int box = kKvTile;  // a stage may begin with any KV tile
-    while (box >= kEightSlots && p.table.page_size % box != 0) box /= 2;
-    if (box < kEightSlots) return maps;
-    const std::optional<ptx::TensorMap> k = map_of<I>(p, p.k_cache, box, by_panels, page_heads);
-    const std::optional<ptx::TensorMap> v = I::kLatent ? k : map_of<I>(p, p.v_cache, box, by_panels, page_heads);
-    if (!k || !v) return maps;
-    return {*k, *v, box, by_panels ? p.head_dim / 64 : 0, static_cast<int32_t>(page_heads), by_panels ? 0 : 1};
-  }
-
- private:
-  static constexpr int kEightSlots = 8;  // of 128 bytes: after these the pattern of the swizzle begins anew
-
-  static bool has_neighbours(const AttentionParams& p, const PagedCache& cache) {
-    return p.num_kv_heads == 1 || cache.head_stride == p.head_dim;
-  }
-  // How many heads' strides lead from a page to the next; 0 if no number of them does.
-  static int64_t heads_of_page(const AttentionParams& p, const PagedCache& cache) {
-    if (p.num_pages == 1) return p.num_kv_heads;
-    return cache.head_stride > 0 && cache.page_stride % cache.head_stride == 0 ? cache.page_stride / cache.head_stride
-                                                                               : 0;
-  }
-  // TMA wants strides that are multiples of 16 bytes below 2^40, and sizes of 32 bits; the stride of a size of 1 is
-  // never used.
-  static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
-  static bool fits(const AttentionParams& p, const PagedCache& cache, int64_t page_heads) {
-    const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 36; };
-    return p.num_pages > 0 && page_heads > 0 && page_heads <= INT32_MAX &&
-           p.num_pages * page_heads + p.num_kv_heads < int64_t{1} << 31 && p.table.page_size < int64_t{1} << 31 &&
-           reinterpret_cast<uintptr_t>(cache.data) % 16 == 0 &&
-           is_stride(stride_bytes(p.table.page_size, cache.slot_stride)) &&
-           is_stride(stride_bytes(p.num_kv_heads, cache.head_stride)) &&
-           is_stride(stride_bytes(p.num_pages, cache.page_stride));
-  }
-  template <typename I>
-  static std::optional<ptx::TensorMap> map_of(const AttentionParams& p, const PagedCache& cache, int box,
-                                              bool by_panels, int64_t page_heads) {
-    const auto size = [](int64_t value) { return static_cast<uint64_t>(value); };
-    const int64_t pages = by_panels ? p.num_pages : (p.num_pages - 1) * page_heads + p.num_kv_heads;
-    const int64_t panels = p.head_dim / 64 * (by_panels ? p.num_kv_heads : 1);
-    const uint64_t slot_bytes = size(cache.slot_stride * 2);
-    return tensor_map({cache.data,
-                       {64, kEightSlots, size(panels), size(p.table.page_size / kEightSlots), size(pages)},
-                       {slot_bytes, 128, kEightSlots * slot_bytes,
-                        size(stride_bytes(pages, by_panels ? cache.page_stride : cache.head_stride))},
-                       {64, kEightSlots, I::kTogether, static_cast<uint32_t>(box / kEightSlots), 1}});
-  }
 };
 
 // Named barriers; 0 is that of __syncthreads().
@@ -154,6 +92,9 @@ struct alignas(1024) Sm90Shared {
   RowSpan counted[I::kShape.producer_warps()];  // as of GivenTile, if queries come one by one; each warp's own
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
+#if defined(PAGEDTREE_TRACE)
+  uint32_t traced[3];
+#endif
   // What groups with the same rows tell each other, and before the factors of scores.
   float of_rows[I::kShape.column_warps][I::kLatent || I::kScalesRows ? I::kMTile : 1];
 
@@ -185,6 +126,9 @@ struct alignas(1024) Sm90Shared {
     }
     ptx::fence_mbar_init();
     is_poisoned = false;
+#if defined(PAGEDTREE_TRACE)
+    traced[0] = traced[1] = traced[2] = 0;
+#endif
   }
 };
 
@@ -301,10 +245,13 @@ class Producer {
   __device__ __forceinline__ void give(Walk& own, const KeyBounds& bounds, const TreeWindow& row, bool with_q) {
     if (thread() == 0 && own.tile.rows > 0 && !own.is_whole() && !by_query) note_cut(own, pieces_of<I>(call_));
     const uint32_t place = given_ % I::kQs;
+    trace<I>(shared_, kUsedWanted);
     ptx::mbar_wait(&shared_.is_used[place], given_ / I::kQs % 2 ^ 1);
+    trace<I>(shared_, kUsed);
     if (thread() == 0) shared_.given[given_ % (2 * I::kQs)] = {own, bounds, counted(own.tile)};
     if (thread() < I::kMTile) shared_.given_rows[place][thread()] = row;
     if (with_q) copy_q(own.tile);
+    trace<I>(shared_, kQueriesStarted);
     ptx::mbar_arrive(&shared_.is_given[place]);
     ptx::cp_async_mbar_arrive(&shared_.is_given[place]);
     ++given_;
@@ -376,7 +323,9 @@ class Producer {
   // A thread copies one box: some slots of one panel. Neighbouring boxes are different warps', as a warp starts its
   // boxes one after another, some 100 cycles each.
   __device__ __forceinline__ static uint32_t own_box() {
-    return thread() % 32 * I::kShape.producer_warps() + thread() / 32;
+    constexpr uint32_t kStarters = PAGEDTREE_STARTERS, kNone = 1u << 16;
+    const bool starts = kStarters == I::kShape.producer_warps() || thread() / 32 < kStarters;
+    return starts ? thread() % 32 * kStarters + thread() / 32 : kNone;
   }
   __device__ __forceinline__ int32_t key_of_box() const {
     return static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) % kKeys);
@@ -387,9 +336,9 @@ class Producer {
     const auto panel = static_cast<int32_t>(own_box() * static_cast<uint32_t>(maps_.box) / kKeys) * kTogether;
     const int32_t key = key_of_box();
     const auto offset = static_cast<int32_t>(p_.by_page_size.remainder(static_cast<uint32_t>(stage * kKvTile + key)));
-    // A page that the cache lacks reads as zeros.
-    const bool is_known = static_cast<uint32_t>(page) < p_.pages_end;
-    const int32_t map_page = is_known ? page * maps_.page_heads + tile.kv_head * maps_.head_pages : -1;
+    // A page that the cache lacks is behind the map's last one, and reads as zeros.
+    const auto inside = static_cast<int32_t>(min_of(static_cast<uint32_t>(page), p_.pages_end));
+    const int32_t map_page = inside * maps_.page_heads + tile.kv_head * maps_.head_pages;
 #pragma unroll 1  // few registers are left to producers
     for (int32_t part = 0; part < I::kParts; ++part) {
       const int32_t first = part * kPanels, panels = panels_of(part);
@@ -405,6 +354,7 @@ class Producer {
                          0, 0, tile.kv_head * maps_.head_panels + first + panel, offset / 8, map_page, full);
       }
     }
+    trace<I>(shared_, kSlotStarted);
     place_.advance(call_.stages);
   }
 
@@ -449,6 +399,7 @@ class Producer {
         ptx::cp_async_mbar_arrive(&shared_.full[place_.stage][part]);
       }
     }
+    trace<I>(shared_, kSlotStarted);
     place_.advance(call_.stages);
     if constexpr (I::kDecodes) {
       copied_ += I::kParts;
@@ -489,7 +440,9 @@ class Producer {
     return I::kLatent ? min_of(kPanels, p_.head_dim / 64 - part * kPanels) : kPanels;
   }
   __device__ __forceinline__ void wait_until_empty(int32_t part) {
+    trace<I>(shared_, kSlotWanted);
     ptx::mbar_wait(&shared_.empty[place_.stage][part], place_.parity ^ 1);
+    trace<I>(shared_, kSlotEmpty);
   }
 
   const AttentionParams& p_;

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "core/common.h"
+#include "cuda/tile/variants.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 
@@ -43,12 +44,14 @@ inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
   if (encode == nullptr) return std::nullopt;
+  constexpr auto kPromotion =
+      PAGEDTREE_L2_BYTES == 256 ? CU_TENSOR_MAP_L2_PROMOTION_L2_256B : CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   constexpr cuuint32_t kDense[5] = {1, 1, 1, 1, 1};
   ptx::TensorMap made;
   // Both 16-bit types are copied in the same way.
-  const CUresult status = encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(t.data), t.sizes,
-                                 t.strides, t.box, kDense, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(&made.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, const_cast<void*>(t.data), t.sizes, t.strides, t.box, kDense,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, kPromotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? std::optional(made) : std::nullopt;
 }
 
