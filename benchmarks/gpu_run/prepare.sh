@@ -10,7 +10,7 @@
 #   python/                 FlashAttention 3 for heads of 128 in bf16; vLLM's Triton attention, filters and sampler
 #   text/                   the real model's package and loader; the model itself is in OUT_text, in three parts
 #   flashmla_kernel.so      FlashMLA's decoding, compiled from its source tree, which FLASHMLA names
-#   variants/NAME/          wheels with other constants: VARIANTS="NAME=FLAGS NAME=FLAGS", or "all" below
+#   variants/NAME/          wheels with other constants, of the names below in VARIANTS="NAME NAME"
 #   jetspec/                a copy of the folder JETSPEC: step.py, which measures JetSpec's engine, and its package
 #   manifest.json           the commit, sizes, the peers' versions, and why one is absent
 #
@@ -188,15 +188,15 @@ END
 
 mkdir -p "$downloads"
 step wheel wheel csrc cmake CMakeLists.txt Makefile setup.py pyproject.toml python benchmarks/*.py benchmarks/*.cu
-# What a GPU decides (csrc/cuda/tile/variants.h); most of them for one run of `boxes`.
-VARIANTS_ALL="trace=-DPAGEDTREE_TRACE starters1=-DPAGEDTREE_STARTERS=1 copies=-DPAGEDTREE_LEAST_BOX=64
-  weights=-DPAGEDTREE_WEIGHTS_FIRST=1 pieces4=-DPAGEDTREE_PIECE_COST=4
-  room0=-DPAGEDTREE_ROOM_ROWS=0 room64=-DPAGEDTREE_ROOM_ROWS=64
-  small=-DPAGEDTREE_MIN_PIECE_TILES=1,-DPAGEDTREE_MIN_RANGE_COST=2 l2=-DPAGEDTREE_L2_BYTES=256"
-[ "${VARIANTS:-}" = all ] && VARIANTS=$VARIANTS_ALL
-for each in ${VARIANTS:-}; do
+# What a GPU decides (csrc/cuda/tile/variants.h), each against `wheel`. Three fit in what travels.
+declare -A FLAGS=([trace]=-DPAGEDTREE_TRACE [starters1]=-DPAGEDTREE_STARTERS=1 [copies]=-DPAGEDTREE_LEAST_BOX=64
+  [weights]=-DPAGEDTREE_WEIGHTS_FIRST=1 [pieces4]=-DPAGEDTREE_PIECE_COST=4 [pieces8]=-DPAGEDTREE_PIECE_COST=8
+  [room0]=-DPAGEDTREE_ROOM_ROWS=0 [room64]=-DPAGEDTREE_ROOM_ROWS=64 [l2]=-DPAGEDTREE_L2_BYTES=256
+  [small]=-DPAGEDTREE_MIN_PIECE_TILES=1,-DPAGEDTREE_MIN_RANGE_COST=2 [alone]=-DPAGEDTREE_HELD_TILES=1000000)
+for name in ${VARIANTS:-}; do
   mkdir -p "$out/variants"
-  flags=${each#*=} step variant "variants/${each%%=*}" csrc cmake CMakeLists.txt setup.py python
+  flags=${FLAGS[$name]:?VARIANTS: expected some of ${!FLAGS[*]}} step variant "variants/$name" csrc cmake CMakeLists.txt \
+    setup.py python
 done
 step calibration calibration $here/calibration.cu csrc/cuda/tile csrc/core/common.h
 for name in flashinfer_{kernel,sampling}; do
