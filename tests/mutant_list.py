@@ -290,8 +290,10 @@ REQUESTS = [
 
 ON_CHIP = [
     of_chip("an exchange that is not waited for", "logits_slice.cuh",
-            "    ptx::mbar_wait(&shared_.told[at], turn_ >> 1 & 1);\n", ""),
-    of_chip("a slice mended before it arrived", "verify/sampled_sm90.cu", "    slice.wait(at);\n", ""),
+            "    ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);\n", ""),
+    of_chip("tokens of other CTAs that are not waited for", "logits_slice.cuh",
+            "    ptx::mbar_wait(&shared_.gathered, gathers_++ & 1u);\n", ""),
+    of_chip("a slice mended before it arrived", "draws_sm90.cuh", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
 ]  # fmt: skip
 
 DRAFTED = [

@@ -21,6 +21,12 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
 // What a logit is multiplied by for a power of two; finite, so that it leaves zeros as they are.
 __device__ __forceinline__ float log2_scale(const Scale& scale) { return scale.inverse_temperature * kLog2E; }
 
+// Of a row's mass by ex2: its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to
+// integers.
+__device__ __forceinline__ uint64_t error_of(uint64_t mass, int32_t vocab) {
+  return (mass >> 18) + static_cast<uint64_t>(vocab);
+}
+
 // Each thread looks for its largest logit; only the best of each warp look for the token that has it. From now on the
 // reader knows whether the row is clean.
 template <typename Reader>

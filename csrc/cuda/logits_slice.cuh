@@ -11,7 +11,7 @@ namespace pagedtree::cuda {
 constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs, so that lanes draw noise by blocks
 
 struct SliceShared {
-  uint64_t copied[2], told[2];  // mbarriers
+  uint64_t copied[2], told[2], gathered;  // mbarriers
   uint64_t of_ctas[2][kMaxCluster], of_warps[2][kRowThreads / 32];
 };
 
@@ -40,6 +40,7 @@ class LogitsSlice {
         ptx::mbar_init(&shared.copied[i], 1);
         ptx::mbar_init(&shared.told[i], 1);
       }
+      ptx::mbar_init(&shared.gathered, 1);
       ptx::fence_mbar_init();
     }
     const uint32_t lowest = clean_bits(Stored(kDType), 0, false) * (Stored::kWide ? 1 : 0x10001);
@@ -65,21 +66,35 @@ class LogitsSlice {
     ptx::mbar_wait(&shared_.copied[buffer], ~(sent_ >> buffer) & 1u);
   }
 
-  // The largest value of all threads of the cluster; bit 31 as of cluster_max(). All threads of a CTA meet meanwhile.
+  // How the values of threads become one: as of cluster_max() with the flag of bit 31, the largest of both halves, the
+  // sum.
+  enum class Fold { kLargest, kHalves, kSum };
+  static __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
+    if (how == Fold::kSum) return warp_sum(value);
+    if (how == Fold::kLargest) return warp_max<1u << 31>(value);
+    return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(value >> 32))} << 32 |
+           __reduce_max_sync(~0u, static_cast<uint32_t>(value));
+  }
+  // Lane i gets the value of CTA i, 0 if there is none. All threads of a CTA meet meanwhile.
+  __device__ __forceinline__ uint64_t exchange(uint64_t value, Fold how) {
+    return exchange_by_call(shared_, value, how, turn_++);
+  }
   __device__ __forceinline__ uint64_t largest(uint64_t value) {
-    constexpr uint32_t kFlag = 1u << 31;
-    const uint32_t lane = threadIdx.x % 32, at = turn_ & 1, ctas = ptx::cluster_size();
-    value = warp_max<kFlag>(value);
-    if (lane == 0) shared_.of_warps[at][threadIdx.x / 32] = value;
-    __syncthreads();
-    if (threadIdx.x < 32) {
-      value = warp_max<kFlag>(lane < blockDim.x / 32 ? shared_.of_warps[at][lane] : 0);
-      if (lane == 0) ptx::mbar_arrive_expect(&shared_.told[at], 8 * ctas);
-      if (lane < ctas) ptx::tell(&shared_.of_ctas[at][ptx::cluster_rank()], value, &shared_.told[at], lane);
+    return fold(exchange(value, Fold::kLargest), Fold::kLargest);
+  }
+  // Gives `own` to all CTAs, where they follow the values of the CTAs before in `all`, so many in all. These have been
+  // exchanged since a thread wrote `own` or read `all`. The barrier is another one: a CTA may give nothing, so that
+  // others do not wait for it.
+  __device__ __forceinline__ void gather(const uint64_t* own, uint32_t count, uint32_t before, uint32_t total,
+                                         uint64_t* all) {
+    if (threadIdx.x == 0) ptx::mbar_arrive_expect(&shared_.gathered, 8 * total);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+#pragma unroll 1
+      for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank)
+        ptx::tell(&all[before + i], own[i], &shared_.gathered, rank);
     }
-    ptx::mbar_wait(&shared_.told[at], turn_ >> 1 & 1);
-    ++turn_;
-    return warp_max<kFlag>(lane < ctas ? shared_.of_ctas[at][lane] : 0);
+    ptx::mbar_wait(&shared_.gathered, gathers_++ & 1u);
   }
 
   // Calls f(word) for the first words of this lane's batches, whose words ascend: a CTA has a multiple of kLanes warps.
@@ -94,11 +109,15 @@ class LogitsSlice {
     return Stored::largest_of(registers);
   }
 
-  // The first token of the row's largest logit, by ranked(), once the row is clean.
+  // The first token of the row's largest logit, by ranked(), once the row is clean. kByCall: not the only exchange.
+  template <bool kByCall>
   __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
 #pragma unroll 1
     while (true) {
-      const uint64_t best = largest(best_of_thread(words(buffer)));
+      const uint64_t own = best_of_thread(words(buffer));
+      const uint64_t of_cta =
+          kByCall ? exchange(own, Fold::kLargest) : exchange_of(shared_, own, Fold::kLargest, turn_++);
+      const uint64_t best = fold(of_cta, Fold::kLargest);
       const bool is_bad = best == kHasNan || best == kNoneFinite;
       bad |= is_bad;
       if (!is_bad && ranked_value(best) < kInfinity) return best | kTokenBit;
@@ -106,18 +125,64 @@ class LogitsSlice {
     }
   }
 
+  // The largest logit, and a bound that some tokens reach: the least of the largest logits of so many parts of a CTA's
+  // slice, or more, for the CTA for which that is largest. Both as keys, of a row that has no NaN nor +inf from then
+  // on.
+  struct Range {
+    uint32_t peak, bound;
+  };
+  __device__ __forceinline__ Range range_of_row(int buffer, uint32_t parts, bool& bad) {
+#pragma unroll 1
+    while (true) {
+      float best = -kInfinity;
+      each_batch([&](int word) { best = larger_or_nan(best, largest_of_batch(words(buffer) + word)); });
+      uint32_t of_part = best != best ? ~0u : order_key<ScalarMath>(best + 0.0f);
+#pragma unroll 1
+      for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
+        of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
+      const uint64_t of_cta = exchange(uint64_t{of_part} << 32 | ~of_part, Fold::kHalves);
+      const Range all{__reduce_max_sync(~0u, static_cast<uint32_t>(of_cta >> 32)),
+                      __reduce_max_sync(~0u, of_cta == 0 ? 0 : ~static_cast<uint32_t>(of_cta))};
+      if (all.peak < order_key<ScalarMath>(kInfinity)) return all;
+      bad |= all.peak == ~0u;
+      mend(words(buffer), count_, false);
+    }
+  }
+
  private:
   static constexpr uint64_t kHasNan = ~uint64_t{0}, kNoneFinite = 0, kTokenBit = 0x80000000u;
+
+  static __device__ __forceinline__ uint64_t exchange_of(SliceShared& shared, uint64_t value, Fold how, uint32_t turn) {
+    const uint32_t lane = threadIdx.x % 32, at = turn & 1, ctas = ptx::cluster_size();
+    value = fold(value, how);
+    if (lane == 0) shared.of_warps[at][threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      value = fold(lane < blockDim.x / 32 ? shared.of_warps[at][lane] : 0, how);
+      if (lane == 0) ptx::mbar_arrive_expect(&shared.told[at], 8 * ctas);
+      if (lane < ctas) ptx::tell(&shared.of_ctas[at][ptx::cluster_rank()], value, &shared.told[at], lane);
+    }
+    ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);
+    return lane < ctas ? shared.of_ctas[at][lane] : 0;
+  }
+  // Not inlined, as most rows need several exchanges.
+  static __device__ __attribute__((noinline)) uint64_t exchange_by_call(SliceShared& shared, uint64_t value, Fold how,
+                                                                        uint32_t turn) {
+    return exchange_of(shared, value, how, turn);
+  }
+  static __device__ __forceinline__ float largest_of_batch(const uint4* words) {
+    float most[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) most[i] = largest_of(words[kApart * i]);
+    return largest_or_nan(most);
+  }
 
   // The largest of this thread's logits if no other lane has a larger one. Few lanes look for its first token.
   __device__ __forceinline__ uint64_t best_of_thread(const uint4* words) const {
     float best = -kInfinity;
     int batch_of_best = static_cast<int>(threadIdx.x) % 32;
     each_batch([&](int word) {
-      float most[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) most[i] = largest_of(words[word + kApart * i]);
-      const float of_lane = largest_or_nan(most);
+      const float of_lane = largest_of_batch(words + word);
       if (of_lane <= best || best != best) return;
       best = of_lane;
       batch_of_best = word;
@@ -151,7 +216,8 @@ class LogitsSlice {
   SliceShared& shared_;
   uint4* const words_;
   const int size_, first_, count_;
-  uint32_t turn_ = 0, sent_ = 0;  // exchanges; bit i: whether the copies into buffer i are odd in number
+  uint32_t turn_ = 0, gathers_ = 0,
+           sent_ = 0;  // exchanges; bit i of the last: whether the copies into buffer i are odd in number
 };
 
 }  // namespace pagedtree::cuda

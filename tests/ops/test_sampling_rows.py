@@ -4,11 +4,13 @@ are those of the CPU, bit for bit, whichever way a row takes."""
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
 from device_case import placed
 from sampling_case import random_words
+from simt_case import base_of, intercepted_launches, simt_library, symbols_of
 from torch import Tensor
 
 from pagedtree import SamplingParams, sample, token_logprobs
@@ -86,6 +88,56 @@ def test_draws_are_those_of_the_cpu(device: torch.device, dtype: torch.dtype, ki
         with use_backend("cpu"):
             expected = sample(rows, params, **streams)
         assert sample(placed(rows, device), params, **on_device).tolist() == expected.tolist(), sampling
+
+
+def sample_by(backend: str, rows: Tensor, sampling: dict[str, float]) -> list[int]:
+    with use_backend(backend):
+        count = rows.shape[0]
+        return sample(
+            rows, SamplingParams(**sampling), seeds=random_words(count), positions=torch.arange(count)
+        ).tolist()
+
+
+@pytest.mark.skipif(simt_library() is None, reason="built without simt")
+@pytest.mark.parametrize("kind", rows_of(1))
+def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """By four CTAs, which exchange what they find, each of three dtypes in a third of the rows."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "16:227:4")
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    row = rows_of(16_512)[kind].to(DTYPES[list(rows_of(1)).index(kind) % 3])
+    for sampling in SAMPLINGS:
+        assert sample_by("simt", row.expand(2, -1), sampling) == sample_by("cpu", row.expand(2, -1), sampling), sampling
+
+
+@pytest.mark.skipif(simt_library() is None, reason="built without simt")
+@pytest.mark.parametrize(
+    ("sampling", "left"),
+    [
+        ({"temperature": 0.0}, 0),
+        ({"min_p": 1e-9}, 0),
+        ({"top_p": 0.9}, 0),
+        ({"top_k": 150, "top_p": 0.95}, 0),
+        ({"top_k": 50, "min_p": 0.2, "filter_order": "joint"}, 0),
+        ({"top_k": 513}, 8),
+        ({"top_p": 0.99999}, 8),
+    ],
+    ids=str,
+)
+def test_which_rows_are_left_to_another_kernel(monkeypatch, sampling, left):
+    """Those of which more than 512 tokens may be kept by top-k or top-p; what min-p alone keeps has no list."""
+    monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "1:227:1")
+    monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")
+    library, launched = simt_library(), []
+
+    def skip_the_second(kernel, *_):
+        launched.append(symbols_of(library)[kernel - base_of(library)])
+        return len(launched) - 1
+
+    rows = torch.randn(8, 32_000, generator=torch.Generator().manual_seed(1)).bfloat16() * 6
+    with intercepted_launches(library, skip_the_second):
+        tokens = sample_by("simt", rows, sampling)
+    assert re.findall(r"(sample\w*?)_kernel", " ".join(launched)) == ["sample_sm90", "sample"]
+    assert sum(token < 0 for token in tokens) == left
 
 
 @on_gpu_code

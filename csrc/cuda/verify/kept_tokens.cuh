@@ -128,11 +128,6 @@ __device__ __forceinline__ uint64_t note_tokens(const Reader& row, KeptList& lis
   });
   return exact + static_cast<uint64_t>(rough * 2147483648.0);
 }
-// ex2, its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to integers.
-inline __device__ uint64_t error_of(uint64_t mass, int32_t vocab) {
-  return (mass >> 18) + static_cast<uint64_t>(vocab);
-}
-
 // Searches the largest key from `low` to `high` at which the notes reach a count or a mass, or one that keeps the same
 // notes; `low` if none does. Keys are those of logits without their last bits; among the logits of one key, complements
 // of tokens. The result is in list.cut.

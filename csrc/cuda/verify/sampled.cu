@@ -2,12 +2,12 @@
 
 #include "core/verify/tree_walk.h"
 #include "cuda/backend.h"
+#include "cuda/on_chip.h"
 #include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/kept_tokens.cuh"
 #include "cuda/verify/near_tree.cuh"
-#include "cuda/verify/sampled.h"
 
 namespace pagedtree::cuda {
 namespace {

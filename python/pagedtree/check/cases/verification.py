@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,11 +79,16 @@ def cases() -> Iterator[Case]:
 
 
 def chip_cases() -> Iterator[Case]:
-    """Walks by Hopper's kernel, over rows on chip."""
+    """Walks and draws by Hopper's kernels, over rows on chip."""
+    for dtype, vocab in (("fp16", 40), ("bf16", 4000), ("fp32", 9000)):
+        rows = hostile_rows(vocab + 5, DTYPES[dtype])[:, :vocab]
+        yield _sample(f"on chip/{dtype}/V {vocab}", rows, SAMPLINGS, on_chip=True)
     for problem in problems():
         if problem.name in ("fp16", "30 trees/fp32", "three trees/V 66000", "hostile rows", "1000 nodes"):
             yield _walk(f"on chip/{problem.name}", problem, on_chip=True)
-            yield _walk(f"on chip/{problem.name}/plain", problem, SAMPLINGS["plain"], on_chip=True)
+            for sampling in ("plain", "all filters", "top-p"):
+                yield _walk(f"on chip/{problem.name}/{sampling}", problem, SAMPLINGS[sampling], on_chip=True)
+    yield _walk("on chip/parameters per sequence", forest("", 12), tensors_of(12), on_chip=True)
 
 
 FEW = ("plain", "tiny top-p", "top-k 129", "top-k 1000", "all filters", "all filters, joint")
@@ -131,15 +137,28 @@ def token_of(row: np.ndarray, sampling: Sampling, seed: int, position: int) -> i
     return reference.sample_row(p, seed, position)[0]
 
 
-def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling]) -> Case:
+@contextmanager
+def _engine(place: Place, on_chip: bool) -> Iterator[None]:
+    """on_chip: within it, Hopper's kernels read the rows that they can."""
+    if not on_chip or place.backend == "cpu":
+        yield
+        return
+    check_applies(place)
+    with environment("PAGEDTREE_ENGINE", "wgmma"):
+        yield
+
+
+def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling], on_chip: bool = False) -> Case:
     rows = logits.shape[0]
     seeds, positions = words64(rows), words64(rows, 1)
 
     def run(place: Place) -> Results:
         inputs, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
-        return {
-            key: sample(inputs, SamplingParams(**place.put(sampling)), **streams) for key, sampling in samplings.items()
-        }
+        with _engine(place, on_chip):
+            return {
+                key: sample(inputs, SamplingParams(**place.put(sampling)), **streams)
+                for key, sampling in samplings.items()
+            }
 
     def by_loops() -> Results:
         clean = [reference.clean_logits(row) for row in logits]
@@ -149,7 +168,8 @@ def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling]) -> Case:
             for key, sampling in samplings.items()
         }
 
-    return Case(f"sample/{name}", ("sample",), run, by_loops)
+    backends = ("simt", "cuda") if on_chip else None
+    return Case(f"sample/{name}", ("sample",), run, by_loops, backends=backends)
 
 
 # Trees to verify ------------------------------------------------------------------------------------------------------
@@ -333,23 +353,17 @@ def with_draft_vocabulary(problem: Problem, dtype: torch.dtype = torch.int64) ->
 
 
 def _walk(name: str, problem: Problem, sampling: Sampling | None = None, on_chip: bool = False) -> Case:
-    """sampling: of verify_sampled; None: verify_greedy. on_chip: by Hopper's kernel."""
+    """sampling: of verify_sampled; None: verify_greedy."""
     seeds, positions = words64(problem.batch), words64(problem.batch, 1) >> 2
     op = "verify_greedy" if sampling is None else "verify_sampled"
 
     def run(place: Place) -> Results:
-        if on_chip and place.backend != "cpu":
-            check_applies(place)
-            with environment("PAGEDTREE_ENGINE", "wgmma"):
-                return call(place)
-        return call(place)
-
-    def call(place: Place) -> Results:
         arguments, options = problem.place(place)
-        if sampling is None:
-            return verify_greedy(*arguments, **options)._asdict()
-        options |= place.put({"seeds": seeds, "positions": positions})
-        return verify_sampled(*arguments, SamplingParams(**place.put(sampling)), **options)._asdict()
+        with _engine(place, on_chip):
+            if sampling is None:
+                return verify_greedy(*arguments, **options)._asdict()
+            options |= place.put({"seeds": seeds, "positions": positions})
+            return verify_sampled(*arguments, SamplingParams(**place.put(sampling)), **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         numbers = sampling_of(SAMPLINGS["greedy"] if sampling is None else sampling, b)
