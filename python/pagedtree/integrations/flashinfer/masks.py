@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pagedtree._arguments import checked, expect_dims, expect_shape
-from pagedtree.bits import packed, unpacked
+from pagedtree.bits import unpacked
+from pagedtree.tree import mask_words
 
 __all__ = ["export_custom_mask", "export_packed_custom_mask", "import_custom_mask", "import_packed_custom_mask"]
 
@@ -119,7 +120,7 @@ def _words(masks: Sequence[Tensor], sizes: Sequence[tuple[int, int, int]], devic
             raise ValueError(f"custom_mask: expected every row of sequence {b} to see its first {s - t} keys")
         rows.append(torch.nn.functional.pad(mask[:, s - t :] != 0, (0, width - t)))
     empty = torch.empty(0, width, dtype=torch.bool, device=device)
-    return packed(torch.cat([empty, *rows]))
+    return mask_words(torch.cat([empty, *rows]))
 
 
 def _export(tree_mask: Tensor, sizes: Sequence[tuple[int, int, int]]) -> list[Tensor]:

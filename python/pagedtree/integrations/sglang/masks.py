@@ -10,6 +10,7 @@ from torch import Tensor
 from pagedtree._arguments import expect_shape
 from pagedtree.bits import packed
 from pagedtree.integrations.indices import INT32_MAX
+from pagedtree.tree import mask_words
 
 __all__ = ["TreeMaskMode", "tree_mask_words", "write_mask"]
 
@@ -91,4 +92,5 @@ def tree_mask_words(tree_mask: Tensor, seq_lens: Tensor, draft_token_num: int, t
         return torch.nn.functional.pad(rows, (0, 4 - rows.shape[1])).view(torch.int32)
     cells, mask = _cells(seq_lens.long(), n, _mode(tree_mask_mode)), _flat_bytes(tree_mask, bs, n)
     is_inside = cells < mask.numel()
-    return packed((mask[torch.where(is_inside, cells, 0)] != 0) & is_inside).view(bs * n, -(-n // 32))
+    seen = (mask[torch.where(is_inside, cells, 0)] != 0) & is_inside
+    return mask_words(seen.flatten(0, 1))
