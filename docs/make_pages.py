@@ -21,10 +21,9 @@ DRAFTING = of_runs.family(*OPS, run=SAME_RUN)
 DRAFTERS = (("n-gram tree", "n-gram trees"), ("EAGLE-3 tree", "trees of a small EAGLE-3 head"))
 COMBINED = ("n-gram or EAGLE-3 tree", "n-grams, or else the head")
 FIRST_LOOK = (
-    *((way, way) for way in ("transformers", "transformers, prompt lookup", "plain")),
-    *DRAFTERS,
-    COMBINED,
-    ("n-gram or EAGLE-3 auto", 'the same, chosen by `tree="auto"`'),
+    *((way, way) for way in ("transformers, prompt lookup", "plain")),
+    DRAFTERS[0],
+    ("n-gram or EAGLE-3 auto", 'n-gram trees, or else a small EAGLE-3 head\'s, by `tree="auto"`'),
 )
 
 
@@ -48,6 +47,7 @@ PAGES = {
     },
     DOCS / "your_model.md": {"accepted": kept("real_cpu", of_model.accepted(*DRAFTERS, COMBINED))},
     DOCS.parent / "README.md": {
+        "in-short": kept("headline_h200", of_runs.in_short),
         "gpu": kept("headline_h200", of_runs.first_on_gpu),
         "first-look": kept("real_cpu", of_model.at_once(*FIRST_LOOK)),
     },

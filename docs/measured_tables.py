@@ -118,6 +118,13 @@ def first_on_gpu(result: Result, name: str) -> str:
     return gpu_table((rows[point] for point in FIRST_ON_GPU), lambda row: FIRST_ON_GPU[row["point"]], **more)
 
 
+def in_short(result: Result, name: str) -> str:
+    ratios = [ratio for row in result["rows"] if row["point"] in FIRST_ON_GPU
+              for peer, ratio in row["ratio"].items() if "(custom mask)" in peer]  # fmt: skip
+    least, most = min(ratios), max(ratios)
+    return f"On an H200 attention is {least:.1f} to {most:.1f} times as fast as FlashInfer's kernel with a mask."
+
+
 def on_gpu(result: Result, name: str) -> str:
     machine = result["machine"]
     rows = [row for row in result["rows"] if ON_GPU.fullmatch(row["point"])]
