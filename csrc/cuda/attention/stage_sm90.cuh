@@ -220,7 +220,10 @@ class Producer {
       const int32_t last = stage - kTiles, next = stage + kTiles;
       const int32_t next_page = next < stages.end ? find_page(next) : -1;
       if (stages.first <= stage && stage < stages.end) {
-        has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page) : fill_rows(shared_.rows_of(stage), &KeyRow::k);
+        // Codes of a pair's first latent stage are decoded while the second one's arrive.
+        const bool has_second = (stage - stages.first) % 2 == 0 && next < stages.end;
+        has_boxes(stage) ? fill_boxes(maps_.k, tile, stage, page)
+                         : fill_rows(shared_.rows_of(stage), &KeyRow::k, I::kLatent && has_second);
       }
       if (stage == gives_at) give(own, bounds, windows.row, stage < stages.end);
       if (!I::kLatent && last >= stages.first) {
@@ -369,7 +372,8 @@ class Producer {
   static constexpr uint32_t kStepBytes = kStep / 8 * I::kEightKeys;
 
   // Fills the next stage with K or V.
-  __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which) {
+  __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which,
+                                            bool decodes_later = false) {
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
     constexpr uint32_t kAtOnce = min_of<uint32_t>(kSteps, 4);  // few registers are left to producers
 #pragma unroll 1
@@ -403,7 +407,7 @@ class Producer {
     place_.advance(call_.stages);
     if constexpr (I::kDecodes) {
       copied_ += I::kParts;
-      decode_parts(I::kLatent ? 0 : 2);  // which arrive meanwhile
+      decode_parts(I::kLatent ? (decodes_later ? I::kParts : 0) : 2);  // which arrive meanwhile
     }
   }
 
@@ -411,9 +415,9 @@ class Producer {
   __device__ __forceinline__ void decode_parts(int left) {
 #pragma unroll 1
     for (; copied_ > left; --copied_) {
-      wait_for_stage(copied_ + 1);
+      copied_ > I::kParts&& I::kLatent ? ptx::cp_async_wait<I::kParts>() : wait_for_stage(copied_ + 1);
       const int back = place_.stage - ceil_div(copied_, I::kParts), stage = back < 0 ? back + call_.stages : back;
-      const int part = I::kLatent ? I::kParts - copied_ : 0;
+      const int part = I::kLatent ? (2 * I::kParts - copied_) % I::kParts : 0;
       unsigned char* at = shared_.stage(stage) + part * kPanels * I::kPanelStep;
       const uint32_t first = first_chunk();
 #pragma unroll 1
