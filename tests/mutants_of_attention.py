@@ -115,9 +115,9 @@ WIDE = [
 LATENT_WGMMA = [
     of_latent("each group's own largest scores", "raised = of_row(1 - group_, half);", "raised = old;"),
     of_latent("the first group's weights under its own maxima",
-              "scores[0][n][i] *= changed ? rescales[0][i / 2] : 1.0f;", ""),
-    of_latent("a group's own weights for both stages", "weights[n][i] = others[n][i];", ""),
-    of_latent("the second group's sums under the first one's maxima", "rescales[0][half] *= raised[0][half];", ""),
+              "scores[0][n][i] *= changed ? rescales[0][i / 2] : 1.0f;", ";"),
+    of_latent("a group's own weights for both stages", "weights[n][i] = others[n][i];", ";"),
+    of_latent("the second group's sums under the first one's maxima", "rescales[0][half] *= raised[0][half];", ";"),
     of_latent(
         "weights taken before they are given",
         "ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);\n    read_weights", "read_weights",

@@ -24,7 +24,8 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
       const RowTile& tile = given->tile;
       const RowSpan rows = given->counted;
       const float totals[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
-      if (__any_sync(kWholeWarp, consumer.row() < tile.rows && is_poisoned<I>(sums, totals))) shared.is_poisoned = true;
+      const bool poisoned = __any_sync(kWholeWarp, consumer.row() < tile.rows && is_poisoned<I>(sums, totals));
+      if (poisoned && ptx::thread_index() % 32 == 0) atomicOr(&shared.is_poisoned, 1u);
       if (given->is_whole()) {
         store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
                       ToOutput<typename I::T>{p, tile, call.out_aligned});
@@ -58,7 +59,7 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
         ptx::barrier_sync(kAllMeet, I::kThreads);
         if (producer.by_query || !__any_sync(kWholeWarp, shared.is_poisoned)) break;
         producer.by_query = true;
-        own().has_more = 1;
+        if (ptx::thread_index() % 32 == 0) own().has_more = 1;
         producer.use_up_end();
       }
     }

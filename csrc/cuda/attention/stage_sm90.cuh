@@ -88,7 +88,7 @@ struct alignas(1024) Sm90Shared {
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()][I::kParts];
   uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q and given_rows
-  bool is_poisoned;                             // whether a row tile is: see join()
+  unsigned is_poisoned;                         // whether a row tile is: see join()
   RowSpan counted[I::kShape.producer_warps()];  // as of GivenTile, if queries come one by one; each warp's own
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // where V comes later than K, of two stages
@@ -125,7 +125,7 @@ struct alignas(1024) Sm90Shared {
       ptx::mbar_init(&is_used[i], I::kShape.warps());
     }
     ptx::fence_mbar_init();
-    is_poisoned = false;
+    is_poisoned = 0;
 #if defined(PAGEDTREE_TRACE)
     traced[0] = traced[1] = traced[2] = 0;
 #endif
