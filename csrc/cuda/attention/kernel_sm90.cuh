@@ -25,7 +25,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
       const RowSpan rows = given->counted;
       const float totals[2] = {quad_sum(sums.sum[0][0]), quad_sum(sums.sum[0][1])};
       const bool poisoned = __any_sync(kWholeWarp, consumer.row() < tile.rows && is_poisoned<I>(sums, totals));
-      if (poisoned && ptx::thread_index() % 32 == 0) atomicOr(&shared.is_poisoned, 1u);
+      if (poisoned && ptx::thread_index() % 32 == 0) atomicMax(&shared.is_poisoned, 1u);
       if (given->is_whole()) {
         store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
                       ToOutput<typename I::T>{p, tile, call.out_aligned});
