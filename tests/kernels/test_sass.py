@@ -220,7 +220,7 @@ BUDGETS = {
     "commit_kernel": (1368,),
     "medusa_top_kernel": (1272,),
     "few_nodes_kernel": (1256,),
-    "walk_sm90_kernel<(DType)2, false>": (1168,),
+    "walk_sm90_kernel<(DType)2, false>": (1176,),
     "path_decays_kernel": (1088,),
     "merge_kernel": (912,),
     "tokens_kernel": (776,),
