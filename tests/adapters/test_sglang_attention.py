@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
+from graph_case import Graph, Recording
 from torch import Tensor
 
 from pagedtree.integrations.sglang.attention import PagedTreeBackend
@@ -193,6 +194,50 @@ def test_target_verify(backend, device, dtype, page_size, layout, n) -> None:
     server.check(out, sees)
 
 
+@pytest.mark.parametrize("kind", ["decode", "verify, full masks", "verify, qlen masks", "draft extend"])
+def test_captured_steps(backend, device, dtype, kind) -> None:
+    """A graph of four requests, replayed with three, two and none, which SGLang pads."""
+    n, prefixes = 1 if kind == "decode" else 5, [12, 0, 30]
+    mode = Mode.DECODE if kind == "decode" else Mode.TARGET_VERIFY if "verify" in kind else Mode.EXTEND
+    server = Server([p + n for p in prefixes], [n] * 3, 4, device, dtype)
+    sees = [tree_sees(tree, p) for tree, p in zip(random_trees([n] * 3), prefixes, strict=True)]
+    lens = [p + n * ("verify" not in kind) for p in prefixes]
+    free = min({*range(6)} - {*server.common["req_pool_indices"].tolist()})
+
+    def batch(rows: list[int], size: int) -> SimpleNamespace:
+        pad, tokens = size - len(rows), [b * n + i for b in rows for i in range(n)]
+        masks = [sees[b][:, prefixes[b] * ("qlen" in kind) :].flatten() for b in rows]
+        mask = torch.cat([torch.zeros(0, dtype=torch.bool), *masks]).to(device)
+        places = torch.nn.functional.pad(server.common["req_pool_indices"][rows], (0, pad), value=free)
+        new = torch.full((size,), n, device=device)
+        return SimpleNamespace(
+            forward_mode=mode, batch_size=size, req_pool_indices=places, seq_lens_cpu=None, extend_seq_lens=new,
+            extend_seq_lens_cpu=[n] * size, seq_lens=torch.tensor([lens[b] for b in rows] + [1] * pad, device=device),
+            out_cache_loc=torch.nn.functional.pad(server.common["out_cache_loc"][tokens], (0, pad * n), value=-1),
+            spec_info=SimpleNamespace(draft_token_num=n, custom_mask=mask, draft_token=torch.zeros(len(tokens))),
+            rows=[torch.nn.functional.pad(x[tokens], (0, 0, 0, pad * n)) for x in (server.q, server.k, server.v)],
+        )  # fmt: skip
+
+    captured, graph, static = PagedTreeBackend(server.runner), Graph(), batch([0], 4)
+    captured.init_cuda_graph_state(4, 4 * n)
+    captured.init_forward_metadata_out_graph(static, in_capture=True)
+    with Recording(graph):
+        captured.init_forward_metadata_in_graph(static)
+        out = captured.forward_extend(*static.rows, layer_of(), static)
+    for rows in ([0, 1, 2], [2, 0], []):
+        padded, plain = batch(rows, 4), batch(rows, len(rows))
+        for name in ("req_pool_indices", "seq_lens", "extend_seq_lens", "out_cache_loc"):
+            getattr(static, name).copy_(getattr(padded, name))
+        for to, row in zip(static.rows, padded.rows, strict=True):
+            to.copy_(row)
+        captured.init_forward_metadata_out_graph(padded)
+        graph.replay()
+        if rows:
+            eager = PagedTreeBackend(server.runner)
+            eager.init_forward_metadata(plain)
+            close(out[: len(rows) * n], eager.forward_extend(*plain.rows, layer_of(), plain).float())
+
+
 def test_rows_that_were_written_before(backend, device, dtype) -> None:
     server = Server([9, 5], [2, 2], 4, device, dtype)
     server.buffers = [x.to(device).flatten(0, 1) for x in (server.paged.k_cache, server.paged.v_cache)]
@@ -208,18 +253,22 @@ def test_rows_that_were_written_before(backend, device, dtype) -> None:
 
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize("known_on_host", [True, False])
-def test_drafting_steps(backend, device, dtype, page_size, topk, known_on_host) -> None:
+@pytest.mark.parametrize("known", ["on the host", "on the device", "to a graph"])
+def test_drafting_steps(backend, device, dtype, page_size, topk, known) -> None:
     """Each branch sees the prefix and its own slots, those of the steps so far."""
     steps, prefixes = 4, [9, 0, 22]
     # The slots of branches are laid behind the prefix, branch after branch.
     server = Server([p + topk * steps for p in prefixes], [topk * steps] * 3, page_size, device, dtype)
     drafts = server.common["out_cache_loc"]
     lens = {"seq_lens": torch.tensor(prefixes, device=device), "seq_lens_cpu": None}
-    lens |= {"seq_lens_cpu": torch.tensor(prefixes)} if known_on_host else {}
-    batch = {**server.common, **lens}
+    lens |= {"seq_lens_cpu": torch.tensor(prefixes)} if known == "on the host" else {}
+    batch = SimpleNamespace(**server.common | lens)
     container = PagedTreeDraftBackend(server.runner, topk, steps)
-    container.init_forward_metadata(SimpleNamespace(**batch))
+    if known == "to a graph":
+        with Recording(Graph()):
+            container.init_forward_metadata_in_graph(batch)
+    else:
+        container.init_forward_metadata(batch)
     assert len(container.attn_backends) == steps - 1
     rows = (x.view(3 * topk, steps, *x.shape[1:]).transpose(0, 1) for x in (drafts, server.q, server.k, server.v))
     of_step = (x.contiguous() for x in rows)
@@ -286,8 +335,6 @@ def test_other_refusals() -> None:
     server = Server([4], [1], 4, torch.device("cpu"), torch.float32)
     with pytest.raises(NotImplementedError, match="k_rope, q_rope: only sinks"):
         server.run(Mode.DECODE, options={"q_rope": server.q, "k_rope": server.k, "return_lse": False})
-    with pytest.raises(NotImplementedError, match="disable-cuda-graph"):
-        PagedTreeBackend(server.runner).init_cuda_graph_state(8, 64)
     with pytest.raises(RuntimeError, match="init_forward_metadata"):
         PagedTreeBackend(server.runner).forward_decode(server.q, server.k, server.v, layer_of(), SimpleNamespace())
     server.runner.token_to_kv_pool.translate_loc_from_full_to_swa = None

@@ -17,7 +17,7 @@ try:
 except ImportError:  # the class can be looked at and tested without SGLang
     AttentionBackend = object
 
-__all__ = ["PagedTreeBackend", "Step", "slots_of"]
+__all__ = ["PagedTreeBackend", "Step", "slots_of", "width_of"]
 
 LATENT = (512, 64)  # columns of a latent and of its rotary key, which are one row of the pool
 
@@ -71,28 +71,60 @@ class PagedTreeBackend(AttentionBackend):
         self.page_size = model_runner.page_size
         self.max_context_len = config.context_len
         self.forward_metadata: Step | None = None
+        self.graph_tokens = 0  # of the largest captured batch
+        self.graph_masks: dict[int, Tensor] = {}  # of captured verifications, by the nodes of a tree
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        mode, bs = forward_batch.forward_mode, forward_batch.batch_size
-        seq_lens, tree_mask = forward_batch.seq_lens, None
+        tree_mask = None
+        if _has_mask(forward_batch):
+            spec = forward_batch.spec_info
+            tree_mask = _mask_words(spec, forward_batch.seq_lens, forward_batch.batch_size)
+        new = forward_batch.spec_info.draft_token_num if forward_batch.forward_mode.is_target_verify() else 0
+        self._prepare(forward_batch, tree_mask, width_of(self, forward_batch, new))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.graph_tokens = max_num_tokens
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        """Writes a verification's mask where its graph reads it; the graph prepares the rest."""
+        if not _has_mask(forward_batch):
+            return
+        spec, n = forward_batch.spec_info, forward_batch.spec_info.draft_token_num
+        if in_capture:
+            if n not in self.graph_masks:
+                words = torch.zeros(self.graph_tokens, -(-n // 32), dtype=torch.int32)
+                self.graph_masks[n] = words.to(forward_batch.seq_lens.device)
+        else:  # the requests that pad the batch have no mask
+            requests = spec.draft_token.numel() // n
+            words = _mask_words(spec, forward_batch.seq_lens[:requests], requests)
+            self.graph_masks[n].zero_()[: requests * n].copy_(words)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        tree_mask = None
+        if _has_mask(forward_batch):
+            n = forward_batch.spec_info.draft_token_num
+            tree_mask = self.graph_masks[n][: forward_batch.batch_size * n]
+        self._prepare(forward_batch, tree_mask, self.max_context_len)
+
+    def _prepare(self, forward_batch: Any, tree_mask: Tensor | None, width: int) -> None:
+        """Makes the step; `width`: the most tokens of a request."""
+        mode, seq_lens = forward_batch.forward_mode, forward_batch.seq_lens
         if mode.is_decode_or_idle():
             lens_q, max_q = torch.ones_like(seq_lens), 1
         elif mode.is_target_verify():
-            spec = forward_batch.spec_info
-            max_q = spec.draft_token_num
-            lens_q, prefix_lens = torch.full_like(seq_lens, max_q), seq_lens
+            max_q = forward_batch.spec_info.draft_token_num
+            lens_q = torch.full_like(seq_lens, max_q)
             seq_lens = seq_lens + max_q
-            if spec.custom_mask is not None and spec.custom_mask.numel():
-                qlen_only = spec.custom_mask.numel() == bs * max_q * max_q
-                layout = TreeMaskMode.QLEN_ONLY if qlen_only else TreeMaskMode.FULL_MASK
-                tree_mask = tree_mask_words(spec.custom_mask, prefix_lens, max_q, layout)
         else:
             lens_q, max_q = forward_batch.extend_seq_lens, None
             if forward_batch.extend_seq_lens_cpu is not None:
                 max_q = max(forward_batch.extend_seq_lens_cpu, default=None)
         self.forward_metadata = Step(
             # Pages are aligned, so a page's first slot identifies the page.
-            page_table=slots_of(self, forward_batch, max_q or 0, self.page_size) // self.page_size,
+            page_table=slots_of(self, forward_batch, width, self.page_size) // self.page_size,
             seq_lens=seq_lens.int(),
             cu_seqlens_q=torch.nn.functional.pad(lens_q.cumsum(0), (1, 0)).int(),
             tree_mask=tree_mask,
@@ -167,19 +199,35 @@ class PagedTreeBackend(AttentionBackend):
         assert isinstance(out, Tensor)
         return out.view(-1, heads * head_dim_v)
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        raise NotImplementedError("pagedtree's backend: expected --disable-cuda-graph, got a capture of CUDA graphs")
-
     def support_triton(self) -> bool:
         return False
 
 
-def slots_of(backend: PagedTreeBackend, forward_batch: Any, new: int = 0, step: int = 1) -> Tensor:
-    """Returns every `step`-th slot of each request's text and `new` tokens, -1 for requests outside the pool."""
-    width = backend.max_context_len
-    if forward_batch.seq_lens_cpu is not None and forward_batch.seq_lens_cpu.numel():
-        width = min(width, int(forward_batch.seq_lens_cpu.max()) + new)
+def width_of(backend: PagedTreeBackend, forward_batch: Any, new: int = 0) -> int:
+    """Returns the most tokens of a request with `new` ones, as far as the host knows."""
+    if forward_batch.seq_lens_cpu is None or not forward_batch.seq_lens_cpu.numel():
+        return backend.max_context_len
+    return min(backend.max_context_len, int(forward_batch.seq_lens_cpu.max()) + new)
+
+
+def slots_of(backend: PagedTreeBackend, forward_batch: Any, width: int, step: int = 1) -> Tensor:
+    """Returns every `step`-th of each request's first `width` slots, -1 for requests outside the pool."""
     return rows_of(backend.req_to_token_pool.req_to_token[:, :width:step], forward_batch.req_pool_indices)
+
+
+def _has_mask(forward_batch: Any) -> bool:
+    if not forward_batch.forward_mode.is_target_verify():
+        return False
+    mask = forward_batch.spec_info.custom_mask
+    return mask is not None and mask.numel() > 0
+
+
+def _mask_words(spec: Any, prefix_lens: Tensor, requests: int) -> Tensor:
+    """Returns the words of a mask that SGLang made for so many requests."""
+    n = spec.draft_token_num
+    qlen_only = spec.custom_mask.numel() == requests * n * n
+    layout = TreeMaskMode.QLEN_ONLY if qlen_only else TreeMaskMode.FULL_MASK
+    return tree_mask_words(spec.custom_mask, prefix_lens, n, layout)
 
 
 def _pages(buffer: Tensor, page_size: int) -> Tensor:
