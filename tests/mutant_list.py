@@ -430,10 +430,9 @@ TOP = [
 
 WAYS = [
     of_ways("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
-    of_ways("a draw by rounding", "sampling", "- error <= needed) return -1;", "- error <= needed) return token;"),
-    of_ways("batches with ties of the winner left out", "race", ">= key(logit);", "> key(logit);"),
-    of_ways("the ties of the k-th left out", "sampling", "other >> 32 > own >> 32", "other > own"),
-    of_ways("a list of top tokens cut off", "race", "place < TopTokens::kMost)", "place < 16)"),
+    of_ways("a draw by rounding", "kept_race", "if (before >= needed_at_least) flag = kFlag;", ""),
+    of_ways("the ties of the k-th left out", "kept_race", "(of_warp) & ~kIds;", "(of_warp);"),
+    of_ways("a list of notes cut off", "kept_race", "place < KeptNotes::kMost)", "place < 16)"),
     of_ways("ties at a threshold all kept", "filters", "if (ties == cut.at.count) return", "if (ties > 0) return"),
 ]
 

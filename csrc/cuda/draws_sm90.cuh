@@ -1,10 +1,11 @@
 // Hopper: draws the token of a row on chip: greedily, by a race of all tokens, or, under top-k and top-p, of the tokens
-// that they keep. Of most rows these are few: every CTA lists them. A row with more is left to other kernels.
+// that they keep. A row with too many is left to other kernels.
 #pragma once
 
 #include "core/backend.h"
 #include "core/engine.h"
 #include "cuda/engine.h"
+#include "cuda/kept_race.cuh"
 #include "cuda/logits_slice.cuh"
 
 namespace pagedtree::cuda {
@@ -86,173 +87,6 @@ struct ChipRace {
   }
 };
 
-// The likeliest tokens of a row, ranked().
-struct KeptNotes {
-  static constexpr uint32_t kMost = 512;
-  uint64_t own[kMost], all[kMost];  // of the CTA, of the cluster
-  uint32_t weights[kMost];          // of all
-
-  struct Sums {
-    uint32_t count;
-    uint64_t mass;
-  };
-  // Of the tokens before this rank in the order of the filters. A warp adds them.
-  static __device__ __attribute__((noinline)) Sums before(const KeptNotes& notes, uint32_t size, uint64_t rank) {
-    uint32_t count = 0, lower = 0, upper = 0;  // halves of the masses
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x % 32; i < size; i += 32) {
-      if (notes.all[i] <= rank) continue;
-      lower += notes.weights[i] & 0xffffu;
-      upper += notes.weights[i] >> 16;
-      ++count;
-    }
-    const uint32_t low = __reduce_add_sync(~0u, lower);
-    return {__reduce_add_sync(~0u, count), (uint64_t{__reduce_add_sync(~0u, upper)} << 16) + low};
-  }
-};
-
-// The race among the tokens that top-k and top-p keep of a row, and min-p with them.
-template <DType kDType>
-struct KeptRace {
-  using Slice = LogitsSlice<kDType>;
-  Slice& slice;
-  KeptNotes& notes;
-  uint32_t& num_own;
-  const Sampling sampling;
-  const uint64_t seed;
-  const int64_t position;
-  const int32_t vocab;
-  const float min_x;
-  Scale scale;
-
-  static constexpr uint64_t kTooMany = 0, kNoneFinite = ~uint64_t{0};
-
-  // Notes the tokens of a slice from `bound` on. Returns how many, and if `weighs` the mass of the slice times 2^16;
-  // unless it is exact, the sum over a row errs by less than error_of().
-  __device__ __forceinline__ uint64_t note(const uint4* words, float bound, bool weighs, bool exactly) const {
-    const typename Slice::Stored stored(kDType);
-    const float least_x = max_of(sampling.joint ? -kInfinity : min_x, kWeightless), factor = log2_scale(scale);
-    uint32_t count = 0;
-    uint64_t exact = 0;
-    double rough = 0.0;
-    slice.each_batch([&](int first) {
-#pragma unroll 1
-      for (int i = 0; i < Slice::kBatch; ++i) {
-        const int word = first + Slice::kApart * i;
-        const uint4 loaded = words[word];
-        const float most = Slice::largest_of(loaded);
-        const bool counts = weighs & (scale(most) >= least_x);
-        if (counts & !exactly) {
-          const uint32_t of_word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
-          float sum = 0.0f;
-#pragma unroll
-          for (int j = 0; j < Slice::kOfWord; ++j)
-            sum += ptx::ex2((stored.value(number_of(stored, of_word, j)) - scale.peak) * factor);
-          rough += static_cast<double>(sum);
-        }
-        if (!(most >= bound || (counts && exactly))) continue;
-#pragma unroll 1
-        for (int j = 0; j < Slice::kOfWord; ++j) {
-          const float logit = stored.value(stored.bits(words + word, j)), x = scale(logit);
-          if (counts && exactly) exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
-          if (!(logit >= bound && x >= min_x)) continue;
-          if (const uint32_t place = atomicAdd(&num_own, 1u); place < KeptNotes::kMost)
-            notes.own[place] = ranked(logit, slice.token_of(word) + j);
-          ++count;
-        }
-      }
-    });
-    return (exact + static_cast<uint64_t>(rough * 2147483648.0)) << 16 | count;
-  }
-
-  // The best score as ranked() gives it.
-  __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
-    constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;
-    const uint32_t lane = threadIdx.x % 32, ctas = ptx::cluster_size();
-    const uint32_t first = ptx::cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32, step = ctas * (blockDim.x / 32);
-    const bool by_count = sampling.cuts_by_count(vocab), by_mass = sampling.top_p < 1.0f;
-    // Of each part a token is noted, and of n parts n log n or so in all. Of CTAs the one with the fewest decides.
-    uint32_t parts = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ctas)) - 1), 8, 32);
-    const uint32_t most_parts = 2 * parts;
-    if (by_count && sampling.top_k > 64) parts = most_parts;
-    bool exactly = !sampling.joint && min_x > kWeightless;
-#pragma unroll 1
-    while (true) {
-      if (threadIdx.x == 0) num_own = 0;
-      const auto range = slice.range_of_row(buffer, parts, bad);
-      if (range.peak <= order_key<ScalarMath>(-kInfinity)) return kNoneFinite;
-      scale.peak = logit_of_key<ScalarMath>(range.peak);
-      const float bound = max_of(logit_of_key<ScalarMath>(range.bound), -kMaxFloat);
-      const bool has_all = bound <= -kMaxFloat || scale(bound) < min_x;
-      const bool weighs = by_mass && (sampling.joint || !(by_count || has_all));
-      const uint64_t of_cta = slice.exchange(note(slice.words(buffer), bound, weighs, exactly), Slice::Fold::kSum);
-      const uint32_t count = static_cast<uint32_t>(of_cta) & 0xffffu, size = __reduce_add_sync(~0u, count);
-      if (size > KeptNotes::kMost) return kTooMany;
-      slice.gather(notes.own, __shfl_sync(~0u, count, static_cast<int>(ptx::cluster_rank())),
-                   __reduce_add_sync(~0u, lane < ptx::cluster_rank() ? count : 0), size, notes.all);
-#pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x)
-        notes.weights[i] = weight_of<ScalarMath>(max_of(scale(ranked_value(notes.all[i])), 2 * kWeightless));
-      __syncthreads();
-
-      const auto all = notes.before(notes, size, 0);
-      const auto top_k = static_cast<uint32_t>(sampling.top_k);
-      bool suffices = has_all || (by_count && all.count >= top_k);
-      uint64_t least = 0, mass = all.mass, needed = ~uint64_t{0}, needed_at_least = needed;
-      if (by_count && all.count > top_k) {
-        uint64_t of_warp = 0;  // the complement of the least that is kept
-#pragma unroll 1
-        for (uint32_t i = first; i < size; i += step) {
-          const uint64_t rank = notes.all[i] | kIds;
-          if (notes.before(notes, size, rank).count < top_k) of_warp = max_of(of_warp, ~rank);
-        }
-        least = ~slice.largest(of_warp) & ~kIds;
-        if (!sampling.joint) mass = notes.before(notes, size, least).mass;
-      }
-      if (by_mass) {
-        const uint64_t of_row = weighs ? warp_sum(of_cta >> 16) : mass;
-        const uint64_t error = weighs && !exactly ? error_of(of_row, vocab) : 0;
-        needed = top_p_mass(sampling.top_p, of_row + error);
-        needed_at_least = top_p_mass(sampling.top_p, of_row - error);
-        suffices |= weighs && all.mass >= needed;
-      }
-      if (!suffices) {
-        if (parts == most_parts) return kTooMany;
-        parts = most_parts;
-        continue;
-      }
-
-      uint64_t best = 0, own = 0, flag = 0;  // the flag: the mass's error may decide
-      uint32_t kept = 0;
-#pragma unroll 1
-      for (uint32_t i = first;; i += step) {
-        if (i < size) {
-          const uint64_t rank = notes.all[i];
-          if (rank < least) continue;
-          if (by_mass) {
-            const uint64_t before = notes.before(notes, size, rank).mass;
-            if (before >= needed) continue;
-            if (before >= needed_at_least) flag = kFlag;
-          }
-          if (lane == kept) own = rank;
-          ++kept;
-        }
-        if (kept < 32 && i < size) continue;
-        if (lane < kept) {
-          const auto token = static_cast<uint32_t>(ranked_id(own));
-          const NoiseGroup group(seed, position, RandomUse::kGumbel, token / kNoiseGroup);
-          best = max_of(best, ranked(scale(ranked_value(own)) + group.noise(token % kNoiseGroup), token));
-        }
-        kept = 0;
-        if (i >= size) break;
-      }
-      best = slice.largest((best & ~kFlag) | flag);
-      if ((best & kFlag) == 0) return best | kFlag;
-      exactly = true;
-    }
-  }
-};
-
 // Draws from the rows of one sequence.
 template <DType kDType, bool kSampled>
 class ChipDraw {
@@ -280,7 +114,7 @@ class ChipDraw {
       min_x = min_p_bound(sampling_.min_p);
       if (sampling_.top_p < 1.0f || sampling_.cuts_by_count(vocab_)) {
         slice_.wait(buffer);
-        KeptRace<kDType> race{
+        KeptRace<Slice> race{
             slice_, *static_cast<KeptNotes*>(room_), shared_.num_own, sampling_, seed_, position, vocab_, min_x, scale};
         const uint64_t best = race.best_of_row(buffer, bad);
         if (best == race.kTooMany) return kTooMany;

@@ -3,7 +3,7 @@
 // the cluster.
 #pragma once
 
-#include "cuda/race.cuh"
+#include "cuda/kept_race.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 
 namespace pagedtree::cuda {
@@ -66,18 +66,13 @@ class LogitsSlice {
     ptx::mbar_wait(&shared_.copied[buffer], ~(sent_ >> buffer) & 1u);
   }
 
-  // How the values of threads become one: as of cluster_max() with the flag of bit 31, the largest of both halves, the
-  // sum.
-  enum class Fold { kLargest, kHalves, kSum };
-  static __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
-    if (how == Fold::kSum) return warp_sum(value);
-    if (how == Fold::kLargest) return warp_max<1u << 31>(value);
-    return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(value >> 32))} << 32 |
-           __reduce_max_sync(~0u, static_cast<uint32_t>(value));
-  }
   // Lane i gets the value of CTA i, 0 if there is none. All threads of a CTA meet meanwhile.
   __device__ __forceinline__ uint64_t exchange(uint64_t value, Fold how) {
     return exchange_by_call(shared_, value, how, turn_++);
+  }
+  __device__ __forceinline__ Sums exchange(const Sums& own) {
+    const uint64_t of_cta = exchange(own.mass << 16 | own.count, Fold::kSum);  // of fewer than 2^16 tokens
+    return {static_cast<uint32_t>(of_cta) & 0xffffu, of_cta >> 16};
   }
   __device__ __forceinline__ uint64_t largest(uint64_t value) {
     return fold(exchange(value, Fold::kLargest), Fold::kLargest);
@@ -104,6 +99,32 @@ class LogitsSlice {
     for (int i = static_cast<int>(threadIdx.x) / 32; i < size_ / (32 * kBatch); i += static_cast<int>(blockDim.x) / 32)
       f(i / kLanes * kLanes * kNoiseRun + i % kLanes * 32 + static_cast<int>(threadIdx.x) % 32);
   }
+  // Calls f(first token, largest logit, word) for this lane's words.
+  template <typename HasAny, typename F>
+  __device__ __forceinline__ void each_word(int buffer, HasAny /*has_any*/, F f) const {
+    each_batch([&](int first) {
+#pragma unroll 1
+      for (int word = first; word < first + kBatch * kApart; word += kApart) {
+        const uint4 numbers = words(buffer)[word];
+        f(token_of(word), largest_of(numbers), numbers);
+      }
+    });
+  }
+  static __device__ int of_word() { return kOfWord; }
+  static __device__ __forceinline__ float number(const uint4& word, int i) {
+    const int at = Stored::kWide ? i : i / 2;
+    const uint32_t first = at & 1 ? word.y : word.x, second = at & 1 ? word.w : word.z, bits = at & 2 ? second : first;
+    return Stored::value(Stored::kWide ? bits : bits >> i % 2 * 16 & 0xffffu);
+  }
+  template <typename F>
+  static __device__ __forceinline__ float sum_of_word(const uint4& word, F f) {
+    const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
+    const Stored stored(kDType);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kOfWord; ++i) sum += f(stored.value(number_of(stored, registers, i)));
+    return sum;
+  }
   static __device__ __forceinline__ float largest_of(const uint4& word) {
     const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
     return Stored::largest_of(registers);
@@ -125,24 +146,14 @@ class LogitsSlice {
     }
   }
 
-  // The largest logit, and a bound that some tokens reach: the least of the largest logits of so many parts of a CTA's
-  // slice, or more, for the CTA for which that is largest. Both as keys, of a row that has no NaN nor +inf from then
-  // on.
-  struct Range {
-    uint32_t peak, bound;
-  };
+  // Of a row that has no NaN nor +inf from then on.
   __device__ __forceinline__ Range range_of_row(int buffer, uint32_t parts, bool& bad) {
 #pragma unroll 1
     while (true) {
       float best = -kInfinity;
       each_batch([&](int word) { best = larger_or_nan(best, largest_of_batch(words(buffer) + word)); });
-      uint32_t of_part = best != best ? ~0u : order_key<ScalarMath>(best + 0.0f);
-#pragma unroll 1
-      for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
-        of_part = max_of(of_part, __shfl_xor_sync(~0u, of_part, static_cast<int>(lanes)));
-      const uint64_t of_cta = exchange(uint64_t{of_part} << 32 | ~of_part, Fold::kHalves);
-      const Range all{__reduce_max_sync(~0u, static_cast<uint32_t>(of_cta >> 32)),
-                      __reduce_max_sync(~0u, of_cta == 0 ? 0 : ~static_cast<uint32_t>(of_cta))};
+      const uint32_t key = best != best ? ~0u : order_key<ScalarMath>(best + 0.0f);
+      const Range all(exchange(Range::of_thread(key, parts), Fold::kHalves));
       if (all.peak < order_key<ScalarMath>(kInfinity)) return all;
       bad |= all.peak == ~0u;
       mend(words(buffer), count_, false);

@@ -99,7 +99,7 @@ def test_each_architecture_has_every_kernel() -> None:
 
 # Functions for filters and rare rows get a row and its parameters in local memory. A change may lower these only.
 MOST_STACK = {
-    "walk_kernel<": 104, "expand_drawn_kernel<": 96, "logprobs_kernel": 96,
+    "walk_kernel<": 88, "expand_drawn_kernel<": 96, "logprobs_kernel": 96,
     "expand_top_kernel<": 72, "medusa_top_kernel<": 72, "grow_kernel": 48,
 }  # fmt: skip
 
@@ -194,18 +194,18 @@ BUDGETS = {
     "rules_kernel<(Rule)3>": (6464,),
     "rules_kernel<(Rule)0>": (6128,),
     "rules_kernel<(Rule)1>": (6016,),
-    "walk_kernel<(DType)2>": (5744,),
     "rules_kernel<(Rule)2>": (5536,),
+    "walk_kernel<(DType)2>": (5448,),
     "kept_kernel<(DType)2, (Rule)3>": (5256,),
     "logprobs_kernel": (5120,),
     "kept_kernel<(DType)2, (Rule)0>": (4912,),
-    "sample_kernel<(DType)2>": (4456,),
+    "sample_kernel<(DType)2>": (4888,),
     "kept_kernel<(DType)2, (Rule)1>": (4072,),
     "weigh_kernel": (3944,),
     "kept_kernel<(DType)2, (Rule)2>": (3824,),
     "delta_rule_kernel": (3816,),
     "expand_drawn_kernel<(DType)2,": (3608,),
-    "walk_sm90_kernel<(DType)2, true>": (3400,),
+    "walk_sm90_kernel<(DType)2, true>": (3392,),
     "step_kernel<(DType)2>": (3248,),
     "few_tokens_kernel": (3016,),
     "walk_shards_kernel": (2760,),

@@ -6,17 +6,13 @@
 #include "cuda/options.cuh"
 #include "cuda/sampling.cuh"
 #include "cuda/tile/launch.cuh"
-#include "cuda/verify/kept_tokens.cuh"
 #include "cuda/verify/near_tree.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 struct WalkShared {
-  union {  // what a row is drawn with: of most rows that are filtered the list
-    KeptList list;
-    SamplingShared sampling;
-  };
+  SamplingShared sampling;
   NearTree tree;
   TreeWalk walk;  // no registers are left to keep it in
   bool more;
@@ -27,38 +23,12 @@ __device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
   return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
 }
 
+// The token of the row at which a walk stands.
 template <DType kDType>
-__device__ __forceinline__ Draw draw_at(const VerifyParams& p, int64_t b, const LogitRow& row, int32_t depth,
-                                        SamplingShared& shared) {
-  const int64_t position = position_at(root_position_of(p, b), depth);
-  return draw_token<kDType, false>(row, sampling_of(p.sampling, b), seed_of(p, b), position, shared);
-}
-
-// The race among the tokens of a list.
-__device__ __forceinline__ Draw draw_kept(const VerifyParams& p, int64_t b, int32_t depth, KeptList& list) {
-  const int64_t position = position_at(root_position_of(p, b), depth);
-  uint64_t best = 0;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
-    const uint32_t token = static_cast<uint32_t>(list.token(i));
-    const NoiseGroup group(seed_of(p, b), position, RandomUse::kGumbel, token / kNoiseGroup);
-    const float x = list.distributions.target.scale(list.logit(i));
-    best = max_of(best, ranked(x + group.noise(token % kNoiseGroup), token));
-  }
-  return {ranked_id(block_max(list.block, best)), false};
-}
-
-// The token of the row at which a walk stands. Under filters it is drawn from a list, if that is possible.
-template <DType kDType>
-__device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk& walk, WalkShared& shared) {
-  prepare_row<kDType>(p.options, p.logits, walk.b, walk.row(), shared.list.block);
-  const LogitRow row = row_of<kDType>(p.options, p.logits, walk.row());
-  __syncthreads();
-  if (threadIdx.x == 0) shared.list.distributions.target.row = row;
-  if (p.sampling.temperature != nullptr && find_kept<kDType>(p.sampling, walk.b, false)) {
-    return draw_kept(p, walk.b, walk.depth, shared.list);
-  }
-  return draw_at<kDType>(p, walk.b, row, walk.depth, shared.sampling);
+__device__ __forceinline__ Draw draw_next(const VerifyParams& p, const TreeWalk& walk, SamplingShared& shared) {
+  const LogitRow row = row_under<kDType>(p.options, p.logits, walk.b, walk.row(), shared.radix.block);
+  const int64_t position = position_at(root_position_of(p, walk.b), walk.depth);
+  return draw_token<kDType>(row, sampling_of(p.sampling, walk.b), seed_of(p, walk.b), position, shared);
 }
 
 template <DType kDType>
@@ -73,7 +43,7 @@ __device__ __forceinline__ void walk_tree(const VerifyParams& p, int64_t b, Walk
   }
   ptx::meet_cluster();
   while (shared.more) {
-    const Draw draw = draw_next<kDType>(p, walk, shared);
+    const Draw draw = draw_next<kDType>(p, walk, shared.sampling);
     __syncthreads();
     if (threadIdx.x == 0) {
       if (draw.bad) walk.status |= kBadRow;

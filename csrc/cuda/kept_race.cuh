@@ -1,0 +1,257 @@
+// The race among the tokens that top-k, top-p and min-p keep of a row, which of most rows are few. The row is looked at
+// twice: for a bound that some hundred tokens reach, and for these. Every CTA lists them; a token's rank is how many of
+// the list are before it. A row with too many is left to the caller.
+#pragma once
+
+#include "cuda/race.cuh"
+
+namespace pagedtree::cuda {
+
+// How the values of threads become one: as of cluster_max() with the flag of bit 31, the largest of both halves, the
+// sum.
+enum class Fold { kLargest, kHalves, kSum };
+__device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
+  if (how == Fold::kSum) return warp_sum(value);
+  if (how == Fold::kLargest) return warp_max<1u << 31>(value);
+  return uint64_t{__reduce_max_sync(~0u, static_cast<uint32_t>(value >> 32))} << 32 |
+         __reduce_max_sync(~0u, static_cast<uint32_t>(value));
+}
+
+// The largest logit, and a bound that some tokens reach: the least of the largest logits of so many parts of what a CTA
+// reads, or more, for the CTA for which that is largest. Both as keys.
+struct Range {
+  uint32_t peak, bound;
+
+  // What CTAs exchange by halves, given a thread's largest logit as a key.
+  static __device__ __forceinline__ uint64_t of_thread(uint32_t key, uint32_t parts) {
+#pragma unroll 1
+    for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
+      key = max_of(key, __shfl_xor_sync(~0u, key, static_cast<int>(lanes)));
+    return uint64_t{key} << 32 | ~key;
+  }
+  __device__ explicit Range(uint64_t of_cta)
+      : peak(__reduce_max_sync(~0u, static_cast<uint32_t>(of_cta >> 32))),
+        bound(__reduce_max_sync(~0u, of_cta == 0 ? 0 : ~static_cast<uint32_t>(of_cta))) {}
+};
+
+struct Sums {
+  uint32_t count;
+  uint64_t mass;
+};
+
+// The likeliest tokens of a row, ranked().
+struct KeptNotes {
+  static constexpr uint32_t kMost = 512;
+  uint64_t own[kMost], all[kMost];  // of the CTA, of the cluster
+  uint32_t weights[kMost];          // of all
+
+  // Of the tokens before this rank in the order of the filters. A warp adds them.
+  static __device__ __attribute__((noinline)) Sums before(const KeptNotes& notes, uint32_t size, uint64_t rank) {
+    uint32_t count = 0, lower = 0, upper = 0;  // halves of the masses
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x % 32; i < size; i += 32) {
+      if (notes.all[i] <= rank) continue;
+      lower += notes.weights[i] & 0xffffu;
+      upper += notes.weights[i] >> 16;
+      ++count;
+    }
+    const uint32_t low = __reduce_add_sync(~0u, lower);
+    return {__reduce_add_sync(~0u, count), (uint64_t{__reduce_add_sync(~0u, upper)} << 16) + low};
+  }
+};
+
+// The race among the tokens that top-k and top-p keep of a row, and min-p with them.
+template <typename Slice>
+struct KeptRace {
+  Slice& slice;
+  KeptNotes& notes;
+  uint32_t& num_own;
+  const Sampling sampling;
+  const uint64_t seed;
+  const int64_t position;
+  const int32_t vocab;
+  const float min_x;
+  Scale scale;
+
+  static constexpr uint64_t kTooMany = 0, kNoneFinite = ~uint64_t{0};
+
+  // Notes this thread's tokens from `bound` on. Returns how many, and if `weighs` the mass of all; unless it is exact,
+  // the sum over a row errs by less than error_of().
+  __device__ __forceinline__ Sums note(int buffer, float bound, bool weighs, bool exactly) const {
+    const float least_x = max_of(sampling.joint ? -kInfinity : min_x, kWeightless), factor = log2_scale(scale);
+    uint32_t count = 0;
+    uint64_t exact = 0;
+    double rough = 0.0;
+    const auto counts = [&](float most) { return weighs & (scale(most) >= least_x); };
+    const auto has_any = [&](float most) { return counts(most) | (most >= bound); };
+    slice.each_word(buffer, has_any, [&](int first, float most, const uint4& word) {
+      if (counts(most) & !exactly) {
+        rough += static_cast<double>(
+            slice.sum_of_word(word, [&](float logit) { return ptx::ex2((logit - scale.peak) * factor); }));
+      }
+      if (!(most >= bound || (exactly && counts(most)))) return;
+#pragma unroll 1
+      for (int i = 0; i < slice.of_word(); ++i) {
+        const float logit = slice.number(word, i), x = scale(logit);
+        if (counts(most) && exactly) exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
+        if (!(logit >= bound && x >= min_x)) continue;
+        if (const uint32_t place = atomicAdd(&num_own, 1u); place < KeptNotes::kMost)
+          notes.own[place] = ranked(logit, first + i);
+        ++count;
+      }
+    });
+    return {count, exact + static_cast<uint64_t>(rough * 2147483648.0)};
+  }
+
+  // The best score as ranked() gives it.
+  __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
+    constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;
+    const uint32_t lane = threadIdx.x % 32, ctas = ptx::cluster_size();
+    const uint32_t first = ptx::cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32, step = ctas * (blockDim.x / 32);
+    const bool by_count = sampling.cuts_by_count(vocab), by_mass = sampling.top_p < 1.0f;
+    // Of each part a token is noted, and of n parts n log n or so in all. Of CTAs the one with the fewest decides.
+    uint32_t parts = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ctas)) - 1), 8, 32);
+    const uint32_t most_parts = 2 * parts;
+    if (by_count && sampling.top_k > 64) parts = most_parts;
+    bool exactly = !sampling.joint && min_x > kWeightless;
+#pragma unroll 1
+    while (true) {
+      if (threadIdx.x == 0) num_own = 0;
+      const auto range = slice.range_of_row(buffer, parts, bad);
+      if (range.peak <= order_key<ScalarMath>(-kInfinity)) return kNoneFinite;
+      scale.peak = logit_of_key<ScalarMath>(range.peak);
+      const bool by_rank = by_count || by_mass;
+      const float bound = by_rank ? max_of(logit_of_key<ScalarMath>(range.bound), -kMaxFloat) : -kMaxFloat;
+      const bool has_all = bound <= -kMaxFloat || scale(bound) < min_x;
+      const bool weighs = by_mass && (sampling.joint || !(by_count || has_all));
+      const auto [count, mass_of_cta] = slice.exchange(note(buffer, bound, weighs, exactly));
+      const uint32_t size = __reduce_add_sync(~0u, min_of(count, KeptNotes::kMost + 1));
+      if (size > KeptNotes::kMost) return kTooMany;
+      slice.gather(notes.own, __shfl_sync(~0u, count, static_cast<int>(ptx::cluster_rank())),
+                   __reduce_add_sync(~0u, lane < ptx::cluster_rank() ? count : 0), size, notes.all);
+#pragma unroll 1
+      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x)
+        notes.weights[i] = weight_of<ScalarMath>(max_of(scale(ranked_value(notes.all[i])), 2 * kWeightless));
+      __syncthreads();
+
+      const auto all = notes.before(notes, size, 0);
+      const auto top_k = static_cast<uint32_t>(sampling.top_k);
+      bool suffices = has_all || (by_count && all.count >= top_k);
+      uint64_t least = 0, mass = all.mass, needed = ~uint64_t{0}, needed_at_least = needed;
+      if (by_count && all.count > top_k) {
+        uint64_t of_warp = 0;  // the complement of the least that is kept
+#pragma unroll 1
+        for (uint32_t i = first; i < size; i += step) {
+          const uint64_t rank = notes.all[i] | kIds;
+          if (notes.before(notes, size, rank).count < top_k) of_warp = max_of(of_warp, ~rank);
+        }
+        least = ~slice.largest(of_warp) & ~kIds;
+        if (!sampling.joint) mass = notes.before(notes, size, least).mass;
+      }
+      if (by_mass) {
+        const uint64_t of_row = weighs ? warp_sum(mass_of_cta) : mass;
+        const uint64_t error = weighs && !exactly ? error_of(of_row, vocab) : 0;
+        needed = top_p_mass(sampling.top_p, of_row + error);
+        needed_at_least = top_p_mass(sampling.top_p, of_row - error);
+        suffices |= weighs && all.mass >= needed;
+      }
+      if (!suffices) {
+        if (parts == most_parts) return kTooMany;
+        parts = most_parts;
+        continue;
+      }
+
+      uint64_t best = 0, own = 0, flag = 0;  // the flag: the mass's error may decide
+      uint32_t kept = 0;
+#pragma unroll 1
+      for (uint32_t i = first;; i += step) {
+        if (i < size) {
+          const uint64_t rank = notes.all[i];
+          if (rank < least) continue;
+          if (by_mass) {
+            const uint64_t before = notes.before(notes, size, rank).mass;
+            if (before >= needed) continue;
+            if (before >= needed_at_least) flag = kFlag;
+          }
+          if (lane == kept) own = rank;
+          ++kept;
+        }
+        if (kept < 32 && i < size) continue;
+        if (lane < kept) {
+          const auto token = static_cast<uint32_t>(ranked_id(own));
+          const NoiseGroup group(seed, position, RandomUse::kGumbel, token / kNoiseGroup);
+          best = max_of(best, ranked(scale(ranked_value(own)) + group.noise(token % kNoiseGroup), token));
+        }
+        kept = 0;
+        if (i >= size) break;
+      }
+      best = slice.largest((best & ~kFlag) | flag);
+      if ((best & kFlag) == 0) return best | kFlag;
+      exactly = true;
+    }
+  }
+};
+
+// A row in memory that a CTA or a cluster reads, as KeptRace asks for it.
+template <DType kDType>
+struct RowSlice {
+  LogitReader<kDType>& row;
+  BlockShared& shared;
+
+  __device__ Range range_of_row(int /*buffer*/, uint32_t parts, bool& bad) {
+    const auto best = row.best_of_words();
+    const uint32_t key = best.nan ? ~0u : order_key<ScalarMath>(best.logit + 0.0f);
+    Range range(exchange(Range::of_thread(key, parts), Fold::kHalves));
+    bad = range.peak == ~0u;
+    if (bad) range.peak = 0;
+    row.learn(Peak{.logit = logit_of_key<ScalarMath>(range.peak)});
+    return range;
+  }
+  template <typename HasAny, typename F>
+  __device__ __forceinline__ void each_word(int /*buffer*/, HasAny has_any, F f) const {
+    row.each_own_word(
+        [&](float most) { return __any_sync(~0u, has_any(most)) != 0; },
+        [&](int word, const uint4& numbers) { f(word * row.of_word(), row.largest_of_word(numbers), numbers); });
+  }
+  __device__ int of_word() const { return row.of_word(); }
+  __device__ float number(const uint4& word, int i) const { return row.number(word, i); }
+  template <typename F>
+  __device__ __forceinline__ float sum_of_word(const uint4& word, F f) const {
+    return row.sum_of_word(word, f);
+  }
+
+  __device__ uint64_t exchange(uint64_t value, Fold how) const { return exchange_by_call(shared, value, how); }
+  __device__ Sums exchange(const Sums& own) const {
+    return {static_cast<uint32_t>(min_of<uint64_t>(exchange(own.count, Fold::kSum), UINT32_MAX)),
+            exchange(own.mass, Fold::kSum)};
+  }
+  __device__ uint64_t largest(uint64_t value) const { return fold(exchange(value, Fold::kLargest), Fold::kLargest); }
+  __device__ void gather(const uint64_t* own, uint32_t count, uint32_t before, uint32_t /*total*/,
+                         uint64_t* all) const {
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < count; i += blockDim.x) {
+#pragma unroll 1
+      for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank) *ptx::of_cta(&all[before + i], rank) = own[i];
+    }
+    ptx::meet_cluster();
+  }
+
+ private:
+  static __device__ __attribute__((noinline)) uint64_t exchange_by_call(BlockShared& shared, uint64_t value, Fold how) {
+    const uint32_t lane = threadIdx.x % 32, ctas = ptx::cluster_size();
+    value = fold(value, how);
+    __syncthreads();
+    if (lane == 0) shared.warps[threadIdx.x / 32] = value;
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      value = fold(lane < blockDim.x / 32 ? shared.warps[lane] : 0, how);
+      if (lane < ctas) *ptx::of_cta(&shared.ctas[ptx::cluster_rank()], lane) = value;
+    }
+    ptx::meet_cluster();
+    value = lane < ctas ? shared.ctas[lane] : 0;
+    ptx::meet_cluster();  // all have read
+    return value;
+  }
+};
+
+}  // namespace pagedtree::cuda
