@@ -7,6 +7,7 @@ set(PAGEDTREE_CUDA_SOURCES
   csrc/cuda/attention/half.cu
   csrc/cuda/attention/half_float8.cu
   csrc/cuda/attention/merge_states.cu
+  csrc/cuda/attention/plain.cu
   csrc/cuda/backend.cu
   csrc/cuda/drafting/best_first.cu
   csrc/cuda/drafting/growth.cu

@@ -75,8 +75,11 @@ class Target:
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Kernels for fp32 know no engine."""
         halves = (torch.float16, torch.bfloat16)
-        return (torch.float32, *halves) if self.backend == "cpu" else halves
+        if self.backend == "cpu":
+            return (torch.float32, *halves)
+        return halves if self.variant else (*halves, torch.float32)
 
     @property
     def layouts(self) -> tuple[str, ...]:

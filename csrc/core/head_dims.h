@@ -11,7 +11,7 @@ struct HeadDims {
   int32_t k, v;
 };
 
-constexpr HeadDims kHeadDims[] = {{64, 64},   {96, 96},   {128, 128}, {192, 192},
-                                  {256, 256}, {512, 512}, {192, 128}, {576, 512}};
+constexpr HeadDims kHeadDims[] = {{16, 16},   {32, 32},   {64, 64},   {96, 96},   {128, 128},
+                                  {192, 192}, {256, 256}, {512, 512}, {192, 128}, {576, 512}};
 
 }  // namespace pagedtree

@@ -59,17 +59,17 @@ struct ExecContext {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain_size, Body body, void* state) = nullptr;
 };
 
-// What a backend's tree_attention accepts besides fp16 and bf16 over caches of the same type or of e4m3.
-struct AttentionSupport {
-  bool float32;         // queries and caches of fp32
-  int cache_alignment;  // the caches' addresses and strides must be multiples of this many bytes
+// In which inputs backends differ.
+struct Support {
+  bool recurrent_float32;  // fp32 in the ops of recurrent layers
+  int cache_alignment;     // tree_attention's caches have addresses and strides that are multiples of this many bytes
 };
 
 // Each op is a function of its name: `backend.commit(params, ctx)`. A backend that leaves out an op does not build.
 class Backend {
  public:
   const char* const name;
-  const AttentionSupport attention;
+  const Support support;
   const int64_t max_option_rows;  // of fp32 scratch under request options; 0: the backend has memory of its own
 
 #define PT_OP(op, Params, ...) virtual void op(const Params&, const ExecContext&) const = 0;
@@ -79,8 +79,8 @@ class Backend {
   virtual int64_t tree_attention_scratch(const TreeAttentionParams&, const ExecContext&) const = 0;
 
  protected:
-  constexpr Backend(const char* of_backend, AttentionSupport of_attention, int64_t of_options)
-      : name(of_backend), attention(of_attention), max_option_rows(of_options) {}
+  constexpr Backend(const char* of_backend, Support of_inputs, int64_t of_options)
+      : name(of_backend), support(of_inputs), max_option_rows(of_options) {}
   ~Backend() = default;
 };
 

@@ -76,7 +76,8 @@ int64_t CpuBackend::tree_attention_scratch(const TreeAttentionParams& p, const E
 }
 
 void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
-  const IsaKernels& isa = isa_kernels();
+  // 16 columns are half a block of the widest vectors.
+  const IsaKernels& isa = p.head_dim >= 32 ? isa_kernels() : portable::kernels();
   const NodeRange used = used_rows(p.cu_seqlens_q, p.batch, p.num_tokens);
   clear_padding(p, 0, used.begin);
   clear_padding(p, used.end, p.num_tokens);

@@ -7,7 +7,7 @@ namespace pagedtree::cpu {
 
 class CpuBackend final : public Backend {
  public:
-  constexpr CpuBackend() : Backend("cpu", {.float32 = true, .cache_alignment = 1}, 0) {}
+  constexpr CpuBackend() : Backend("cpu", {.recurrent_float32 = true, .cache_alignment = 1}, 0) {}
 
   PT_OVERRIDES
 };

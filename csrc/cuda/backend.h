@@ -12,7 +12,7 @@ constexpr int64_t kMaxOptionRows = 144;
 class CudaBackend final : public Backend {
  public:
   constexpr explicit CudaBackend(const char* of_backend)
-      : Backend(of_backend, {.float32 = false, .cache_alignment = 16}, kMaxOptionRows) {}
+      : Backend(of_backend, {.recurrent_float32 = false, .cache_alignment = 16}, kMaxOptionRows) {}
 
   PT_OVERRIDES
 };

@@ -173,10 +173,8 @@ void add_layer(const Check& check, const Backend& backend, const LayerArguments&
       a.v_cache, "v_cache", {a.k_cache.scalar_type()},
       {{"pages", a.k_cache.size(0)}, {"page_size", a.k_cache.size(1)}, {"Hkv", a.k_cache.size(2)}, {"Dv", head_dim_v}},
       Strides::kLastContiguous);
-  check.that(backend.attention.float32 || a.q.scalar_type() != ScalarType::Float, "q",
-             "of dtype torch.float16 or torch.bfloat16 (torch.float32 is for the CPU backend)", "torch.float32");
-  check_alignment(check, backend.attention.cache_alignment, a.k_cache, "k_cache");
-  check_alignment(check, backend.attention.cache_alignment, a.v_cache, "v_cache");
+  check_alignment(check, backend.support.cache_alignment, a.k_cache, "k_cache");
+  check_alignment(check, backend.support.cache_alignment, a.v_cache, "v_cache");
   p.sinks = check.read<float>(a.sinks, "sinks", {{"Hq", num_heads}});
   const bool latent = is_latent(a.k_cache, a.v_cache);
   check.that(!latent || p.softcap == 0.0f, "softcap", "0 if v_cache is a view of k_cache", p.softcap);

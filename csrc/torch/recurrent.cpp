@@ -75,10 +75,9 @@ RecurrentBatch recurrent_batch(const Check& check, const Rows& rows, const Tenso
   return p;
 }
 
-// fp32 is for backends that take it in attention.
 void check_inputs(const Check& check, const Tensor& t, const std::string& name, std::initializer_list<Axis> shape) {
   if (t.defined()) check.device(t, name);
-  if (t.defined() && backend_for(t).attention.float32) {
+  if (t.defined() && backend_for(t).support.recurrent_float32) {
     check.tensor(t, name, {ScalarType::Half, ScalarType::BFloat16, ScalarType::Float}, shape, Strides::kLastContiguous);
   } else {
     check.tensor(t, name, {ScalarType::Half, ScalarType::BFloat16}, shape, Strides::kLastContiguous);

@@ -41,12 +41,12 @@ def tree_attention(
     A batch may mix trees, chains, prefill chunks and plain decode. The queries' keys must already be in the cache.
 
     Args:
-        q: [T, Hq, D], fp16 or bf16 (fp32 on the CPU), last dimension contiguous; rows past cu_seqlens_q[-1] pad.
+        q: [T, Hq, D], fp16, bf16 or fp32, last dimension contiguous; rows past cu_seqlens_q[-1] pad.
         k_cache: [pages, page_size, Hkv, D], any strides but a contiguous last dimension; q's dtype or float8_e4m3fn; Hq
             a multiple of Hkv, page_size >= 1. Query head h reads KV head h // (Hq // Hkv).
-        v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. Either D = Dv in 64, 96, 128, 192, 256, 512,
-            or (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes the call
-            *latent* (multi-head latent attention): each cached row is read once (on CUDA if Dv is 512).
+        v_cache: [pages, page_size, Hkv, Dv], likewise, of k_cache's dtype. Either D = Dv in 16, 32, 64, 96, 128, 192,
+            256, 512, or (D, Dv) = (192, 128), or (576, 512). A view of k_cache's first Dv columns with Hkv = 1 makes
+            the call *latent* (multi-head latent attention): each cached row is read once (on CUDA if Dv is 512).
         page_table: int32 [B, max_pages]; entries past ceil(seq_lens[b] / page_size) are never read. A page id outside
             the cache reads as zero K and V.
         seq_lens: int32 [B], all keys of a sequence, its queries' included; clamped to max_pages * page_size.
@@ -78,8 +78,9 @@ def tree_attention(
         scores, the sink included. A row that sees no key gives out 0 and lse = its sink (-inf without sinks); padding
         rows give out 0 and lse -inf.
 
-    Softmax and accumulation are fp32. Keys and values that are not finite change only rows that see them; others get
-    the bits of zeros. Results are bitwise the same for any number of threads.
+    Softmax and accumulation are fp32. On CUDA, fp32 queries and head sizes 16 and 32 are for tests: their kernel is
+    exact rather than fast. Keys and values that are not finite change only rows that see them; others get the bits of
+    zeros. Results are bitwise the same for any number of threads.
 
         for b, i, h in queries of each sequence and head:
             s, n = seq_lens[b], cu_seqlens_q[b + 1] - cu_seqlens_q[b]

@@ -124,7 +124,8 @@ def explain(
         bandwidth, flops_per_second: device peaks in bytes and flops per second; default: nominal H200.
         engine: "mma.sync", or "wgmma" for the tiles that support it. Default: this machine's choice (PAGEDTREE_ENGINE).
 
-    Raises ValueError for sizes that `tree_attention` refuses, and for more than 65536 multiprocessors.
+    Raises ValueError for sizes that `tree_attention` refuses or that have no tiles (16, 32), and for more than 65536
+    multiprocessors.
     """
     from pagedtree import _C  # the ops do without it
 
@@ -138,9 +139,9 @@ def explain(
             f"explain: `num_q_heads` must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
         )
     head_dim_v = head_dim if head_dim_v is None else head_dim_v
-    if (head_dim, head_dim_v) not in _C.HEAD_DIMS:
-        pair = (head_dim, head_dim_v)
-        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {_C.HEAD_DIMS}, got {pair}")
+    sizes = [pair for pair in _C.HEAD_DIMS if pair[0] >= 64]
+    if (pair := (head_dim, head_dim_v)) not in sizes:
+        raise ValueError(f"explain: `head_dim` and `head_dim_v` must be one of {sizes}, got {pair}")
     if latent and num_kv_heads != 1:
         raise ValueError(f"explain: `num_kv_heads` must be 1 for a latent cache, got {num_kv_heads}")
     if kv_bytes not in (1, 2):

@@ -172,7 +172,7 @@ def test_calls_are_right_and_could_be_captured(recorded: Recorded, device: Devic
     """
     calls = recorded.asked(device.capability)
     assert len(calls) > 500 and wrong_calls(calls) == []
-    # The one thing that a GPU cannot compute.
+    # The one thing that a GPU cannot compute: fp32 in recurrent layers.
     assert all(
         re.search("must be of dtype torch.float16 or torch.bfloat16.*got torch.float32$", error)
         for error in recorded.errors[str(device.capability)]

@@ -62,7 +62,7 @@ REFUSALS: Table = {
     "tree_attention": [
         ({"q": Tensor.double}, "`q` of dtype torch.float32 or torch.float16 or ..., got torch.float64"),
         ({"q": lambda t: t[0]}, "`q` of shape [*, *, *] ..., got [4, 64]"),
-        ({"q": lambda t: t[..., :32]}, f"`q` of head size {HEAD_SIZES}, got 32"),
+        ({"q": lambda t: t[..., :48]}, f"`q` of head size {HEAD_SIZES}, got 48"),
         ({"q": by_columns}, "`q` contiguous in its last dimension"),
         ({"q": lambda t: t[:, :3]}, "`k_cache` of a number of heads that divides q's 3"),
         ({"k_cache": Tensor.half}, "`k_cache` of q's dtype torch.bfloat16 or torch.float8_e4m3fn, got torch.float16"),

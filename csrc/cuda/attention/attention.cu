@@ -1,8 +1,9 @@
-// tree_attention on CUDA: one launch for each list of sequences.
+// tree_attention on CUDA: one launch for each list of sequences, or one of the plain kernel.
 #include <stdexcept>
 #include <string>
 
 #include "cuda/attention/instances.h"
+#include "cuda/attention/plain.h"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/backend.h"
 #include "cuda/engine.h"
@@ -77,6 +78,7 @@ void CudaBackend::attention_plan(const AttentionPlanParams& params, const ExecCo
 }
 
 int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& params, const ExecContext&) const {
+  if (is_plain(params)) return 0;
   const DeviceLimits limits = device_limits();
   const TreeAttentionParams p = with_engine(params, limits);
   int64_t bytes = kAlignment;
@@ -91,6 +93,7 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
   const DeviceLimits limits = device_limits();
   const AttentionParams p(with_engine(params, limits));
   check_engine(p.engine, limits);
+  if (is_plain(p)) return plain_attention(p, ctx.stream);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   int64_t scratch = aligned(reinterpret_cast<intptr_t>(p.scratch));
   for (const auto& [list, tile] : lists) {

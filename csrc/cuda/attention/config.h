@@ -9,6 +9,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kMaxStages = 4, kMaxWgmmaStages = 8;
+constexpr int kLeastTileColumns = 64;  // narrower heads have the plan of this size, which their kernel does not read
 constexpr int kWgmmaSharedBytes = 227 << 10;  // that a CTA may ask for on Hopper
 
 // The shape of a CTA's work: m_tile rows r = token * group_size + head against stages of `keys` keys. Warps form a grid
@@ -156,6 +157,7 @@ constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shar
 constexpr TileShape choose_tile(MatrixEngine engine, int head_dim, int head_dim_v, bool latent, int64_t rows,
                                 int max_shared_bytes) {
   TileShape chosen{};
+  if (head_dim < kLeastTileColumns) head_dim = head_dim_v = kLeastTileColumns;
   for (const TileShape& shape : kTileShapes) {
     if (!shape.takes(head_dim, head_dim_v, latent) || residency(shape, 2, max_shared_bytes).ctas < 1) continue;
     if (shape.is_wgmma() && engine != MatrixEngine::kWgmma) continue;

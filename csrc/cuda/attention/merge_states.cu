@@ -1,28 +1,13 @@
 #include "core/attention.h"
 #include "cuda/backend.h"
+#include "cuda/tile/element.cuh"
 #include "cuda/tile/launch.cuh"
-#include "cuda/tile/mma.cuh"
 
 namespace pagedtree::cuda {
 namespace {
 
 constexpr int kThreads = 128;
 constexpr int kRows = kThreads / 32;  // per CTA: one warp per row
-
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    return x;
-  } else if constexpr (kIsBFloat16<T>) {
-    return __float2bfloat16_rn(x);
-  } else {
-    return __float2half_rn(x);
-  }
-}
 
 // A side with weight 0 is not read: it may hold anything.
 template <typename T, int kCount>

@@ -142,9 +142,10 @@ def cases() -> Iterator[Case]:
     for sizes, tiles in TILES.items():
         for tile, dtype, cache in product(tiles, ("fp16", "bf16"), ("", "fp8")):
             yield tile_case(sizes, tile, dtype, cache)
-        for cache in ("", "fp8"):
-            batch = Batch([random_tree(1, 20), 5], [70, 3], "fp32", cache, sizes[0], head_dim_v=sizes[1])
-            yield _attention(f"{_types('fp32', cache)}/{_sizes(sizes)}", batch, backends=("cpu",))
+    for sizes in _C.HEAD_DIMS:
+        for dtype, cache in product(ROW_LIMITS if sizes[0] < 64 else ("fp32",), ("", "fp8")):
+            batch = Batch([random_tree(1, 9), 2], [70, 3], dtype, cache, sizes[0], heads=(2, 1), head_dim_v=sizes[1])
+            yield _attention(f"{_types(dtype, cache)}/{_sizes(sizes)}", batch)
     yield from _latent()
     yield from _shapes()
     yield from _values()
@@ -183,7 +184,7 @@ def _latent() -> Iterator[Case]:
         return _attention(f"latent/{name}/{dtype}/{_sizes(sizes)}", batch, **more)
 
     for sizes in ((512, 512), (576, 512)):
-        yield case("3 heads", sizes, "fp32", backends=("cpu",))
+        yield case("3 heads", sizes, "fp32")
     for sizes in ((64, 64), (192, 128)):
         yield case("narrow", sizes, "bf16")
     for layout, page_size in zip(LAYOUTS[1:], (1, 16, 61, 7), strict=True):
@@ -278,7 +279,10 @@ def _options() -> Iterator[Case]:
             batch = replace(MIXED, dtype=dtype, cache="fp8", head_dim=128)
             yield _attention(f"fp8 scale a {kind}/{dtype}", batch, k_scale=scale, v_scale=scale * 3)
     single = replace(MIXED, dtype="fp32")
-    yield _attention("all options/fp32", single, scale=-0.2, sinks=SINKS, backends=("cpu",), **OPTIONS)
+    yield _attention("all options/fp32", single, scale=-0.2, sinks=SINKS, **OPTIONS)
+    of_heads: dict[str, Any] = {"k_scale": float32([0.3, 1.7]), "v_scale": float32([0.9, 5.1])}
+    yield _attention("all options/fp32 on fp8", replace(single, cache="fp8"), window=7, **of_heads)
+    yield _attention("into a given tensor/fp32", replace(single, head_dim=32, padding=5), into=True)
     yield _attention("causal", MIXED, change=lambda given: given.update(tree_mask=None))
     two_trees = Batch([random_tree(1, 9), random_tree(2, 30)], [8, 70])
     yield _attention("no tree lengths", two_trees, change=lambda given: given.update(tree_lens=None))
