@@ -131,7 +131,7 @@ test: export PAGEDTREE_SIMT := $(CUDA)
 test-all: export PAGEDTREE_SIMT := 1
 test-all: export PAGEDTREE_CUDA := 1
 # Slow tests may take four times as long as pyproject.toml allows.
-test-all test-stats test-simt test-engines: PYTEST += -o faulthandler_timeout=1200
+test-all test-stats test-simt test-engines test-peers: PYTEST += -o faulthandler_timeout=1200
 
 .PHONY: test test-all test-stats test-mutations test-simt test-host-cuda test-sanitizers test-engines test-peers check-aarch64 fuzz
 test: $(READY_DEV) build  ## run the core suite; with CUDA=1 also on the CUDA kernels
@@ -200,6 +200,8 @@ ENGINE_flashinfer   := --no-deps flashinfer-python==0.7.2.post1
 ENGINE_flash_attn   := --no-deps --no-build-isolation flash-attn==2.8.3.post2
 # Packages that publish draft heads, and what their models import; the rest of what they import is not there.
 ENGINE_speculators  := --no-deps speculators==0.9.0 dflash==0.1.0 loguru==0.7.3 pydantic-settings==2.16.3 python-dotenv==1.2.4
+# For test-peers: JetSpec asks for these, and the interpreter of Triton 3.6 for a numpy below 2.4.
+ENGINE_jetspec      := transformers==4.57.1 triton==3.6.0 "numpy<2.4" "pytest<9"
 $(ENGINES)/.ready: export FLASH_ATTENTION_SKIP_CUDA_BUILD := TRUE
 $(ENGINES)/.ready: export FLASH_ATTENTION_FORCE_BUILD := TRUE
 TESTS_transformers  := $(addprefix tests/generation/test_,generate.py generation_config.py generate_command.py) \
@@ -216,11 +218,13 @@ test-engines: $(READY_DEV) build $(ENGINES)/.ready  ## test the adapters against
 	$(if $(SELECT),,$(if $(filter transformers,$(ENGINE)),$(PYTEST) $(TESTS_transformers)))
 	PATH="$(CURDIR)/$(ENGINES)/bin:$(PATH)" $(ENV_$(ENGINE)) $(PYTEST) $(TESTS_$(ENGINE)) $(SELECT)
 
-# Single definitions of the peer's are executed; nothing of it is installed, nothing of it is in this repository.
-PEERS := sglang flashinfer fla vllm medusa eagle
-test-peers: $(READY_DEV) build  ## run another package's tests on our ops: PEER=sglang, flashinfer, fla, vllm, medusa or eagle, SOURCE=its source tree
+# Single definitions of the peer's are executed, of JetSpec all from the history of a clone; nothing of it is installed,
+# nothing of it is in this repository.
+PEERS := sglang flashinfer fla vllm medusa eagle jetspec
+test-peers: $(READY_DEV) build  ## run another package's tests on our ops: PEER=sglang, flashinfer, fla, vllm, medusa, eagle or jetspec, SOURCE=its source tree
 	$(if $(filter $(PEER),$(PEERS)),,$(error PEER: expected one of $(PEERS), got "$(PEER)"))
 	$(if $(wildcard $(SOURCE)/.),,$(error SOURCE: expected the folder of the source tree of $(PEER), got "$(SOURCE)"))
+	$(if $(filter jetspec,$(PEER)),$(MAKE) ENGINE=jetspec build/engines-jetspec/.ready)
 	PEER=$(PEER) PEER_SOURCE="$(abspath $(SOURCE))" $(PYTEST) tests/peers/test_peer_$(PEER).py -rx
 
 # vLLM imports torchvision, torchaudio and torchcodec where they are; those that pip finds belong to another torch.

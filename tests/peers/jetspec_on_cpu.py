@@ -1,0 +1,25 @@
+"""A pytest plugin for JetSpec's tests on a CPU: recorded CUDA graphs, nothing compiled, and its engine on our ops."""
+
+from __future__ import annotations
+
+import graph_case
+import torch
+
+from pagedtree.integrations import jetspec
+
+
+class Graph(graph_case.Graph):
+    def replay(self) -> None:
+        with torch.inference_mode():
+            super().replay()
+
+    def pool(self) -> None:
+        pass
+
+
+setattr(torch.cuda, "CUDAGraph", Graph)  # noqa: B010
+setattr(torch.cuda, "graph", graph_case.Recording)  # noqa: B010
+torch.cuda.synchronize = lambda *args: None
+torch.Tensor.cuda = lambda self, *args, **options: self  # type: ignore[method-assign]
+setattr(torch, "compile", lambda function=None, **options: function)  # noqa: B010 (a traced function is not recorded)
+jetspec.install()
