@@ -2,8 +2,8 @@
 #pragma once
 
 #include "cuda/attention/row_tile.cuh"
-#include "cuda/tile/variants.h"
 #include "cuda/tile/tensor_map.cuh"
+#include "cuda/tile/variants.h"
 
 namespace pagedtree::cuda {
 

@@ -4,9 +4,9 @@
 #include <optional>
 
 #include "core/common.h"
-#include "cuda/tile/variants.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
+#include "cuda/tile/variants.h"
 
 #if defined(__CUDACC__)
 #include <cudaTypedefs.h>
