@@ -92,7 +92,7 @@ cudaError_t launched(const void* kernel, dim3 grid, dim3 block, size_t shared_by
 // Every op of the CUDA backend on the caller's stream, with a line that names it.
 class Recorded final : public pagedtree::Backend {
  public:
-  constexpr Recorded() : Backend("simt", cuda_.attention, cuda_.max_option_rows) {}
+  constexpr Recorded() : Backend("simt", cuda_.support, cuda_.max_option_rows) {}
 
 #define PT_RECORDED(op, Params, ...)                                                           \
   void op(const pagedtree::Params& params, const pagedtree::ExecContext& ctx) const override { \
