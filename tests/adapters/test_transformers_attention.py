@@ -188,7 +188,7 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"head_dim": 80}, "head_dim in 64, .*, or 192 for k and 128 for v, got 80 for k and 80"),
+        ({"head_dim": 80}, "head_dim in 16, 32, 64, .*, or 192 for k and 128 for v, got 80 for k and 80"),
         ({"dropout": 0.1}, "expected no attention dropout, got 0.1"),
         ({"training": True}, "no backward pass"),
         ({"output_attentions": True}, "attention weights cannot be returned"),

@@ -452,8 +452,8 @@ def test_bad_drafters(model, change, error, message):
 def test_bad_models(model):
     with pytest.raises(ValueError, match=r"evaluation mode.*model.eval\(\)"):
         generate(tiny(0).train(), [[1]], max_new_tokens=4)
-    with pytest.raises(ValueError, match=r"expected a head_dim in 64, .* got 32"):
-        generate(tiny(0, head_dim=32), [[1]], max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"expected a head_dim in 16, .* got 48"):
+        generate(tiny(0, head_dim=48), [[1]], max_new_tokens=4)
     for other, message in (
         (None, "transformers, got NoneType"),
         ("gpt2", "transformers, got str"),

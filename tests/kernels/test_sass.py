@@ -314,7 +314,7 @@ def test_hopper_s_attention_uses_wgmma(pattern: str, number: int) -> None:
         # Where ptxas cannot follow the registers of a product, it waits after each instruction.
         assert count(opcodes, "WARPGROUP.DEPBAR") == 3, name
         assert count(opcodes, "LDGSTS") >= 4, name
-        assert count(opcodes, "UTMALDG.4D") == (0 if "Float8" in name else 1 if latent else 2), name
+        assert count(opcodes, "UTMALDG.5D") == (0 if "Float8" in name else 1 if latent else 2), name
 
 
 @of_kernels(r"sample_kernel<\(DType\)2>", 1, "(sample|step|walk|rules)_kernel<", 13)
