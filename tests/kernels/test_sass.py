@@ -197,7 +197,7 @@ BUDGETS = {
     "rules_kernel<(Rule)2>": (5536,),
     "walk_kernel<(DType)2>": (5448,),
     "kept_kernel<(DType)2, (Rule)3>": (5256,),
-    "plain_attention_kernel": (1912,),
+    "plain_attention_kernel": (1848,),
     "logprobs_kernel": (5120,),
     "kept_kernel<(DType)2, (Rule)0>": (4912,),
     "sample_kernel<(DType)2>": (4888,),

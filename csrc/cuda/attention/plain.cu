@@ -16,12 +16,6 @@ struct PlainShared {
   float out[kWarps][kColumnsV];
 };
 
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kWholeWarp, x, lanes);
-  return x;
-}
-
 __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, lanes));

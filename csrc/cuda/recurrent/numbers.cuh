@@ -2,14 +2,9 @@
 #pragma once
 
 #include "cuda/recurrent/elements.cuh"
+#include "cuda/tile/reduce.cuh"
 
 namespace pagedtree::cuda {
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll 1
-  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(~0u, x, bits);
-  return x;
-}
 
 __device__ __forceinline__ float dot(const Four& a, const Four& b, float sum) {
 #pragma unroll

@@ -7,6 +7,12 @@ namespace pagedtree::cuda {
 
 constexpr unsigned kWholeWarp = ~0u;
 
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll 1
+  for (int bits = 16; bits > 0; bits /= 2) x += __shfl_xor_sync(kWholeWarp, x, bits);
+  return x;
+}
+
 // Reduces over the four lanes that hold a row of an mma accumulator.
 __device__ __forceinline__ float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(kWholeWarp, x, 1));
