@@ -218,6 +218,7 @@ BUDGETS = {
     "rope_append_kernel": (1960,),
     "grow_kernel": (1680,),
     "build_trees_kernel": (1552,),
+    "join_segments_kernel": (1344,),
     "commit_kernel": (1368,),
     "medusa_top_kernel": (1272,),
     "few_nodes_kernel": (1256,),
