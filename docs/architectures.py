@@ -1,6 +1,6 @@
-"""The list of architectures in transformers.md, from architectures.json, which the tests compare with each run.
+"""The list of architectures in transformers.md, from architectures.json, which tests compare with each run.
 
-python tests/architecture_case.py writes architectures.json anew (some minutes).
+python tests/architecture_case.py writes architectures.json (some minutes).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 KEPT = Path(__file__).with_name("architectures.json")
-# What a refusal says, and what that means to a reader.
+# Patterns of refusals, and their meaning for a reader.
 REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
     r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (chunked, sparse) or an encoder",
@@ -27,7 +27,7 @@ REASONS = {
 
 
 def listed() -> str:
-    """Markdown: which model types are served, which are refused and why, which were not built."""
+    """Returns a Markdown table of served, refused (with reasons) and untried model types."""
     outcomes = json.loads(KEPT.read_text(encoding="utf-8"))["outcomes"]
     served = [name for name, outcome in outcomes.items() if outcome == "same"]
     rows = [("The same text", served)]
