@@ -15,12 +15,12 @@ REASONS = {
     r"use transformers' attention interface": "The attention is the model's own code, not transformers' interface",
     r"decoder of full or sliding attention layers, got (.*)": "Layers of other kinds (chunked, sparse) or an encoder",
     r"expected recurrent layers among": "Recurrent layers of other kinds than gated delta rules, Mamba-2 and short"
-    " convolutions, or beside attention that layers share",
+    " convolutions, or with attention that layers share",
     r"forward that takes position_ids": "No positions can be given: it counts them itself, or has none",
     r"expected latent attention of": "Latent attention of other sizes than 512 and 64 values a token",
     r"expected a head_dim in .*": "Head dimensions that attention does not have",
     r"each layer to run once in a pass": "A layer attends more than once in a pass",
-    r"hand the attention_mask": "A layer adds a bias of its own to the mask",
+    r"hand the attention_mask": "A layer adds a bias to the mask",
     r"asks for another mask": "The mask is neither causal nor a sliding window",
     r"masks of the config's sliding_window": "Its masks have no window, but its cache in transformers has",
 }

@@ -52,11 +52,11 @@ def remarks(rows: list[Row]) -> str:
     # Other numbers of threads have another floor.
     bounded = [row for row in rows if not row["shape"].get("threads")]
     bounded.sort(key=lambda row: row["floor_ms"] / row["ms"])
-    ops = list(dict.fromkeys(row["op"] for row in rows))
-    worst = [row for op in ops for row in [row for row in bounded if row["op"] == op][: 3 // len(ops) or 1]]
-    points = "; ".join(f"{op_name(row)}, {row['point']} ({over_floor(row)})" for row in worst)
-    if len(ops) == 1:
-        points = points.replace(f"`{ops[0]}`, ", "")
+    of_ops = {row["op"]: row for row in reversed(bounded)}  # each op's worst row
+    worst = bounded if len(of_ops) == 1 else [row for row in bounded if row is of_ops[row["op"]]]
+    points = "; ".join(f"{op_name(row)}, {row['point']} ({over_floor(row)})" for row in worst[:3])
+    if len(of_ops) == 1:
+        points = points.replace(f"{op_name(rows[0])}, ", "")
     behind = [
         f"{op_name(row)}, {row['point']}: {ratio:.2f} x {peer}"
         for row in rows
@@ -87,7 +87,7 @@ FIRST_ON_GPU = {
 
 
 def against(name: str) -> Show:
-    return lambda row: next((f"{ratio:.2f} x" for peer, ratio in row["ratio"].items() if name in peer), "")
+    return lambda row: next((f"{ratio:.2f}" for peer, ratio in row["ratio"].items() if name in peer), "")
 
 
 def gpu_table(rows: Iterable[Row], point: Show, **more: Show) -> str:

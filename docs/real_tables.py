@@ -19,21 +19,21 @@ def rows_of(result: Result, dtype: str = RATES) -> list[Row]:
 
 def ways(result: Result, name: str) -> str:
     """Shows ways in rows, numbers of sequences in columns."""
-    machine, rows = result["machine"], rows_of(result)
-    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
-    count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
-    note = (
-        f" {count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
-        f" tokens per second of all sequences, others over plain decoding in the same turn: {'/'.join(KINDS)}."
-    )
-    return "\n\n".join([machine_line(machine, name) + note, by_kind(rows)])
+    return "\n\n".join([machine_line(result["machine"], name), by_kind(rows_of(result))])
 
 
 def gains(result: Result, name: str) -> str:
     """Shows ways, chosen trees against the best fixed ones, vLLM with drafts against vLLM without, and equal texts."""
-    parts, rows = [ways(result, name)], rows_of(result)
+    machine, rows = result["machine"], rows_of(result)
+    versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items() if version)
+    count = max(int(row["texts_equal"].split("/")[1]) for row in rows if row["kind"] in KINDS)
+    note = (
+        f"{count} prompts of each kind, at most {machine['max_new_tokens']} new tokens. {versions}. Plain decoding in"
+        f" tokens per second of all sequences, others over plain decoding in the same turn: {'/'.join(KINDS)}."
+    )
+    parts = [note, ways(result, name)]
     for figure, corner in (
-        ("over_best", "over the best of its own chains and trees, and plain"),
+        ("over_best", "over the best of fixed chains and trees, and plain"),
         ("over_stock", "over vLLM without drafts"),
     ):
         compared = [row for row in rows if figure in row and (figure == "over_best" or row["way"].startswith("vLLM"))]

@@ -20,8 +20,6 @@ OPS = [
     ("verification, greedy", "ops_avx512", "verify_greedy", "base"),
     ("verification, sampled", "ops_avx512", "verify_sampled", "base"),
     ("verification, rejection", "ops_avx512", "verify_rejection", "tree chain 32"),
-    ("best drafts of a model", "ops_avx512", "expand_tree", "base"),
-    ("accepted keys and values moved", "ops_avx512", "compact_kv", "base"),
 ]
 
 

@@ -24,9 +24,9 @@ def load(name: str, results: Path = RESULTS) -> Result:
 
 
 def listing(rows: Iterable[Row], columns: dict[str, Show]) -> str:
-    header = [[*columns], ["---", *["---:"] * (len(columns) - 1)]]
-    lines = [*header, *([show(row) for show in columns.values()] for row in rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = [[*columns], *([show(row) for show in columns.values()] for row in rows)]
+    title, *rest = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([title, "|---" + "|--:" * (len(columns) - 1) + "|", *rest])
 
 
 def pivot(corner: str, rows: Iterable[Row], line: Show, column: Show, cell: Show) -> str:
