@@ -12,7 +12,6 @@ from torch import Tensor
 
 from pagedtree import (
     Draft,
-    DraftState,
     RequestOptions,
     SamplingParams,
     Verdict,
@@ -27,6 +26,7 @@ from pagedtree import (
     verify_traversal,
 )
 from pagedtree.distributed import VocabShards
+from pagedtree.drafting import DraftState
 
 VOCAB, LENGTH = 3, 3
 LIMIT = 6.0

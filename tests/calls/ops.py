@@ -109,7 +109,7 @@ def _attention(cache_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     }
 
 
-def _state(levels: int) -> pt.DraftState:
+def _state(levels: int) -> pt.drafting.DraftState:
     state = pt.start_draft(int64([3, 4]), max_kv_nodes=7, active=torch.tensor([True, True]))
     for _ in range(levels):
         rows = state.num_frontier * 2
@@ -390,8 +390,8 @@ def select_nodes() -> Call:
 @valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
-    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
-    return Call(pt.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]]), "context": 2})
+    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions, "context": 2}
+    return Call(pt.drafting.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]])})
 
 
 valid_calls(
