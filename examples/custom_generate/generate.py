@@ -4,7 +4,8 @@ In a checkpoint's own folder, as custom_generate/generate.py, it becomes what `m
 checkpoint is loaded with trust_remote_code=True.
 """
 
-from pagedtree.integrations.transformers import NgramDrafter, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import tree_generate
 
 
 def generate(model, *args, drafter=None, **kwargs):

@@ -16,8 +16,8 @@ import torch
 from eagle_case import SIZES as OF_A_HEAD
 from torch import Tensor
 
+from pagedtree.generation.drafters import BlockDrafter
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter
 
 # Imported by speculators for training and for servers; nothing of it runs here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")

@@ -36,7 +36,7 @@ def head(tmp_path_factory) -> str:
     """The EAGLE-3 head of the examples in the format that SGLang loads."""
     from transformers import AutoModelForCausalLM
 
-    from pagedtree.integrations.transformers import EagleHead
+    from pagedtree.generation.drafters import EagleHead
 
     folder = tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()

@@ -80,7 +80,7 @@ class KnowsTexts(TreeDrafter):
 
 
 class NgramTreeDrafter(WithoutModel):
-    """Prompt lookup in the request's text. Options: as in `pagedtree.integrations.transformers.NgramDrafter`, without
+    """Prompt lookup in the request's text. Options: as in `pagedtree.generation.drafters.NgramDrafter`, without
     `remember`."""
 
     defaults: ClassVar[dict[str, Any]] = {"max_depth": None, "max_branches": 4, "min_ngram": 1, "max_ngram": 4}
@@ -176,7 +176,7 @@ class ModelTreeDrafter(KnowsTexts):
 class MedusaTreeDrafter(WithoutModel):
     """Medusa: heads on the target's last hidden state predict the tokens after the root, one head per tree level.
 
-    Options: heads (folder of `pagedtree.integrations.transformers.MedusaHeads`; needed). Trees come from
+    Options: heads (folder of `pagedtree.generation.drafters.MedusaHeads`; needed). Trees come from
     `pagedtree.best_first_tree`.
     """
 
@@ -273,7 +273,7 @@ class EagleTreeDrafter(FolderTreeDrafter):
     """EAGLE-3: a decoder layer on the outputs of three target layers grows a tree, with a separate cache.
 
     Options: head (checkpoint folder as SGLang and vLLM load it; needed); depth and width as in
-    `pagedtree.integrations.transformers.EagleDrafter`. Otherwise as `FolderTreeDrafter`.
+    `pagedtree.generation.drafters.EagleDrafter`. Otherwise as `FolderTreeDrafter`.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"head": None, "depth": 5, "width": 4}
