@@ -16,6 +16,7 @@ from raw_case import op_names, raw_calls
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import pagedtree
 from pagedtree._gradients import OPS_OF_INTEGERS
 
 NAMES = calls.names("calls.ops", "calls.recurrent")
@@ -52,6 +53,16 @@ def test_opcheck(backend: str, device: torch.device, op: str) -> None:
         has_fp8 = any(t.dtype == torch.float8_e4m3fn for t in tensors_of(call.arguments))
         tests = ("test_faketensor", "test_aot_dispatch_dynamic") if has_fp8 else torch.library._OPCHECK_DEFAULT_UTILS
         torch.library.opcheck(call.function, (), call.arguments, test_utils=tests)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("sharded_")])
+def test_shards_of_the_whole_ops(name: str) -> None:
+    """shards= gives the verdict of the name in `distributed`, which refuses to take this rank's columns for all."""
+    call, op = calls.make(name), name.removeprefix("sharded_")
+    found = getattr(pagedtree, op)(**call.arguments, shards=calls.ops.one_rank())
+    assert all(map(torch.equal, tensors_of(found), call.results()))
+    with pytest.raises(TypeError, match="shards: expected a VocabShards"):
+        getattr(pagedtree.distributed, op)(**call.arguments)
 
 
 @slow_on_simt

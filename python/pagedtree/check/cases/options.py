@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import pagedtree
 from pagedtree import (
     DraftTree,
     RequestOptions,
@@ -18,7 +19,6 @@ from pagedtree import (
     TreeBatch,
     Verdict,
     commit,
-    distributed,
     reference,
     sample,
     token_logprobs,
@@ -254,7 +254,7 @@ def _verify(
         (_, drafts, trees), keywords = problem.place(place)
         if not sharded:
             return _call(op, place, problem, problem.logits, params, options=options, **keywords)._asdict()
-        verify, law = getattr(distributed, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
+        verify, law = getattr(pagedtree, op), {} if op == "verify_sampled" else {"draft_law": "onehot"}
         logits, inputs = place.put((problem.logits, {"params": params, "options": options, **_streams(problem.batch)}))
 
         def on_rank(shards: VocabShards) -> Results:
