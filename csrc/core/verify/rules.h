@@ -28,6 +28,9 @@ namespace pagedtree {
 // How a node's children were chosen: drawn independently, drawn without replacement, or not drawn at all.
 enum class DraftLaw : int32_t { kIid, kSwor, kOneHot };
 
+// What a rule needs: trees that are chains, children that were drawn, RatioParams::frames.
+enum RuleNeeds { kNoNeeds = 0, kChains = 1, kDrawn = 2, kFrames = 4 };
+
 struct TraversalFrame;  // core/verify/traversal.h
 
 // Verification that weighs the target's distribution against the draft's.

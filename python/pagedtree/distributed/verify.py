@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 def _on_shards(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the function with its argument `shards` required."""
+    """Makes `shards` required."""
 
     @wraps(function)
     def on_shards(*args: P.args, **kwargs: P.kwargs) -> R:

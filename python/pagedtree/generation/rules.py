@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import pagedtree
-from pagedtree import Draft, RequestOptions, SamplingParams, Verdict
+from pagedtree import Draft, RequestOptions, SamplingParams, Verdict, verify
 from pagedtree.bits import unpacked
 from pagedtree.generation.scheduler import GeneratedSequence
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "Sampling", "check_options", "check_rule"]
 
-RULES = ("auto", "greedy", "sampled", "rejection", "block", "traversal", "typical")
+RULES = ("auto", *(name.removeprefix("verify_") for name in verify.__all__ if name not in ("Verdict", "verify_tokens")))
 DRAFT_LAWS = ("onehot", "iid", "swor", "coupled")
 DRAWN = ("iid", "swor")
 
