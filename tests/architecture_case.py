@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 KEPT = Path(__file__).resolve().parents[1] / "docs" / "architectures.json"
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -10,7 +10,7 @@ from generate_case import VOCAB
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
 
-from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel
+from pagedtree.generation.drafters import BlockDraftConfig, BlockDraftModel
 
 LAYER = {name: size for name, size in SIZES.items() if name != "vocab_size"}
 CONFIG = BlockDraftConfig(**LAYER, num_hidden_layers=2, block_size=6, mask_token_id=3, target_layer_ids=(0, 1))

@@ -8,7 +8,7 @@ import torch
 from generate_case import VOCAB
 from torch.nn import functional as F
 
-from pagedtree.integrations.transformers import EagleHead
+from pagedtree.generation.drafters import EagleHead
 
 SIZES = {
     "hidden_size": 128,

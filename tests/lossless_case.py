@@ -12,11 +12,9 @@ from torch import Tensor
 
 from pagedtree import (
     Draft,
-    DraftState,
     RequestOptions,
     SamplingParams,
     Verdict,
-    distributed,
     expand_tree,
     reference,
     rerank_tree,
@@ -27,6 +25,7 @@ from pagedtree import (
     verify_traversal,
 )
 from pagedtree.distributed import VocabShards
+from pagedtree.drafting import DraftState
 
 VOCAB, LENGTH = 3, 3
 LIMIT = 6.0
@@ -44,7 +43,6 @@ RULES = {
     "block": verify_block,
     "traversal": verify_traversal,
 }
-SHARDED_RULES = {"sampled": distributed.verify_sampled, "rejection": distributed.verify_rejection}
 
 
 def grown(
@@ -72,14 +70,11 @@ def verified(
 ) -> Verdict:  # fmt: skip
     logits = target[draft.draft_tokens.clamp(min=0)].log()
     options = {"seeds": seeds, "positions": positions, "options": said}
-    rules = RULES
     if shards is not None:
-        logits, options["shards"], rules = shards.own(logits), shards, SHARDED_RULES
+        logits, options["shards"] = shards.own(logits), shards
     if rule != "sampled":
         options["draft_law"] = "onehot" if law == "topk" else law
-        if law != "topk":
-            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-    return rules[rule](logits, draft.draft_tokens, draft.trees, params, **options)
+    return RULES[rule](logits, draft, params, **options)
 
 
 def first_tokens(

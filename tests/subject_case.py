@@ -13,18 +13,17 @@ from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 from mtp_case import random_head
 
-from pagedtree.integrations.transformers import (
+from pagedtree.generation.drafters import (
     BlockDrafter,
     CombinedDrafter,
     EagleDrafter,
     MedusaDrafter,
-    ModelDrafter,
-    MtpDrafter,
     NgramDrafter,
     ParallelEagleDrafter,
     SuffixDrafter,
     medusa_tree,
 )
+from pagedtree.integrations.transformers import ModelDrafter, MtpDrafter
 
 # Three outcomes per prompt; the first is in `Subject.seeded_texts`.
 SEEDS = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]

@@ -10,7 +10,8 @@ from generate_case import generated, tiny, tiny_heads
 from statistics_case import excess
 
 from pagedtree import DraftTree, SamplingParams, reference
-from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter
+from pagedtree.generation.drafters import CombinedDrafter, MedusaDrafter, NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter
 
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 2, 1]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from pagedtree import Draft, DraftTree, TreeBatch
+from pagedtree.generation.drafters import medusa_tree
 from pagedtree.generation.tree_tuner import Outcome, TreeTuner
-from pagedtree.integrations.transformers import medusa_tree
 
 
 class Machine:

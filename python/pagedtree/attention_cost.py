@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pagedtree._arguments import checked
 from pagedtree._engine import chosen_engine
 
-__all__ = ["AttentionCost", "AttentionLaunch", "explain"]
+__all__ = ["explain"]
 
 ENGINES = ("mma.sync", "wgmma")
 

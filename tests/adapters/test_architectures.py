@@ -14,9 +14,10 @@ from architecture_case import KEPT, LENGTHS, NAMES, check_same, outcome, tiny_mo
 from generate_case import IS_5, greedy, lists, prompts_of, tiny
 from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_causal_mask_function
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, generate, tree_generate
 from pagedtree.integrations.transformers.attention import attention_forward
 from pagedtree.integrations.transformers.packed_mask import PackedMask
 from pagedtree.integrations.transformers.rotary import check_rotation

@@ -16,7 +16,8 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
 from pagedtree import reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, custom_generate, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, custom_generate, tree_generate
 from pagedtree.integrations.transformers.logits_processors import read_processors
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ from block_case import block_model
 from generate_case import tiny, tiny_eagle
 
 from calls import Call, valid_call
-from pagedtree.integrations.transformers import BlockDraftModel, EagleHead, MedusaHeads
+from pagedtree.generation.drafters import BlockDraftModel, EagleHead, MedusaHeads
 
 # Entries of others' files.
 OF_OTHERS: dict[str, Any] = {

@@ -69,6 +69,13 @@ def _sampled() -> dict[str, Any]:
     return _verification(params=_penalised(), seeds=_words(2), positions=_words(2), options=_options())
 
 
+def with_draft(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with a `Draft` in place of its parts."""
+    parts = {name: arguments[name] for name in pt.Draft._fields if name in arguments}
+    others = {name: value for name, value in arguments.items() if name not in parts}
+    return {**others, "draft_tokens": pt.Draft(**parts)}
+
+
 def _drafted() -> dict[str, Any]:
     draft_rows = int32([-1, 0, 0, 1, 1, -1, 2, 3])
     probs = torch.rand(4, VOCAB)
@@ -109,7 +116,7 @@ def _attention(cache_dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     }
 
 
-def _state(levels: int) -> pt.DraftState:
+def _state(levels: int) -> pt.drafting.DraftState:
     state = pt.start_draft(int64([3, 4]), max_kv_nodes=7, active=torch.tensor([True, True]))
     for _ in range(levels):
         rows = state.num_frontier * 2
@@ -390,8 +397,8 @@ def select_nodes() -> Call:
 @valid_call
 def rejected_predictions() -> Call:
     drafts, predictions = torch.randint(VOCAB, (2, 8))
-    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions}
-    return Call(pt.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]]), "context": 2})
+    arguments = {"trees": draft_trees(), "draft_tokens": drafts, "predictions": predictions, "context": 2}
+    return Call(pt.drafting.rejected_predictions, arguments | {"accept_index": int32([[0, 1, 3], [0, -1, -1]])})
 
 
 valid_calls(
@@ -421,6 +428,7 @@ valid_calls(
         {name: value for name, value in _verification().items() if name not in ("logits", "grammar_mask")}
         | {"tokens": torch.randint(VOCAB, (8,))},
     ),
+    verify_a_draft=lambda: Call(pt.verify_rejection, with_draft(_drafted())),
     verify_traversal=lambda: Call(pt.verify_traversal, {**_drafted(), "draft_law": "iid"}),
     verify_typical=lambda: Call(pt.verify_typical, _verification(params=_params(), epsilon=0.1, delta=0.3)),
     rerank_tree=lambda: Call(

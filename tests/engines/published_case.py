@@ -13,8 +13,8 @@ import torch
 from eagle_case import SIZES as OF_A_HEAD
 from torch import Tensor
 
+from pagedtree.generation.drafters import BlockDrafter
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import BlockDrafter
 
 # Imports of speculators for training and servers, unused here.
 UNUSED = ("datasets", "hs_connectors", "openai", "openai.types", "openai.types.chat", "openai.types.completion")

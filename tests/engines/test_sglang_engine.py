@@ -35,7 +35,7 @@ TREES |= {"speculative_num_draft_tokens": 8}
 def head(tmp_path_factory) -> str:
     from transformers import AutoModelForCausalLM
 
-    from pagedtree.integrations.transformers import EagleHead
+    from pagedtree.generation.drafters import EagleHead
 
     folder = tmp_path_factory.mktemp("head")
     target = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.float32).eval()

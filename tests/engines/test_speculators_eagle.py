@@ -13,7 +13,7 @@ from eagle_case import randomised
 from generate_case import VOCAB, tiny
 from published_case import SIZES, dense, speculators_config
 
-from pagedtree.integrations.transformers import EagleHead
+from pagedtree.generation.drafters import EagleHead
 
 pytest.importorskip("speculators", reason="make test-engines ENGINE=speculators")
 

@@ -15,9 +15,9 @@ from block_case import CONFIG, block_model, dense_logits
 from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 from safetensors.torch import save_file
 
-from pagedtree.generation.drafters import NoDrafter, waiting_features
+from pagedtree.generation.drafters import BlockDraftConfig, BlockDrafter, BlockDraftModel, NoDrafter, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
-from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, BlockDraftModel, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

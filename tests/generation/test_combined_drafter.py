@@ -15,14 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedtree import Draft, DraftTree, TreeBatch
-from pagedtree.generation.drafters import Drafter
+from pagedtree.generation.drafters import CombinedDrafter, Drafter, NgramDrafter
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.integrations.transformers import (
-    CombinedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    generate,
-)
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,8 +14,9 @@ from device_case import default_dtype
 from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of
 from subject_case import NAMES, SUBJECTS
 
+from pagedtree.generation.drafters import CombinedDrafter, Drafter
 from pagedtree.generation.tree_tuner import Plan
-from pagedtree.integrations.transformers import CombinedDrafter, Drafter, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

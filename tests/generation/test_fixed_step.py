@@ -35,19 +35,14 @@ from transformers import AutoModelForCausalLM
 
 from pagedtree import Draft, SamplingParams, build_trees
 from pagedtree.generation.decode_step import DecodeStep
-from pagedtree.generation.drafters import as_drafter
+from pagedtree.generation.drafters import Drafter, NgramDrafter
+from pagedtree.generation.drafters.base import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
 from pagedtree.generation.rules import Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
-from pagedtree.integrations.transformers import (
-    Drafter,
-    ModelDrafter,
-    NgramDrafter,
-    PagedCache,
-    load_drafter,
-)
+from pagedtree.integrations.transformers import ModelDrafter, PagedCache, load_drafter
 from pagedtree.integrations.transformers.model import TransformersModel
 from pagedtree.testing import backends, use_backend
 

@@ -30,8 +30,9 @@ from hybrid_case import MODELS as HYBRIDS
 from latent_case import MODELS as LATENTS
 from subject_case import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate
+from pagedtree.integrations.transformers import ModelDrafter, tree_generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

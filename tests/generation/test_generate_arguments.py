@@ -161,7 +161,7 @@ REFUSED = [
         logits_processor=[TopKLogitsWarper(3)],
     ),
     # Rules and drafters.
-    rule("expected one of auto, greedy, sampled, rejection, block, traversal, typical, got 'lucky'", "lucky"),
+    rule("expected one of auto, block, greedy, rejection, sampled, traversal, typical, got 'lucky'", "lucky"),
     rule("expected params for every rule but \"greedy\" .* got 'rejection' with None", "rejection", params=None),
     rule("expected params .* none for .* got 'greedy'", "greedy"),
     rule('"block" verifies chains, got a drafter whose trees branch', "block", "top-k tree"),

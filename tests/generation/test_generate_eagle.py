@@ -16,11 +16,11 @@ from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
 from safetensors.torch import load_file
 
 from pagedtree.generation import drafters
-from pagedtree.generation.drafters import waiting_features
+from pagedtree.generation.drafters import EagleDrafter, EagleHead, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import ConfigEntries
 from pagedtree.generation.drafters.eagle_config import EagleConfig
 from pagedtree.generation.drafters.rotary_config import Rotary
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
 
-from pagedtree.integrations.transformers import Drafter
+from pagedtree.generation.drafters import Drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,8 +11,9 @@ from brackets_case import STOP, Brackets
 from generate_case import LENGTHS, Oracle, generated, prompts_of, tiny
 
 from pagedtree import SamplingParams
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,9 +20,10 @@ if not IS_5:
 from hybrid_case import tiny_hybrid
 from subject_case import SUBJECTS
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tensor_parallel
+from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -30,13 +30,9 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams, reference
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import (
-    ModelDrafter,
-    NgramDrafter,
-    TokenOptions,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, tensor_parallel
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

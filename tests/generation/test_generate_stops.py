@@ -12,9 +12,9 @@ from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy,
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.stop_strings import StopStrings
-from pagedtree.integrations.transformers import NgramDrafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,8 @@ from transformers.generation import (
 )
 
 from pagedtree import SamplingParams, reference
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, TokenOptions, tree_generate
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, TokenOptions, tree_generate
 from pagedtree.integrations.transformers.generation_config import IGNORED, config_fields
 
 pytestmark = pytest.mark.usefixtures("one_thread")

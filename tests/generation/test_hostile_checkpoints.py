@@ -19,11 +19,17 @@ from block_case import block_model
 from generate_case import tiny, tiny_eagle
 from safetensors.torch import load_file, save_file
 
-from pagedtree.generation.drafters import block_config, eagle_config
+from pagedtree.generation.drafters import (
+    BlockDraftConfig,
+    BlockDraftModel,
+    EagleHead,
+    MedusaHeads,
+    block_config,
+    eagle_config,
+)
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
 from pagedtree.generation.drafters.eagle_config import LAYER_IDS, EagleConfig
 from pagedtree.generation.drafters.formats import rows_of
-from pagedtree.integrations.transformers import BlockDraftConfig, BlockDraftModel, EagleHead, MedusaHeads
 
 # An example, its class, and its weights' file.
 KINDS = {

@@ -23,13 +23,9 @@ from generate_case import (
 from subject_case import Subject
 
 from pagedtree.distributed import DraftGroup
+from pagedtree.generation.drafters import CombinedDrafter, NgramDrafter
 from pagedtree.generation.fixed_step import FixedStep
-from pagedtree.integrations.transformers import (
-    CombinedDrafter,
-    ModelDrafter,
-    NgramDrafter,
-    tensor_parallel,
-)
+from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers.model import TransformersModel
 
 pytestmark = pytest.mark.usefixtures("one_thread")

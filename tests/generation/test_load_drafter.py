@@ -17,15 +17,8 @@ from eagle_case import SPECULATORS, causal, features_of, head_of_speculators, pa
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
 
-from pagedtree.integrations.transformers import (
-    BlockDrafter,
-    EagleDrafter,
-    MedusaDrafter,
-    MedusaHeads,
-    ParallelEagleDrafter,
-    generate,
-    load_drafter,
-)
+from pagedtree.generation.drafters import BlockDrafter, EagleDrafter, MedusaDrafter, MedusaHeads, ParallelEagleDrafter
+from pagedtree.integrations.transformers import generate, load_drafter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

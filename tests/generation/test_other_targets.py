@@ -13,7 +13,7 @@ from generate_case import VOCAB, generated, tiny
 from subject_case import Subject
 
 from pagedtree import DraftTree
-from pagedtree.integrations.transformers import (
+from pagedtree.generation.drafters import (
     BlockDraftConfig,
     BlockDrafter,
     BlockDraftModel,
@@ -22,8 +22,8 @@ from pagedtree.integrations.transformers import (
     EagleHead,
     MedusaDrafter,
     MedusaHeads,
-    ModelDrafter,
 )
+from pagedtree.integrations.transformers import ModelDrafter
 
 EAGLE = {"hidden_size": 128, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": VOCAB}
 

@@ -14,8 +14,9 @@ from eagle_case import LAYERS, eagle_head, features_of
 from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
 
+from pagedtree.generation.drafters import EagleDrafter, EagleHead
 from pagedtree.generation.drafters.eagle_config import OF_MODELOPT
-from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate
+from pagedtree.integrations.transformers import generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

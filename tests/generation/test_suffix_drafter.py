@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 
 from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
 
+from pagedtree.generation.drafters import CombinedDrafter, SuffixDrafter
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
-from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, SuffixDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,7 +13,8 @@ from hybrid_case import tiny_hybrid
 from latent_case import tiny_latent
 from subject_case import Subject
 
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, packed_weights
+from pagedtree.generation.drafters import NgramDrafter
+from pagedtree.integrations.transformers import ModelDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention
 from pagedtree.integrations.transformers.packed_weights import MIN_ELEMENTS
 

@@ -16,8 +16,9 @@ from tuner_case import Machine, fresh, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of
+from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.generation.tree_tuner import Outcome, Plan, StepCosts, TreeTuner
-from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
+from pagedtree.integrations.transformers import ModelDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,6 @@ from statistics_case import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import (
-    DraftState,
     SamplingParams,
     expand_tree,
     reference,
@@ -26,6 +25,7 @@ from pagedtree import (
     verify_sampled,
     verify_traversal,
 )
+from pagedtree.drafting import DraftState
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -12,7 +12,7 @@ import torch
 from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
 from torch import Tensor
 
-from pagedtree import DraftState, expand_tree
+from pagedtree.drafting import DraftState, expand_tree
 from pagedtree.testing import use_backend
 
 CASES = [

@@ -8,8 +8,9 @@ import torch
 from draft_checks import packed_trees
 from step_case import int32
 
-from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
+from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose
 from pagedtree._ops import ops
+from pagedtree.drafting import rejected_predictions
 from pagedtree.reference.drafting import ngram_tree
 from pagedtree.testing import decoy_propose
 

@@ -21,7 +21,7 @@ from device_case import made_on
 from step_case import int32
 from torch import Tensor
 
-from pagedtree import DraftState, DraftTree, RequestOptions, SamplingParams, Verdict
+from pagedtree import DraftTree, RequestOptions, SamplingParams, Verdict, drafting
 
 Changes = dict[str, Any]  # argument -> value, or function of the valid one
 Table = dict[str, list[tuple[Changes, str]]]
@@ -45,7 +45,7 @@ def counts(change: Callable[[Tensor], Tensor]) -> Callable[[RequestOptions], Req
     return lambda options: replace(options, output_counts=change(options.output_counts))
 
 
-def with_frontier(count: int) -> Callable[[DraftState], DraftState]:
+def with_frontier(count: int) -> Callable[[drafting.DraftState], drafting.DraftState]:
     return lambda state: replace(state, frontier=state.frontier[:, :count])
 
 

@@ -9,7 +9,7 @@ from draft_checks import packed_trees, seeded
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagedtree import DraftState, expand_tree, rerank_tree, start_draft
+from pagedtree.drafting import DraftState, expand_tree, rerank_tree, start_draft
 
 pytestmark = pytest.mark.usefixtures("on_device")
 

@@ -166,6 +166,20 @@ def test_refusals(name: str) -> None:
             call.function(**changed(arguments, path, wrong(value)))
 
 
+@pytest.mark.parametrize("name", (*EVERY, "verify_tokens"))
+def test_draft_and_its_parts(name: str) -> None:
+    """A `Draft`, with params behind it, is its parts in the flat form, and none of them may come a second time."""
+    call = calls.make(name)
+    given = calls.ops.with_draft(call.arguments)
+    order = ("tokens" if name == "verify_tokens" else "logits", "draft_tokens", "params")
+    positional = [given.pop(key) for key in order if key in given]
+    found = call.function(*positional, **given)
+    assert all(map(torch.equal, found, call.results()))
+    for key in {"trees", "draft_probs", "draft_rows"} & call.arguments.keys():
+        with pytest.raises(ValueError, match=f"{name}: `{key}` must be None with a Draft"):
+            call.function(**calls.ops.with_draft(call.arguments), **{key: call.arguments[key]})
+
+
 @pytest.mark.parametrize("name", RATIO[:2])
 @pytest.mark.parametrize(
     ("key", "value"), [("draft_params", SamplingParams()), ("draft_rows", torch.zeros(8, dtype=torch.int64))]

@@ -39,7 +39,7 @@ def ngram_propose(
         min_ngram, max_ngram: shortest and longest n-gram to look for, 1..64.
         max_branches: most leaves of a tree.
         extra: int64 [B, E], more text to search: runs of tokens separated by negative ones, the newest last; see
-            `rejected_predictions`.
+            `pagedtree.drafting.rejected_predictions`.
         active: bool [B]; False = finished: a tree of no nodes.
         history_rows: int32 [B], each sequence's row in a pool of histories: history is then [P, H], history_lens [P]. A
             row outside 0..P-1 is an empty history; PAGEDTREE_CHECK=1 raises for any but -1.

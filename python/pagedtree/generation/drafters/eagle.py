@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import Draft, DraftState, slot_mapping
+from pagedtree import Draft, drafting, slot_mapping
 from pagedtree.generation.drafters.base import FeatureRows, StepResult, roots_only
 from pagedtree.generation.drafters.eagle_head import EagleHead
 from pagedtree.generation.drafters.fixed_features import FixedFeatures
@@ -224,7 +224,7 @@ class EagleDrafter(TreeGrower):
             last = last[:, None] + torch.arange(-num_unknown, 1, device=last.device, dtype=torch.int64)
         return states[last]
 
-    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+    def _read_level(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> Tensor:
         assert self._states is not None
         # A node reads its parent's state, the head's output of the previous pass.
         batch, newest = state.batch_size, state.level_sizes[-1]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pagedtree import Commit, Draft, DraftState, Verdict, commit, slot_mapping
+from pagedtree import Commit, Draft, Verdict, commit, drafting, slot_mapping
 from pagedtree.generation.drafters.base import StepResult
 from pagedtree.generation.drafters.grown import TreeGrower
 from pagedtree.generation.packed_model import PackedModel
@@ -226,7 +226,7 @@ class ModelDrafter(TreeGrower):
         step = PagedStep(self.cache, table, lengths, offsets, slots, None, None, max_seqlen_q=2)
         return self.packed.run(ids, self._clamped(positions).flatten(), step).logits[1::2]
 
-    def _read_level(self, state: DraftState, table: Tensor, start: Tensor) -> Tensor:
+    def _read_level(self, state: drafting.DraftState, table: Tensor, start: Tensor) -> Tensor:
         step = self._level_step(state, table, start)
         return self.packed.run(state.level_tokens, self._clamped(state.level_positions(start)), step).logits
 

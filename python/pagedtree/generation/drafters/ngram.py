@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pagedtree import _C, Draft, ngram_propose, rejected_predictions
+from pagedtree import _C, Draft, drafting, ngram_propose
 from pagedtree.generation.drafters.base import Drafter, StepResult
 from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
@@ -106,8 +106,8 @@ class NgramDrafter(Drafter):
     def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
         if not self.remember or result.trees.max_nodes == 1:
             return
-        predictions, path = result.logits.argmax(-1), result.verdict.accept_index
-        new = rejected_predictions(result.trees, result.draft_tokens, predictions, path, context=self.max_ngram)
+        predicted, path = result.logits.argmax(-1), result.verdict.accept_index
+        new = drafting.rejected_predictions(result.trees, result.draft_tokens, predicted, path, context=self.max_ngram)
         for sequence, text in zip(result.sequences, new, strict=True):
             history = self._rejected.get(sequence.index, text[:0])
             self._rejected[sequence.index] = torch.cat([history, text])[-self.remember * text.shape[0] :]

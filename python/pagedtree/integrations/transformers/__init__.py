@@ -1,32 +1,14 @@
 """transformers models on pagedtree: the attention implementation "pagedtree" (registered by importing this package),
 and `generate` with draft trees, also as `custom_generate`.
 
-    from pagedtree.integrations.transformers import NgramDrafter, generate
+    from pagedtree.generation.drafters import NgramDrafter
+    from pagedtree.integrations.transformers import generate
 
     sequences, stats = generate(model, input_ids, drafter=NgramDrafter(), max_new_tokens=128)
 
 Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
-from pagedtree.generation.drafters import (
-    BlockDraftConfig,
-    BlockDrafter,
-    BlockDraftModel,
-    CombinedDrafter,
-    Drafter,
-    EagleDrafter,
-    EagleHead,
-    FeatureRows,
-    MedusaDrafter,
-    MedusaHeads,
-    NgramDrafter,
-    NoDrafter,
-    ParallelEagleDrafter,
-    StepResult,
-    SuffixDrafter,
-    TextMemory,
-    medusa_tree,
-)
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.stats import GenerationStats, SequenceStats
@@ -40,33 +22,16 @@ from pagedtree.integrations.transformers.packed_weights import packed_weights
 from pagedtree.integrations.transformers.tensor_parallel import tensor_parallel
 
 __all__ = [
-    "BlockDraftConfig",
-    "BlockDraftModel",
-    "BlockDrafter",
-    "CombinedDrafter",
-    "Drafter",
-    "EagleDrafter",
-    "EagleHead",
-    "FeatureRows",
     "GenerationStats",
-    "MedusaDrafter",
-    "MedusaHeads",
     "ModelDrafter",
     "MtpDrafter",
     "MtpHead",
-    "NgramDrafter",
-    "NoDrafter",
     "PagedCache",
-    "ParallelEagleDrafter",
     "SequenceStats",
-    "StepResult",
-    "SuffixDrafter",
-    "TextMemory",
     "TokenLogprobs",
     "TokenOptions",
     "generate",
     "load_drafter",
-    "medusa_tree",
     "packed_weights",
     "register",
     "tensor_parallel",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagedtree import SamplingParams
-from pagedtree.generation.drafters import Drafter, NoDrafter, StepResult, as_drafter
+from pagedtree.generation.drafters.base import Drafter, NoDrafter, StepResult, as_drafter
 from pagedtree.generation.engine import Engine
 from pagedtree.generation.fixed_step import check_device
 from pagedtree.generation.grammar_steps import GrammarSteps
