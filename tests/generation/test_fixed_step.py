@@ -297,7 +297,7 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model):
     for message, keywords in (
-        (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
+        (r"cuda_graph: expected a drafter of NoDrafter, .* got Oracle", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         ("cuda_graph: expected a drafter of NoDrafter, .* got BlockDrafter", {"drafter": FULL.drafter("block")}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
         ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
@@ -314,7 +314,7 @@ class Repeats(Drafter):
 
     max_nodes, is_chain, is_capturable = 4, True, True
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         last = tokens.gather(1, lengths.long().clamp(min=1)[:, None] - 1)
         batch = lengths.shape[0]
         parents = torch.arange(-1, 3, dtype=torch.int32, device=tokens.device).repeat(batch)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from pagedtree import Draft, Verdict
 from pagedtree.generation.decode_step import DecodeStep, KnownTokens, Pass
 from pagedtree.generation.drafters.base import Drafter, FeatureRows, StepResult, roots_only
-from pagedtree.generation.drafters.bounded import bounded, without_padding
+from pagedtree.generation.drafters.limits import Question, without_padding
 from pagedtree.generation.fixed_step import FixedStep, check_drafter
 from pagedtree.generation.grammar_steps import GrammarSteps
 from pagedtree.generation.logprobs import Found, LogprobReader, TokenLogprobs
@@ -57,7 +57,7 @@ class Engine:
         logprobs: LogprobReader | None = None,
     ) -> None:
         self.model, self.scheduler, self.sampling = model, scheduler, sampling
-        self.drafter = bounded(drafter)
+        self.drafter = drafter
         self.cache: PagedCache = scheduler.cache
         self.device = self.cache.device
         self.eos_ids = self._to_device(eos_ids, torch.int64) if eos_ids else None
@@ -160,9 +160,12 @@ class Engine:
             plan = None if self.tuner is None else self._plan(self.tuner, batch)
             if plan is not None and plan.depth is None:
                 return batch, roots_only(len(batch.decode), self.device), (plan, None)
-            draft, choice = self._propose(batch.decode), None
+            question, choice = self._ask(batch.decode), None
+            begin = time.perf_counter()
+            draft = question.answer()
+            self.stats.draft_time += time.perf_counter() - begin
             if plan is not None:
-                nodes = self._keep(plan, draft)
+                nodes = self._keep(plan, draft, question)
                 draft, choice = nodes.draft, (plan, nodes)
             draft = without_padding(draft)
             if draft.trees.max_nodes <= self.max_nodes:
@@ -186,26 +189,21 @@ class Engine:
         self.stats.drafted_steps += 1
         return plan
 
-    def _keep(self, plan: Plan, draft: Draft) -> Kept:
+    def _keep(self, plan: Plan, draft: Draft, question: Question) -> Kept:
         # Sampled drafts are not selected by probability: the rules need a selection independent of the draw.
         begin = time.perf_counter()
         is_drawn = self.drafter.draft_law in ("iid", "swor")
-        nodes = plan.keep(draft, None if is_drawn else self.drafter.confidence())
+        nodes = plan.keep(draft, None if is_drawn else question.confidence())
         if nodes.rows is not None:
-            self.drafter.narrow(nodes.draft, nodes.rows)
+            question.narrow(nodes.draft, nodes.rows)
         self.stats.draft_time += time.perf_counter() - begin
         return nodes
 
-    def _propose(self, sequences: list[GeneratedSequence]) -> Draft:
+    def _ask(self, sequences: list[GeneratedSequence]) -> Question:
         lengths = self._to_device([len(sequence.tokens) for sequence in sequences], torch.int32)
-        self.drafter.select(sequences)
-        history = self._history_of(sequences), lengths
-        self.drafter.start(*history)
+        question = Question(self.drafter, sequences, self._history_of(sequences), lengths)
         self.decode_step.compact()
-        begin = time.perf_counter()
-        draft = cast(Draft, self.drafter.propose(*history))
-        self.stats.draft_time += time.perf_counter() - begin
-        return draft
+        return question
 
     def _pack(self, batch: Batch, draft: Draft) -> Pass:
         sequences = [*(sequence for sequence, _ in batch.prefill), *batch.decode]

@@ -27,6 +27,9 @@ __all__ = [
     "roots_only",
 ]
 
+# Members of `Drafter` that an object without `observe` may have.
+STATELESS = ["propose", "max_nodes", "draft_law", "is_chain", "model", "networks"]
+
 Proposal = Draft | tuple[Tensor, TreeBatch, Tensor | None]
 
 
@@ -147,7 +150,7 @@ class Drafter:
 
     @property
     def given(self) -> Any:
-        """The object that holds the state: `self`, or the one that `as_drafter` adapted."""
+        """`self`, or the object that `as_drafter` adapted."""
         return self
 
     def check_target(self, model: PackedModel) -> None:
@@ -159,26 +162,20 @@ class Drafter:
     def end(self) -> None:
         """Ends the call of `generate`, also after a failure."""
 
-    def select(self, sequences: list[GeneratedSequence], batch_size: int | None = None) -> None:
-        """Sets the sequences of the next `propose`'s rows. batch_size: rows of a captured step, idle past the
-        sequences."""
+    def select(self, sequences: list[GeneratedSequence]) -> None:
+        """Sets the sequences of the next `propose`'s rows."""
         self._selected = sequences
 
     def start(self, tokens: Tensor, lengths: Tensor) -> None:
         """Receives the next `propose`'s arguments while the target still runs."""
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Proposal:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Proposal:
         """Drafts continuations of B sequences.
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], the number of valid tokens.
         Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None;
         or a `pagedtree.Draft`. Every tree has at least its root, the token tokens[b, lengths[b] - 1]; its draft token
         is ignored.
-
-        active: bool [B], only in captured steps, which stay on the device; False for an idle row, whose tree may be
-        empty. rows: int64 [B], the sequences' index; their number for an idle row.
         """
         raise NotImplementedError
 
@@ -196,8 +193,8 @@ class Drafter:
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         """Receives the rows, int32, of the last proposal that the target verifies."""
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
-        """Receives the verified pass. rows: as in `propose`; result.sequences is then empty, and `advance` follows."""
+    def observe(self, result: StepResult) -> None:
+        """Receives the verified pass."""
 
     def limit_depth(self, levels: int | None) -> None:
         """Limits further proposals to this many levels, if that saves time; None: max_depth; 0, with
@@ -212,6 +209,18 @@ class Drafter:
         """Allocates, at fixed addresses, the state of captured steps of at most `batch_size` of the call's sequences.
         model: the target."""
 
+    def select_captured(self, sequences: list[GeneratedSequence], batch_size: int) -> None:
+        """Prepares a captured step on the host. Its first rows are of these sequences, the others idle."""
+        self._selected = sequences
+
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Proposal:
+        """Like `propose`, which is the default, on the device alone. active: bool [B], False for an idle row, whose
+        tree may be empty. rows: int64 [B], the sequences' index; their number for an idle row."""
+        return self.propose(tokens, lengths)
+
+    def observe_captured(self, result: StepResult, rows: Tensor) -> None:
+        """Like `observe`, on the device alone; result.sequences is empty. rows: as in `propose_captured`."""
+
     def advance(self, sequences: list[GeneratedSequence]) -> None:
         """Updates the host's state after a captured step has committed tokens of these sequences."""
 
@@ -219,25 +228,17 @@ class Drafter:
         """Drops a finished or evicted sequence; an evicted one may return."""
 
 
-class _Stateless(Drafter):
-    """An object with `propose` and some of these members."""
+class _Adapted(Drafter):
+    """An object with `propose`, and the members of `Drafter` that it has; without `observe`, those without state."""
 
-    members: tuple[str, ...] = ("propose", "max_nodes", "draft_law", "is_chain", "model", "networks")
-
-    def __init__(self, drafter: Any) -> None:
-        values = {name: getattr(drafter, name) for name in self.members if hasattr(drafter, name)}
-        vars(self).update({"max_nodes": 0, **values})
-
-
-class _Stateful(_Stateless):
-    """An object that also has `observe`, and any members of `Drafter`."""
-
-    members = tuple(name for name in vars(Drafter) if not name.startswith("_") and name != "given")
     given: Any = None
 
     def __init__(self, drafter: Any) -> None:
-        super().__init__(drafter)
-        self.given = drafter
+        names = [name for name in vars(Drafter) if not name.startswith("_") and name != "given"]
+        if not callable(getattr(drafter, "observe", None)):
+            names = STATELESS
+        values = {name: getattr(drafter, name) for name in names if hasattr(drafter, name)}
+        vars(self).update({"max_nodes": 0, **values, "given": drafter})
 
 
 def as_drafter(drafter: Any) -> Drafter:
@@ -248,7 +249,7 @@ def as_drafter(drafter: Any) -> Drafter:
         return drafter
     if not callable(getattr(drafter, "propose", None)):
         raise TypeError(f"drafter: expected an object with propose(tokens, lengths), got {type(drafter).__name__}")
-    return _Stateful(drafter) if callable(getattr(drafter, "observe", None)) else _Stateless(drafter)
+    return _Adapted(drafter)
 
 
 def roots_only(batch_size: int, device: torch.device) -> Draft:
@@ -281,7 +282,5 @@ class NoDrafter(Drafter):
     is_chain = True
     is_capturable = True
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         return roots_only(tokens.shape[0], tokens.device)

@@ -88,7 +88,7 @@ class BlockDrafter(Drafter):
     def read(self, rows: FeatureRows) -> None:
         self._waiting.read(rows)
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe(self, result: StepResult) -> None:
         self._waiting.observe(result)
 
     def unread(self, sequences: list[GeneratedSequence]) -> int:
@@ -111,9 +111,7 @@ class BlockDrafter(Drafter):
     def _read_waiting(self) -> None:
         self._append(self._waiting.take_all())
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
-    ) -> Draft:
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
         self._waiting.sort()
         self._read_waiting()
         start = (lengths - 1).long()

@@ -55,10 +55,15 @@ class NgramDrafter(Drafter):
         self._proposed = None
         self._depth = self.max_depth
 
-    def propose(
-        self, tokens: Tensor, lengths: Tensor, active: Tensor | None = None, rows: Tensor | None = None
+    def propose(self, tokens: Tensor, lengths: Tensor) -> Draft:
+        return self._propose(tokens, lengths, self._extra(tokens))
+
+    def propose_captured(self, tokens: Tensor, lengths: Tensor, active: Tensor, rows: Tensor) -> Draft:
+        return self._propose(tokens, lengths, active=active)
+
+    def _propose(
+        self, tokens: Tensor, lengths: Tensor, extra: Tensor | None = None, active: Tensor | None = None
     ) -> Draft:
-        extra = self._extra(tokens)
         draft = ngram_propose(
             tokens,
             lengths,
@@ -103,7 +108,7 @@ class NgramDrafter(Drafter):
             self.max_ngram,
         )
 
-    def observe(self, result: StepResult, rows: Tensor | None = None) -> None:
+    def observe(self, result: StepResult) -> None:
         if not self.remember or result.trees.max_nodes == 1:
             return
         predictions, path = result.logits.argmax(-1), result.verdict.accept_index

@@ -347,5 +347,6 @@ def _tuner(model: Any, drafter: Drafter, tree: str | None, cuda_graph: bool, is_
     if entry is None or entry.model() is not model:
         max_depth = drafter.max_depth or (drafter.max_nodes or ASSUMED_MAX_NODES) - 1
         tuner = TreeTuner(max_depth, drafter.grows_by_level, drafter.has_free_guesses)
-        drafter.given.tuner = entry = TunerOf(weakref.ref(model), tuner)
+        keeper = drafter.given if hasattr(drafter.given, "observe") else drafter
+        keeper.tuner = entry = TunerOf(weakref.ref(model), tuner)
     return entry.tuner
