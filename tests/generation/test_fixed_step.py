@@ -38,7 +38,7 @@ from pagedtree.generation.decode_step import DecodeStep
 from pagedtree.generation.drafters import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
-from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.rules import Policy, Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.integrations.transformers import (
@@ -192,11 +192,12 @@ def step_without_host(model, drafter, sampling, requests=None, reader=None, is_r
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     with AnyValue():
         drafter.begin(4, sampling)
-    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    history = torch.zeros((4, 20), dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"), is_recurrent)
     packed = TransformersModel(model)
     rows = None if requests is None else requests(sequences)
-    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids, reader), sampling, history, sequences, 4, rows)
+    policy = Policy(sampling, [0], options=rows, logprobs=reader)
+    step = FixedStep(DecodeStep(packed, cache, drafter, policy), history, sequences, 4)
     with packed.use():
         step.run()  # caches and constants are made, as before a capture
         with NoHost(), NoConstants():

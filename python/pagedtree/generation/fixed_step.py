@@ -13,9 +13,7 @@ from pagedtree.generation.drafters import Drafter, NgramDrafter, StepResult
 from pagedtree.generation.drafters.limits import last_position, limited
 from pagedtree.generation.host_mirror import Mirror
 from pagedtree.generation.logprobs import Found
-from pagedtree.generation.rules import Sampling
 from pagedtree.generation.scheduler import GeneratedSequence
-from pagedtree.options import OptionRows
 
 __all__ = ["FixedStep", "check_device", "check_drafter"]
 
@@ -33,16 +31,9 @@ class FixedStep:
     captures = True
 
     def __init__(
-        self,
-        decode_step: DecodeStep,
-        sampling: Sampling,
-        history: Tensor,
-        sequences: list[GeneratedSequence],
-        batch_size: int,
-        requests: OptionRows | None = None,
+        self, decode_step: DecodeStep, history: Tensor, sequences: list[GeneratedSequence], batch_size: int
     ) -> None:
-        self.decode_step, self.sampling, self.batch_size = decode_step, sampling, batch_size
-        self.history = history  # [sequences + 1, capacity]: the last row is for idle rows
+        self.decode_step, self.history, self.batch_size = decode_step, history, batch_size
         self.drafter = drafter = decode_step.drafter
         self.cache = cache = decode_step.cache
         device = cache.device
@@ -57,8 +48,8 @@ class FixedStep:
         if cache.states is not None:
             prompts = {sequence.group for sequence in sequences if sequence.shared_len}
             cache.states.reserve(len(sequences) + len(prompts))
-        self.requests = requests
-        self.options = None if requests is None else requests.buffers(batch_size)
+        self.requests = decode_step.policy.options
+        self.options = None if self.requests is None else self.requests.buffers(batch_size)
         drafter.capture(decode_step.model, sequences, batch_size)
         self._graph: Any = None
         self._result: StepResult | None = None
@@ -114,7 +105,7 @@ class FixedStep:
         if self.requests is not None and options is not None:
             options = self.requests.with_text(options, history, lengths)
         self._result, self._report, self._found = self.decode_step.judge(
-            packed, [], output, history, self.sampling.at(rows), options, node_map=draft.node_map
+            packed, [], output, history, self.decode_step.policy.sampling.at(rows), options, node_map=draft.node_map
         )
         self._result.features = output.features
         self.decode_step.compact()
@@ -141,7 +132,6 @@ def check_device(device: torch.device) -> None:
 
 
 def check_drafter(drafter: Drafter) -> None:
-    """Raises ValueError for a drafter that a graph cannot capture."""
     kind = type(drafter.given)
     if not vars(kind).get("is_capturable"):
         raise ValueError(

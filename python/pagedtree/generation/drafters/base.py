@@ -38,8 +38,7 @@ class StepResult:
     """One verified pass, as `Drafter.observe` and the `on_step` callback of `generate` receive it.
 
     Attributes:
-        sequences: B, with their new tokens. The first `num_read` finished prefill (or restoration) in this pass and
-            have root-only trees.
+        sequences: B, with their new tokens. The first `num_read` finished prefill in this pass: root-only trees.
         start: int32 [B], the roots' positions.
         draft: draft_tokens int64 [N] includes the roots' tokens; draft_probs and draft_rows: under draft_law "iid" or
             "swor".
@@ -108,27 +107,24 @@ class Drafter:
     """Base class of drafters. Any object with `propose` works; the rest supports drafters with state.
 
     Attributes:
-        max_nodes: most nodes of a tree, root included, for which slots are reserved. 0 = unknown before `propose`;
-            required of drafters with state.
+        max_nodes: most nodes of a tree, root included. 0 = unknown before `propose`, for drafters without state.
         num_positions: positions of the drafter's model, None = unlimited. The drafter does not get sequences whose
             newest token is past them, and no node is verified whose parent is.
         max_depth: most levels below the root. 0 = max_nodes - 1.
         needs_hidden: whether `observe` needs the target's hidden states.
         num_weights: parameters used per token read, for the cost relative to the target.
-        model: the draft model, if there is one. Calls of `generate` that share it take turns.
+        model: the draft model, if any. Calls of `generate` that share it take turns.
         networks: torch modules and other callables that compute drafts.
-        feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens of every pass,
-            prompts included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1]
-            (of the last layer before the final norm, which hidden_states[-1] includes), and entry i of SGLang's
-            eagle_aux_hidden_state_layer_ids; vLLM's entry counts layer inputs: i + 1. Without an entry both take the
-            outputs of layers 1, n // 2 - 1 and n - 4 of n.
+        feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens, prompts
+            included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1] (of the
+            last layer before the final norm), entry i of SGLang's eagle_aux_hidden_state_layer_ids, entry i + 1 of
+            vLLM's. Without an entry both take the outputs of layers 1, n // 2 - 1 and n - 4 of n.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (deterministic), or
             "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise of rule "sampled".
         grows_by_level: whether each level takes a model pass.
         has_free_guesses: whether it can draft without a model pass, on `limit_depth(0)`.
         is_chain: whether no node of any tree has two children.
-        is_capturable: whether a captured step (`generate(cuda_graph=True)`) can include its work; each subclass
-            declares it anew.
+        is_capturable: whether steps of `generate(cuda_graph=True)` can hold its work; not inherited.
     """
 
     max_nodes: int = 1
@@ -173,9 +169,8 @@ class Drafter:
         """Drafts continuations of B sequences.
 
         tokens: int64 [B, capacity], prompt and generated tokens. lengths: int32 [B], the number of valid tokens.
-        Returns draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn from, [N, V], or None;
-        or a `pagedtree.Draft`. Every tree has at least its root, the token tokens[b, lengths[b] - 1]; its draft token
-        is ignored.
+        Returns a `pagedtree.Draft`, or draft_tokens [N], a TreeBatch of B trees, and the distributions they were drawn
+        from, [N, V], or None. The root of a tree is tokens[b, lengths[b] - 1]; its draft token is ignored.
         """
         raise NotImplementedError
 
@@ -184,11 +179,9 @@ class Drafter:
         return None
 
     def read(self, rows: FeatureRows) -> None:
-        """Receives the target's features of every pass, with `feature_layers` only.
-
-        `observe` follows if any of the pass's sequences gains tokens. One outcome of a prompt reads its first
-        `shared_len` tokens, the others begin there. An evicted sequence is read again, from there or from 0.
-        """
+        """Receives the target's features of every pass, with `feature_layers` only; `observe` follows if any sequence
+        gains tokens. One outcome of a prompt reads its first `shared_len` tokens, the others begin there. An evicted
+        sequence is read again, from there or from 0."""
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
         """Receives the rows, int32, of the last proposal that the target verifies."""

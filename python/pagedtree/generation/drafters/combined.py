@@ -40,8 +40,7 @@ class CombinedDrafter(Drafter):
     """A choice between two drafters by expected tokens per cost.
 
     It counts, per sequence, the new tokens that each drafter's tree contained; n-grams, looked up before the choice,
-    always count, per match length. A model's pass takes the same time for one sequence and for all, so the batch
-    decides:
+    count per match length. A model's pass takes the same time for one sequence and for all, so the batch decides:
 
         expected[d][b] = recent average of tokens that trees of drafter d contained for this sequence
         # one drafter everywhere, the other everywhere, or the one with the largest expected[d][b] per sequence:
@@ -49,17 +48,13 @@ class CombinedDrafter(Drafter):
         trees[b] = chosen[b].propose(tokens[b])
 
     The choice depends neither on a clock nor on the draws of the chosen tree, so rules stay lossless. A drafter that
-    was idle for 32 steps is asked once. One synchronisation per step on a GPU.
-
-    Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024), which prefers a copy above a threshold.
+    was idle for 32 steps is asked once. Source: the hybrid mode of SuffixDecoding (Oliaro et al., 2024).
 
     Args:
-        drafter, lookup: two drafters of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal
-            ones.
-        min_match: 1 to the lookup's max_ngram. Prior: copies after a match of at least this length are fully accepted,
-            others rejected; a model gets one token accepted.
-        costs: of a proposal of each, in passes of the target. None: passes of its model (one per level if it grows by
-            level) times the ratio of weights.
+        drafter, lookup: of the same draft_law. lookup: default chains of 7 tokens, after at most 8 equal ones.
+        min_match: 1 to the lookup's max_ngram. Prior: all of a copy after at least so long a match is accepted, nothing
+            of others, one token of a model's.
+        costs: of a proposal of each, in passes of the target. None: its model's passes times the ratio of weights.
     """
 
     def __init__(
@@ -106,7 +101,7 @@ class CombinedDrafter(Drafter):
         self._forget_step()
 
     def _forget_step(self) -> None:
-        # Of the last proposal: each drafter's answer, its match lengths, and the chosen drafters.
+        # The last proposal's: each drafter's answer, its match lengths, and the chosen drafters.
         self._given: list[Answer | None] = [None, None]
         self._kinds: list[list[int]] = [[], []]
         self._chosen: list[int] = []

@@ -90,7 +90,7 @@ class Question:
         return values if values is None or self._rows is None else values_at(values, self._rows)
 
     def narrow(self, draft: Draft, rows: Tensor) -> None:
-        """Tells the drafter which rows of the answer, int32, the target verifies."""
+        """Hands on `Drafter.narrow`. rows: int32, of the answer."""
         if self._asked:
             rows = part_of(self._rows, rows)
             if len(self._asked) < self._batch_size:

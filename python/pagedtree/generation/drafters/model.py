@@ -27,15 +27,14 @@ class ModelDrafter(TreeGrower):
     """A draft model with the target's tokenizer that grows a tree of at most `num_nodes` nodes and `depth` levels.
 
     Each step runs the draft model `depth` times: over the unread tokens, then over some nodes of each level but the
-    last. Its cache keeps the accepted paths of running sequences; the pages do not count in `num_pages` of `generate`,
-    and the pool doubles when full.
+    last. Its cache, outside `num_pages` of `generate`, doubles when full.
 
     Vocabulary padding may differ by at most 1024: tokens that the target lacks are never drafted, tokens that the draft
-    model lacks have probability 0. The drafts of another tokenizer are rejected; the text stays correct.
+    model lacks have probability 0.
 
     Args:
         model: a causal language model (a `PackedModel`; in `pagedtree.integrations.transformers` one of transformers)
-            that meets the target's conditions, on its device, without recurrent layers.
+            with the target's tokenizer, on its device, without recurrent layers.
         law: how the children of a node are chosen (`pagedtree.expand_tree`).
             "topk": the likeliest ones (EAGLE-2). Any rule but "traversal".
             "iid", "swor": drawn under the sampling parameters of `generate`, independently or without replacement. The
