@@ -90,7 +90,7 @@ class FeatureRows:
 
     def accepted(self, result: StepResult) -> list[tuple[GeneratedSequence, int, Tensor]]:
         """Returns (sequence, position of its root, features of root and accepted tokens) for each sequence that
-        decoded. The newest token is not read yet. result: the argument of `observe` for the same pass."""
+        decoded. result: `observe`'s, of the same pass."""
         decoded, roots = self.sequences[len(self.counts) :], self.start[len(self.counts) :]
         if decoded and result.trees.max_nodes == 1:  # root-only trees: the rows are in order
             return list(zip(decoded, roots, self.features[sum(self.counts) :].split(1), strict=True))
@@ -117,8 +117,7 @@ class Drafter:
         networks: torch modules and other callables that compute drafts.
         feature_layers: decoder layers of the target, from 0, whose outputs `read` needs at all tokens, prompts
             included. The output of layer i is the residual stream after it: transformers' hidden_states[i + 1] (of the
-            last layer before the final norm), entry i of SGLang's eagle_aux_hidden_state_layer_ids, entry i + 1 of
-            vLLM's. Without an entry both take the outputs of layers 1, n // 2 - 1 and n - 4 of n.
+            last layer before the final norm), entry i of SGLang's eagle_aux_hidden_state_layer_ids, i + 1 of vLLM's.
         draft_law: how the children of a node are chosen, see `pagedtree.verify_rejection`: "onehot" (deterministic), or
             "iid" or "swor", whose proposals have draft_probs. "coupled": drawn with the noise of rule "sampled".
         grows_by_level: whether each level takes a model pass.

@@ -28,10 +28,8 @@ class BlockDrafter(Drafter):
     """A drafter that predicts all levels in one pass and proposes the likeliest tree over them.
 
     One pass over [root, mask, mask, ...], whose tokens see the text and each other, gives an independent distribution
-    per place after the root, for `pagedtree.best_first_tree`.
-
-    The keys and values of the text come from the target's features. Pages are kept as in `ModelDrafter`, and at most
-    256 MiB of unread features while nothing is drafted (`generate(tree="auto")`).
+    per place after the root, for `pagedtree.best_first_tree`. The keys and values of the text come from the target's
+    features, of which at most 256 MiB wait while nothing is drafted (`generate(tree="auto")`).
 
     Sources: DFlash (Chen et al., 2026, arXiv 2602.06036); DDTree (Ringel and Romano, 2026, arXiv 2604.12989).
 

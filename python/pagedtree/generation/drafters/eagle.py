@@ -28,7 +28,7 @@ class EagleDrafter(TreeGrower):
 
     Each step runs the head `depth` times: over the tokens that the target has read since, with its features, then over
     the best `width` nodes of each level but the last, with its own states. The `num_nodes` best candidates form the
-    tree (EAGLE-2). Pages and unread features are kept as in `BlockDrafter`.
+    tree (EAGLE-2). At most 256 MiB of features wait, as in `BlockDrafter`.
 
     head: made for the target of `generate`. num_nodes, depth, width: as in `ModelDrafter`.
     """

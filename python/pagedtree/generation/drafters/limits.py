@@ -36,13 +36,13 @@ def limited(draft: Draft, limits: Tensor) -> tuple[Draft, Tensor]:
 
 
 class Question:
-    """One call of a drafter for the trees of a batch, without nodes that their sequences cannot use.
+    """One call of a drafter for a batch, without nodes that their sequences cannot use.
 
         for s in sequences:
             tree = drafter.propose(s) if s.root < drafter.num_positions else the root alone
             trees[s] = [node for node in tree if s.root + depth(node) <= last_position(s)]
 
-    tokens, lengths: of the batch, as in `Drafter.propose`, which may begin at once.
+    tokens, lengths: of the batch, as in `Drafter.propose`.
     """
 
     def __init__(

@@ -102,10 +102,7 @@ class MedusaHeads(nn.Module):
     def from_pretrained(cls, path: str | Path, model: Any) -> MedusaHeads:
         """Returns heads for `model` (its output layer, device and dtype) from the folder `path`, in the format of
         `save_pretrained` or of Medusa: config.json with medusa_num_heads, and medusa_lm_head.safetensors or
-        medusa_lm_head.pt. All heads in the file are used.
-
-        Raises as `EagleHead.from_pretrained` does.
-        """
+        medusa_lm_head.pt, all of whose heads are used. Raises as `EagleHead.from_pretrained` does."""
         target = Target.of(model)
         heads = cls.load(path, target.lm_head)
         if heads.outputs is not None and heads.outputs.shape[1] not in target.vocab_sizes:

@@ -83,8 +83,7 @@ class NgramDrafter(Drafter):
         return None if self._proposed is None else torch.from_numpy(self._copied()[1])
 
     def same_before(self) -> np.ndarray:
-        """Returns [B] on the host: match length before each text's first draft in the last proposal, at most
-        `max_ngram`; 0 without a draft."""
+        """Returns [B] on the host: match length, at most `max_ngram`, before each text's first draft; 0 without one."""
         assert self._proposed is not None
         trees = self._proposed[2].trees
         offsets, child = trees.cu_nodes.cpu().numpy(), trees.first_child.cpu().numpy()

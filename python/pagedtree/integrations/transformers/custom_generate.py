@@ -70,10 +70,10 @@ def tree_generate(
     called with the `GenerationStats` at the end. stop_strings need the tokenizer as stop_tokenizer; they never match
     text that begins in a prompt.
 
-    Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`, as `model.generate` does.
-    Raises ValueError, naming the option, for beams, other logits processors (no_repeat_ngram_size, typical_p, ...),
-    stopping criteria other than length and EOS, scores or states as output, past_key_values, synced_gpus,
-    assistant_model (use drafter), and further inputs of the model.
+    Returns int64 [B, length], or with return_dict_in_generate an output of `sequences`.
+    Raises ValueError, naming the option, for beams, other logits processors (typical_p, ...), stopping criteria other
+    than length and EOS, scores or states as output, past_key_values, synced_gpus, assistant_model (use drafter), and
+    further inputs of the model.
     """
     given = _given(model, model_kwargs)
     streamer = given.get("streamer")

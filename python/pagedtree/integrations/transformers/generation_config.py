@@ -144,10 +144,9 @@ def config_fields(
 ) -> ConfigFields:
     """Returns the fields of `model.generation_config` that a call has to follow.
 
-    Params replace all sampling of the config and its repetition penalty; the rule "greedy" replaces its sampling.
-    follow: False for none. given: the call's other arguments, by the names
-    of the fields; None = not given. Raises ValueError, naming them, for
-    fields without a counterpart and for values that transformers does not take.
+    Params replace its sampling and repetition penalty, the rule "greedy" its sampling. follow: False for none. given:
+    the call's other arguments by field; None = not given. Raises ValueError, naming them, for fields without a
+    counterpart and values that transformers does not take.
     """
     if not isinstance(follow, bool):
         kind = type(follow).__name__

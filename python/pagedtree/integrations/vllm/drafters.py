@@ -109,7 +109,7 @@ class ModelTreeDrafter(KnowsTexts):
     Options: model (path or name of a transformers checkpoint; needed); depth and width as in
     `pagedtree.integrations.transformers.ModelDrafter`. transformers runs it in the target's dtype, with a paged cache
     outside vLLM's memory budget, on the first tensor-parallel rank, or split (`pagedtree.distributed.DraftGroup`) over
-    the first draft_tensor_parallel_size ranks, a divisor of tensor_parallel_size.
+    the first draft_tensor_parallel_size ranks.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"model": None, "depth": 4, "width": 4}
