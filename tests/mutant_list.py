@@ -63,7 +63,7 @@ def of_drafts(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_limits(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"generation/drafters/{file}.py", line, broken, LENGTHS, "python", "test")
+    return Mutant(name, f"generation/{file}.py", line, broken, LENGTHS, "python", "test")
 
 
 RULES = [
@@ -383,7 +383,7 @@ CHOICE = [
     of_drafts("siblings left out before others", "tree_tuner", "min(least[place], odds[kind])", "odds[kind]"),
     of_drafts("steps without a guess that tell nothing", "tree_tuner", "depths[row] < (plan.depth or 0)", "False"),
     Mutant(
-        "drafts that are weighed by another drafter's probabilities", "generation/drafters/bounded.py",
+        "drafts that are weighed by another drafter's probabilities", "generation/drafters/limits.py",
         "else d.draft_rows + before", "else d.draft_rows",
         ("tests/generation/test_generate_rules.py",), "python", "two",
     ),
@@ -401,21 +401,21 @@ CHOICE = [
 ]  # fmt: skip
 
 LIMITS = [
-    of_limits("trees that are not cut", "bounded", "if draft.trees.max_depth > min(self._limits):", "if False:"),
+    of_limits("trees that are not cut", "drafters/limits", "draft.trees.max_depth > min(self._limits)", "False"),
     of_limits(
-        "trees of captured steps that are not cut", "bounded", "if draft.trees.max_depth == 0 else", "if True else",
+        "trees of captured steps that are not cut", "fixed_step", "draft.trees.max_depth > 0", "False",
     ),
-    of_limits("nodes that reach one token too far", "bounded", "sequence.max_length - 2", "sequence.max_length - 1"),
+    of_limits("nodes that reach one token too far", "drafters/limits", "max_length - 2", "max_length - 1"),
     of_limits(
-        "trees of a batch cut by the limits of others", "bounded",
+        "trees of a batch cut by the limits of others", "drafters/limits",
         "limits[tree.clamp(max=trees.batch_size - 1)]", "limits[tree.clamp(max=0)]",
     ),
     of_limits(
-        "a draft model that is asked past its positions", "bounded",
+        "a draft model that is asked past its positions", "drafters/limits",
         "if count is None or s.root < count]", "if True]",
     ),
     of_limits(
-        "levels read past the last position", "model", "else self.num_positions - 1)", "else self.num_positions)",
+        "levels read past the last position", "drafters/model", "self.num_positions - 1)", "self.num_positions)",
     ),
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ class Recorder(Drafter):
     def __init__(self):
         self.asked, self.narrowed = [], []
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         self.asked.append([row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)])
         trees = TreeBatch.from_trees([DraftTree.chain(1)] * len(tokens))
         return Draft(torch.full((2 * len(tokens),), 7), trees)
@@ -186,11 +186,11 @@ class Reader(Drafter):
     def __init__(self, texts: list[list[int]], right: list[int]) -> None:
         self.texts, self.right, self.asked = texts, right, []
 
-    def select(self, sequences, batch_size=None):
+    def select(self, sequences):
         self.selected = sequences
         self.asked.append([sequence.index for sequence in sequences])
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         drafts = []
         for sequence in self.selected:
             begin, right = len(sequence.tokens), self.right[sequence.index]

@@ -39,7 +39,7 @@ from pagedtree.generation.drafters import Drafter, NgramDrafter
 from pagedtree.generation.drafters.base import as_drafter
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.logprobs import LogprobReader
-from pagedtree.generation.rules import Sampling, check_rule
+from pagedtree.generation.rules import Policy, Sampling, check_rule
 from pagedtree.generation.scheduler import GeneratedSequence
 from pagedtree.generation.token_options import TokenOptions, option_rows
 from pagedtree.integrations.transformers import ModelDrafter, PagedCache, load_drafter
@@ -185,11 +185,12 @@ def step_without_host(model, drafter, sampling, requests=None, reader=None, is_r
     sequences = [GeneratedSequence(index, index, [1, 2, 3], max_length=20) for index in range(3)]
     with AnyValue():
         drafter.begin(4, sampling)
-    history, eos_ids = torch.zeros((4, 20), dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    history = torch.zeros((4, 20), dtype=torch.int64)
     cache = PagedCache(20, 4, torch.device("meta"), is_recurrent)
     packed = TransformersModel(model)
     rows = None if requests is None else requests(sequences)
-    step = FixedStep(DecodeStep(packed, cache, drafter, eos_ids, reader), sampling, history, sequences, 4, rows)
+    policy = Policy(sampling, [0], options=rows, logprobs=reader)
+    step = FixedStep(DecodeStep(packed, cache, drafter, policy), history, sequences, 4)
     with packed.use():
         step.run()  # makes caches and constants, as before a capture
         with NoHost(), NoConstants():
@@ -289,7 +290,7 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
 
 def test_what_cannot_be_captured_is_refused(monkeypatch, model):
     for message, keywords in (
-        (r"cuda_graph: expected a drafter of NoDrafter, .* got _Stateless", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
+        (r"cuda_graph: expected a drafter of NoDrafter, .* got Oracle", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         ("cuda_graph: expected a drafter of NoDrafter, .* got BlockDrafter", {"drafter": FULL.drafter("block")}),
         (r"cuda_graph: expected NgramDrafter\(remember=0\), .* got 3", {"drafter": NgramDrafter(4, remember=3)}),
         ("share_prefix: expected None or False with cuda_graph", {"share_prefix": True}),
@@ -304,7 +305,7 @@ def test_what_cannot_be_captured_is_refused(monkeypatch, model):
 class Repeats(Drafter):
     max_nodes, is_chain, is_capturable = 4, True, True
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         last = tokens.gather(1, lengths.long().clamp(min=1)[:, None] - 1)
         batch = lengths.shape[0]
         parents = torch.arange(-1, 3, dtype=torch.int32, device=tokens.device).repeat(batch)

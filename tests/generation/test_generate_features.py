@@ -24,7 +24,7 @@ class Recorder(Drafter):
         self.max_nodes = oracle.tree.num_nodes
         self.kept, self.forgotten, self.rows = {}, 0, None
 
-    def propose(self, tokens, lengths, active=None, rows=None):
+    def propose(self, tokens, lengths):
         return self.oracle.propose(tokens, lengths)
 
     def read(self, rows):
@@ -32,7 +32,7 @@ class Recorder(Drafter):
         for sequence, position, features in rows.known():
             self.keep(sequence, position, features)
 
-    def observe(self, result, rows=None):
+    def observe(self, result):
         for sequence, position, features in self.rows.accepted(result):
             self.keep(sequence, position, features)
 
