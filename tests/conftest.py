@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_case import TARGETS, Target, target_id
-from device_case import made_on, only_on
-from each_value import pytest_collection_modifyitems  # noqa: F401
 from hypothesis import HealthCheck, settings
-from ranks import Ranks
-from whole_trees import whole_trees  # noqa: F401
+from support.attention import TARGETS, Target, target_id
+from support.devices import made_on, only_on
+from support.each_value import pytest_collection_modifyitems  # noqa: F401
+from support.ranks import Ranks
+from support.whole_trees import whole_trees  # noqa: F401
 
 from pagedtree import _C
 from pagedtree.testing import backends

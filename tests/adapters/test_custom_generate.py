@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from generate_case import SAMPLING, VOCAB, Oracle, seeded, tiny, words
+from support.models import SAMPLING, VOCAB, Oracle, seeded, tiny, words
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 

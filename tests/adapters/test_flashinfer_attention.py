@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
-from device_case import placed
-from step_case import int32
+from support.dense import Pages, causal, close, dense_attention, random_trees, tree_sees
+from support.devices import placed
+from support.step import int32
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

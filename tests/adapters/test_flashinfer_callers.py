@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention
-from device_case import placed
-from step_case import int32
+from support.dense import Pages, causal, close, dense_attention
+from support.devices import placed
+from support.step import int32
 
 from pagedtree.check.cases.inputs import offsets
 from pagedtree.integrations import flashinfer

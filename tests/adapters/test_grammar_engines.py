@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from grammar_case import EOS, VOCAB, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, VOCAB, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.grammars import GrammarMasks, GrammarMatcher

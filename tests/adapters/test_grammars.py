@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from grammar_case import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from adapter_case import Pages, causal, close, dense_attention, random_trees, tree_sees
-from graph_case import Graph, Recording
+from support.dense import Pages, causal, close, dense_attention, random_trees, tree_sees
+from support.doubles import Graph, Recording
 from torch import Tensor
 
 from pagedtree.integrations.sglang.attention import PagedTreeBackend

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import IS_5, MODELS, tiny, tiny_of
+from support.models import IS_5, MODELS, tiny, tiny_of
 from transformers import AttentionInterface, BertConfig, BertModel
 
 from pagedtree.integrations.transformers import attention, register

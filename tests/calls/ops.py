@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_case import commit_arguments, int32, int64
+from support.step import commit_arguments, int32, int64
 from torch import Tensor
 
 import pagedtree as pt

@@ -11,9 +11,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from block_case import CONFIG, block_model, dense_logits
-from generate_case import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 from safetensors.torch import save_file
+from support.block import CONFIG, block_model, dense_logits
+from support.models import NEW_TOKENS, Oracle, greedy, lists, prompts_of, tiny
 
 from pagedtree.generation.drafters import NoDrafter, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL

@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import greedy, lists, prompts_of, tiny
 from hypothesis import given
 from hypothesis import strategies as st
+from support.models import greedy, lists, prompts_of, tiny
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.drafters import Drafter

@@ -14,7 +14,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import (
+from support.drafters import Subject
+from support.hybrid import MODELS as HYBRIDS
+from support.hybrid import tiny_hybrid
+from support.models import (
     IS_5,
     LENGTHS,
     NEW_TOKENS,
@@ -25,9 +28,6 @@ from generate_case import (
     prompts_of,
     tiny,
 )
-from hybrid_case import MODELS as HYBRIDS
-from hybrid_case import tiny_hybrid
-from subject_case import Subject
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

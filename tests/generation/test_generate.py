@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from generate_case import (
+from support.drafters import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
+from support.hybrid import MODELS as HYBRIDS
+from support.latent import MODELS as LATENTS
+from support.models import (
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
@@ -26,9 +29,6 @@ from generate_case import (
     tiny,
     tiny_of,
 )
-from hybrid_case import MODELS as HYBRIDS
-from latent_case import MODELS as LATENTS
-from subject_case import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate

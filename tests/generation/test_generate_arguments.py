@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from brackets_case import STOP, Brackets
-from generate_case import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
-from toy_text_case import DRAFTERS
+from support.brackets import STOP, Brackets
+from support.models import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
+from support.toy_texts import DRAFTERS
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
 from transformers.generation import (
     NoRepeatNGramLogitsProcessor,

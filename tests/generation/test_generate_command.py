@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import VOCAB, generated, tiny, tiny_eagle, words
+from support.models import VOCAB, generated, tiny, tiny_eagle, words
 from transformers import GenerationConfig
 
 from pagedtree import SamplingParams

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from generate_case import VOCAB, prompts_of, room_of, tiny
+from support.drafts import paths_of
+from support.models import VOCAB, prompts_of, room_of, tiny
 
 from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from eagle_case import SIZES, causal, eagle_head, features_of
-from generate_case import SAMPLING, VOCAB, prompts_of, room_of, tiny
 from safetensors.torch import load_file
+from support.drafts import paths_of
+from support.heads import SIZES, causal, eagle_head, features_of
+from support.models import SAMPLING, VOCAB, prompts_of, room_of, tiny
 
 from pagedtree.generation import drafters
 from pagedtree.generation.drafters import waiting_features

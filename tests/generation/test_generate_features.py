@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
+from support.models import Oracle, generated, greedy, prompts_of, tiny, tiny_of
 
 from pagedtree.integrations.transformers import Drafter
 

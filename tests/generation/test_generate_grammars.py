@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from brackets_case import STOP, Brackets
-from generate_case import LENGTHS, Oracle, generated, prompts_of, tiny
+from support.brackets import STOP, Brackets
+from support.models import LENGTHS, Oracle, generated, prompts_of, tiny
 
 from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep

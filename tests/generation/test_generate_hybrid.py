@@ -12,13 +12,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, prompts_of
+from support.models import IS_5, LENGTHS, Oracle, generated, greedy, prompts_of
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from hybrid_case import tiny_hybrid
-from subject_case import SUBJECTS
+from support.drafters import SUBJECTS
+from support.hybrid import tiny_hybrid
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates

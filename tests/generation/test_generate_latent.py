@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import IS_5, LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
-from latent_case import tiny_latent
-from subject_case import SUBJECTS
+from support.drafters import SUBJECTS
+from support.latent import tiny_latent
+from support.models import IS_5, LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
 
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module

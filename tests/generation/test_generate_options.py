@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from brackets_case import Brackets
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, prompts_of, tiny
+from support.brackets import Brackets
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, prompts_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import (
     LogitNormalization,

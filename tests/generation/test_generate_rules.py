@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, SAMPLING, generated, prompts_of, tiny
-from statistics_case import LIMIT
-from toy_text_case import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
+from support.excess import LIMIT
+from support.models import LENGTHS, SAMPLING, generated, prompts_of, tiny
+from support.toy_texts import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.generation.rules import Sampling

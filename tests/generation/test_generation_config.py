@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,

@@ -15,9 +15,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import block_model
-from generate_case import tiny, tiny_eagle
 from safetensors.torch import load_file, save_file
+from support.block import block_model
+from support.models import tiny, tiny_eagle
 
 from pagedtree.generation.drafters import block_config, eagle_config
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL

@@ -10,8 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from architecture_case import KEPT, tiny_model
-from generate_case import (
+from support.architectures import KEPT, tiny_model
+from support.drafters import Subject
+from support.models import (
     SAMPLING,
     generated,
     gpt2,
@@ -20,7 +21,6 @@ from generate_case import (
     room_of,
     tiny,
 )
-from subject_case import Subject
 
 from pagedtree.distributed import DraftGroup
 from pagedtree.generation.fixed_step import FixedStep

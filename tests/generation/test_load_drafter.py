@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("transformers")
 
 
-from block_case import DFLASH2, block_model
-from device_case import default_dtype
-from draft_checks import paths_of
-from eagle_case import SPECULATORS, causal, features_of, head_of_speculators, parallel_head
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 from safetensors.torch import save_file
+from support.block import DFLASH2, block_model
+from support.devices import default_dtype
+from support.drafts import paths_of
+from support.heads import SPECULATORS, causal, features_of, head_of_speculators, parallel_head
+from support.models import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree.integrations.transformers import (
     BlockDrafter,

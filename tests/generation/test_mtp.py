@@ -9,17 +9,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from draft_checks import paths_of
-from eagle_case import features_of as outputs_of_layers
-from generate_case import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
+from support.drafts import paths_of
+from support.heads import features_of as outputs_of_layers
+from support.models import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 
 from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, load_drafter
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from mtp_case import FORMS, random_head, write_layer
+from support.mtp import FORMS, random_head, write_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -8,9 +8,9 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from block_case import CONFIG
-from generate_case import VOCAB, generated, tiny
-from subject_case import Subject
+from support.block import CONFIG
+from support.drafters import Subject
+from support.models import VOCAB, generated, tiny
 
 from pagedtree import DraftTree
 from pagedtree.integrations.transformers import (

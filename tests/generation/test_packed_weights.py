@@ -14,9 +14,9 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers")
 
-from generate_case import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
 from safetensors.torch import load_file
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import LENGTHS, NEW_TOKENS, lists, prompts_of, tiny
 from transformers import LlamaForCausalLM
 
 from pagedtree.integrations.transformers import generate, packed_weights

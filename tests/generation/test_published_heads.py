@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import LAYERS, eagle_head, features_of
-from generate_case import VOCAB, greedy, lists, prompts_of, tiny
 from safetensors.torch import load_file, save_file
+from support.heads import LAYERS, eagle_head, features_of
+from support.models import VOCAB, greedy, lists, prompts_of, tiny
 
 from pagedtree.generation.drafters.eagle_config import OF_MODELOPT
 from pagedtree.integrations.transformers import EagleDrafter, EagleHead, generate

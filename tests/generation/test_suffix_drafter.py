@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from generate_case import greedy, holds_in_a_child, lists, prompts_of, tiny
+from support.models import greedy, holds_in_a_child, lists, prompts_of, tiny
 
 from pagedtree.generation.drafters.text_memory import MAX_PLACES, TextMemory
 from pagedtree.integrations.transformers import CombinedDrafter, ModelDrafter, SuffixDrafter, generate

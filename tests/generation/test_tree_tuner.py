@@ -10,9 +10,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import SAMPLING, lists, prompts_of, tiny
-from subject_case import SUBJECTS
-from tuner_case import Machine, fresh, run
+from support.drafters import SUBJECTS
+from support.models import SAMPLING, lists, prompts_of, tiny
+from support.tuner import Machine, fresh, run
 
 from pagedtree import DraftTree, select_nodes
 from pagedtree.check_draft import rows_of

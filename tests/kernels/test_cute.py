@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cute_case import VECTORS
+from support.cute import VECTORS
 
 from pagedtree.check.case import Place
 from pagedtree.check.cases import instructions, instructions_sm90

@@ -1,4 +1,4 @@
-"""CUDA runtime calls by the host code, recorded for each kind of GPU without one (recorded_case.py).
+"""CUDA runtime calls by the host code, recorded for each kind of GPU without one (support/recorded.py).
 
 Launches must fit the GPU, the kernel ("too many resources requested"), graph capture and the caller's stream; failed
 calls must raise and leave no trace.
@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from recorded_case import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
+from support.recorded import DEVICES, HOPPER, Asked, Device, Launch, Recorded, recorded_once
 
 from pagedtree import _C
 from pagedtree.tools.cubin import (

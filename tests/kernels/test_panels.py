@@ -14,8 +14,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from cute_case import VECTORS as CUTE
-from simt_case import simt_library
+from support.cute import VECTORS as CUTE
+from support.simt import simt_library
 
 from pagedtree import tree_attention
 from pagedtree.check.case import environment

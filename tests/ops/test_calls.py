@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls import Call, mapped, tensors_of
-from device_case import default_dtype, slow_on_simt
-from raw_case import op_names, raw_calls
+from calls.raw import op_names, raw_calls
+from support.devices import default_dtype, slow_on_simt
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from step_case import batch_of, commit_arguments, int32
+from support.step import batch_of, commit_arguments, int32
 
 from pagedtree import Verdict, commit
 

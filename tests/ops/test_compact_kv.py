@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cache_case import compact_arguments, payload, prepared_compact
-from step_case import int32
+from support.cache import compact_arguments, payload, prepared_compact
+from support.step import int32
 from torch import Tensor
 
 from pagedtree import PreparedCompaction, compact_kv

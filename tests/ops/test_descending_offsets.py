@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from raw_case import raw_calls
-from step_case import int32, int64
+from calls.raw import raw_calls
+from support.step import int32, int64
 
 import pagedtree as pt
 

@@ -6,11 +6,11 @@ import os
 import time
 from dataclasses import replace
 
-import lossless_case
 import pytest
 import torch
-from ranks import Ranks
-from shard_case import make_case, shards_of
+from support import lossless
+from support.ranks import Ranks
+from support.shards import make_case, shards_of
 
 from pagedtree import RequestOptions, SamplingParams, distributed
 from pagedtree.distributed import GroupError, Traffic, VocabShards
@@ -25,9 +25,9 @@ PARAMS = {
 
 def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[int]]]:
     """Returns the first three tokens' distance from the target, and some of them."""
-    shards = shards_of(group, [0.34, 0.34], lossless_case.VOCAB)
-    tokens, _ = lossless_case.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
-    return lossless_case.off_the_target(tokens, "flat"), tokens[:100].tolist()
+    shards = shards_of(group, [0.34, 0.34], lossless.VOCAB)
+    tokens, _ = lossless.first_tokens(rule, law, [3, 1], "flat", 20_000, torch.device("cpu"), shards=shards)
+    return lossless.off_the_target(tokens, "flat"), tokens[:100].tolist()
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def three_tokens(group: object, rule: str, law: str) -> tuple[float, list[list[i
 def test_tokens_follow_the_target(ranks, rule, law):
     first, *others = ranks.run(three_tokens, 3, rule, law)
     assert all(other == first for other in others)
-    assert first[0] < lossless_case.LIMIT
+    assert first[0] < lossless.LIMIT
 
 
 # ---- traffic

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.distributed import DraftGroup, GroupError, VocabShards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from draft_checks import packed_trees, seeded
+from support.drafts import packed_trees, seeded
 
 from pagedtree import expand_tree, rerank_tree, start_draft
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from raw_case import raw_calls
-from shard_case import make_case
-from step_case import int32
+from calls.raw import raw_calls
+from support.shards import make_case
+from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, random_tree
-from cache_case import FP8, payload, raw
-from huge_case import sparse
 from numpy.random import default_rng
-from step_case import int32
+from support.attention import Target, random_tree
+from support.cache import FP8, payload, raw
+from support.huge import sparse
+from support.step import int32
 from torch import Tensor
 
 from pagedtree import DraftTree, append_kv, compact_kv, tree_attention

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from huge_case import sparse
+from support.huge import sparse
+from support.verify import batch_of, streams
 from torch import Tensor
-from verify_case import batch_of, streams
 
 from pagedtree import (
     SamplingParams,

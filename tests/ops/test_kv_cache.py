@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cache_case import FP8, raw
+from support.cache import FP8, raw
 from torch import Tensor
 
 from pagedtree import append_kv

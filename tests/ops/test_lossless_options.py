@@ -12,9 +12,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from device_case import slow_on_simt
-from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
-from rule_case import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
+from support.devices import slow_on_simt
+from support.exact import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
+from support.lossless import LIMIT, MODELS, first_tokens, off_the_target
 
 from pagedtree import RequestOptions, SamplingParams, reference
 from pagedtree.testing import use_backend

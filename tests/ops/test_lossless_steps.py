@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from lossless_case import LIMIT, MODELS, first_tokens, off_the_target
+from support.lossless import LIMIT, MODELS, first_tokens, off_the_target
 from torch import Tensor
 
 from pagedtree import DraftState, expand_tree

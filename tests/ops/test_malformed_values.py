@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from raw_case import op_names, raw_calls
+from calls.raw import op_names, raw_calls
 from torch import Tensor
 
 from pagedtree.testing import backends, use_backend

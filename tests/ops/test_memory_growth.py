@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 import torch
-from memory_case import allocated, growth, resident
-from raw_case import RawCall, op_names, raw_calls
+from calls.raw import RawCall, op_names, raw_calls
+from support.memory import allocated, growth, resident
 
 
 def refused(call: RawCall) -> None:

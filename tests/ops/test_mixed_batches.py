@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
-from attention_case import Target, check, random_tree
-from simt_case import intercepted_launches, simt_library
+from support.attention import Target, check, random_tree
+from support.simt import intercepted_launches, simt_library
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 

@@ -11,8 +11,8 @@ from random import Random
 
 import pytest
 import torch
-from draft_checks import packed_trees
-from step_case import int32
+from support.drafts import packed_trees
+from support.step import int32
 
 from pagedtree import ngram_propose
 from pagedtree.reference.drafting import ngram_tree

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from options_case import (
+from support.batches import (
     WEIGHED,
     batch_of,
 )
-from verify_case import check
+from support.verify import check
 
 from pagedtree import RequestOptions, SamplingParams, reference, sample, verify_rejection, verify_sampled
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, Case, good_case, hostile_options
-from step_case import int32
+from support.batches import VOCAB, Case, good_case, hostile_options
+from support.step import int32
+from support.verify import check_bounds
 from torch import Tensor
-from verify_case import check_bounds
 
 from pagedtree import (
     RequestOptions,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import calls
 import pytest
 import torch
-from draft_checks import packed_trees
-from step_case import int32
+from support.drafts import packed_trees
+from support.step import int32
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from raw_case import RawCall, raw_call, raw_calls
-from step_case import int32
+from calls.raw import RawCall, raw_call, raw_calls
+from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
-import recurrent_case as case
 import torch
-from draft_checks import seeded
-from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from step_case import int32
+from support import recurrent as case
+from support.drafts import seeded
+from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
+from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt

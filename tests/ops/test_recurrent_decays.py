@@ -6,10 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-import recurrent_case as case
 import torch
-from recurrent_case import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from step_case import int32
+from support import recurrent as case
+from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
+from support.step import int32
 
 import pagedtree as pt
 from pagedtree.reference import recurrent as loops

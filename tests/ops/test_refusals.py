@@ -14,11 +14,11 @@ from typing import Any
 import calls
 import pytest
 import torch
-from attention_case import HEAD_SIZES, prepared_attention
-from cache_case import FP8, prepared_compact, raw
 from calls import tensors_of
-from device_case import made_on
-from step_case import int32
+from support.attention import HEAD_SIZES, prepared_attention
+from support.cache import FP8, prepared_compact, raw
+from support.devices import made_on
+from support.step import int32
 from torch import Tensor
 
 from pagedtree import DraftState, DraftTree, RequestOptions, SamplingParams, Verdict

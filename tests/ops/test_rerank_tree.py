@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draft_checks import packed_trees, seeded
 from hypothesis import given
 from hypothesis import strategies as st
+from support.drafts import packed_trees, seeded
 
 from pagedtree import DraftState, expand_tree, rerank_tree, start_draft
 

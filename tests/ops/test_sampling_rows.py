@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from device_case import placed
-from sampling_case import random_words
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
+from support.devices import placed
+from support.sampling import random_words
+from support.simt import base_of, intercepted_launches, simt_library, symbols_of
 from torch import Tensor
 
 from pagedtree import SamplingParams, sample, token_logprobs

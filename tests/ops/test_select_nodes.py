@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import pytest
 import torch
-from draft_checks import seeded
-from recurrent_case import trees_of
-from step_case import int32
+from support.drafts import seeded
+from support.recurrent import trees_of
+from support.step import int32
 
 from pagedtree import DraftTree, TreeBatch, select_nodes
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from attention_case import CPU, Target, check, on_host, once_per_backend, random_tree
-from device_case import made_on, to_device
+from support.attention import CPU, Target, check, on_host, once_per_backend, random_tree
+from support.devices import made_on, to_device
 
 from pagedtree import DraftTree, reference, tree_attention
 from pagedtree.check.cases.inputs import as_words

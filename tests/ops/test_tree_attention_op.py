@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from attention_case import Target, check, on_host, once_per_backend
-from device_case import placed
+from support.attention import Target, check, on_host, once_per_backend
+from support.devices import placed
 
 from pagedtree import DraftTree, PreparedAttention, reference, tree_attention
 

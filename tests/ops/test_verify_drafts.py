@@ -9,9 +9,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from rule_case import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
-from simt_case import base_of, intercepted_launches, simt_library, symbols_of
-from verify_case import batch_of, streams
+from support.exact import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
+from support.simt import base_of, intercepted_launches, simt_library, symbols_of
+from support.verify import batch_of, streams
 
 from pagedtree import (
     SamplingParams,

@@ -13,10 +13,10 @@ import torch
 from calls import changed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from options_case import VOCAB, WEIGHED, good_case
-from step_case import int32
+from support.batches import VOCAB, WEIGHED, good_case
+from support.step import int32
+from support.verify import BAD_ROW, MALFORMED, batch_of, check, check_bounds, streams
 from torch import Tensor
-from verify_case import BAD_ROW, MALFORMED, batch_of, check, check_bounds, streams
 
 from pagedtree import (
     SamplingParams,

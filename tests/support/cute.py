@@ -8,4 +8,4 @@ from pathlib import Path
 
 import numpy as np
 
-VECTORS = np.load(io.BytesIO(lzma.decompress((Path(__file__).parent / "cute" / "vectors.npz.xz").read_bytes())))
+VECTORS = np.load(io.BytesIO(lzma.decompress((Path(__file__).parents[1] / "cute" / "vectors.npz.xz").read_bytes())))

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import calls
-import calls.ops
 import torch
 import torch.distributed as dist
-from calls import Call, tensors_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import calls
+import calls.ops
+from calls import Call, tensors_of
 from pagedtree.testing import use_backend
 
 

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 import torch
-from generate_case import generated, tiny, tiny_heads
-from statistics_case import excess
+from support.excess import excess
+from support.models import generated, tiny, tiny_heads
 
 from pagedtree import DraftTree, SamplingParams, reference
 from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter

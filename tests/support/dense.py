@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_case import random_tree
-from device_case import placed
+from support.attention import random_tree
+from support.devices import placed
 from torch import Tensor
 
 from pagedtree import DraftTree

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutant import CASES, Mutant
+from support.mutants.mutant import CASES, Mutant
 
 __all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "SEGMENTS", "WGMMA", "WIDE"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import torch
-from eagle_case import randomised
-from generate_case import tiny
-from hybrid_case import tiny_hybrid
-from latent_case import tiny_latent
 from safetensors.torch import save_file
+from support.heads import randomised
+from support.hybrid import tiny_hybrid
+from support.latent import tiny_latent
+from support.models import tiny
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from pagedtree.integrations.transformers import MtpHead

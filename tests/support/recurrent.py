@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from draft_checks import seeded
-from step_case import int32
+from support.drafts import seeded
+from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from verify_case import batch_of
+from support.verify import batch_of
 
 from pagedtree import SamplingParams, Verdict, reference, verify_block, verify_rejection, verify_traversal
 

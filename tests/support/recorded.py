@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = ROOT / "build" / f"cmake-{sys.implementation.cache_tag}" / "libpagedtree_recorded.so"
 STEPS = 3
 UNKNOWN, ILLEGAL_ADDRESS = 999, 700  # cudaError_t
@@ -218,12 +218,12 @@ class Recorder:
 
 def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
     """Yields calls of kernels that no other call reaches."""
-    import raw_case
     import torch
+    from calls import raw
 
     from pagedtree import append_kv, merge_states
 
-    step = raw_case.raw_call("step_shards")
+    step = raw.raw_call("step_shards")
     plain = dict(itertools.takewhile(lambda item: item[0] != "positions", step.arguments.items()))  # without options
     for dtype in (torch.float16, torch.bfloat16):
         yield partial(step.function, **plain | {"logits": step.arguments["logits"].to(dtype)})
@@ -236,13 +236,13 @@ def calls_of_rare_kernels() -> Iterator[Callable[[], Any]]:
 
 def run_ops(recorder: Recorder) -> None:
     """Runs ops of the tests' calls and of check."""
-    import raw_case
     import torch
+    from calls import raw
 
     from pagedtree.check.case import Case, Place
     from pagedtree.check.cases import all_cases
 
-    for call in [*raw_case.raw_calls(), *calls_of_rare_kernels()]:
+    for call in [*raw.raw_calls(), *calls_of_rare_kernels()]:
         recorder.run_on_all(call)
     place = Place(torch.device("cpu"), "simt")
     for case in all_cases(place):
@@ -292,9 +292,9 @@ def run_steps(recorder: Recorder) -> None:
 
 def run_failures(recorder: Recorder) -> None:
     """Runs each op with each of its runtime calls failing."""
-    import raw_case
+    from calls import raw
 
-    for call in raw_case.raw_calls():
+    for call in raw.raw_calls():
         for i in itertools.count():
             number = recorder.add(HOPPER)  # with unknown attributes
             recorder.library.recorded_fail(i, UNKNOWN)
@@ -309,7 +309,7 @@ def run_failures(recorder: Recorder) -> None:
 
 def run_threads(recorder: Recorder) -> None:
     """Runs calls concurrently, each time on a new device."""
-    import raw_case
+    from calls import raw
 
     from pagedtree.testing import use_backend
 
@@ -323,7 +323,7 @@ def run_threads(recorder: Recorder) -> None:
     with use_backend("simt"), ThreadPoolExecutor(8) as pool:
         for _ in range(20):
             recorder.library.recorded_use_device(recorder.add(HOPPER))
-            recorder.found.threads += filter(None, pool.map(error_of, raw_case.raw_calls() * 2))
+            recorder.found.threads += filter(None, pool.map(error_of, raw.raw_calls() * 2))
     recorder.library.recorded_calls()
 
 
@@ -383,7 +383,7 @@ def run_engines(recorder: Recorder, folder: str) -> None:
 
 def main(folder: str) -> None:
     library = copy_package(Path(folder))
-    sys.path[:0] = [folder, str(ROOT / "tests")]
+    sys.path[:1] = [folder, str(ROOT / "tests")]
     import torch
 
     torch.set_num_threads(1)

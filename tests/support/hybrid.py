@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_case import NO_TOKENS, VOCAB
+from support.models import NO_TOKENS, VOCAB
 
 KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 TINY: dict[str, Any] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from generate_case import VOCAB
+from support.models import VOCAB
 
 from pagedtree.grammars import DepthFirstMatcher
 

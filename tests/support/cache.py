@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from step_case import int32
+from support.step import int32
 from torch import Tensor
 
 from pagedtree import PreparedCompaction

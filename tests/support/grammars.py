@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from attention_case import random_tree
+from support.attention import random_tree
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch

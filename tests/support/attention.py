@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_case import made_on, to_device
+from support.devices import made_on, to_device
 from torch import Tensor
 
 from pagedtree import _C, DraftTree, PreparedAttention, reference, tree_attention

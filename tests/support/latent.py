@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import transformers
-from generate_case import NO_TOKENS, VOCAB
+from support.models import NO_TOKENS, VOCAB
 
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,

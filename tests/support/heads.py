@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from generate_case import VOCAB
+from support.models import VOCAB
 from torch.nn import functional as F
 
 from pagedtree.integrations.transformers import EagleHead

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from eagle_case import SIZES, features_of
-from generate_case import VOCAB
+from support.heads import SIZES, features_of
+from support.models import VOCAB
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, rotate_half
 

@@ -7,7 +7,7 @@ from math import prod
 
 import numpy as np
 import torch
-from statistics_case import excess
+from support.excess import excess
 from torch import Tensor
 
 from pagedtree import (

@@ -1,4 +1,4 @@
-"""A pytest plugin for `run_host_cuda.sh`: Torch's "cuda" in host memory (simt/host_cuda.cpp)."""
+"""A pytest plugin for `run_host_cuda.sh`: Torch's "cuda" in host memory (host_cuda.cpp)."""
 
 from __future__ import annotations
 

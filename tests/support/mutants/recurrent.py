@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mutant import Mutant
+from support.mutants.mutant import Mutant
 
 
 def of_delta_rule(name: str, file: str, line: str, broken: str, only: str = "simt and not channel") -> Mutant:
