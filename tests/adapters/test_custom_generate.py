@@ -11,7 +11,8 @@ import torch
 pytest.importorskip("transformers")
 
 import transformers
-from support.models import SAMPLING, VOCAB, Oracle, seeded, tiny, words
+from support.drafters import Oracle
+from support.models import SAMPLING, VOCAB, sampled, tiny, words
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteriaList, dynamic_module_utils
 from transformers.generation import MaxTimeCriteria, TopPLogitsWarper
 
@@ -89,7 +90,7 @@ def test_sampled_text_is_that_of_the_seeds(model, batch, drafters, name):
     ours = {**OURS, "drafter": drafters[name](), "seeds": [4, 5, 6]}
     text = model.generate(**batch, **options, max_new_tokens=COUNT, **ours)
     for row, seed, prompt in zip(text, (4, 5, 6), prompts, strict=True):
-        assert row[12 - len(prompt) :].tolist() == seeded(model, prompt, seed, count=COUNT)
+        assert row[12 - len(prompt) :].tolist() == sampled(model, prompt, seed, count=COUNT)
 
 
 def test_seeds_come_from_torch(model, batch):

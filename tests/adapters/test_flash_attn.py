@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from support.dense import Pages, close, dense_attention
+from support.attention import Pages, close, dense_attention
 from support.devices import placed
 from torch import Tensor
 

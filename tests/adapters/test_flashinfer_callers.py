@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from support.dense import Pages, causal, close, dense_attention
+from support import int32
+from support.attention import Pages, causal_mask, close, dense_attention
 from support.devices import placed
-from support.step import int32
 
 from pagedtree.check.cases.inputs import offsets
 from pagedtree.integrations import flashinfer
@@ -79,7 +79,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     places = flashinfer.get_batch_indices_positions(offsets(lens), int32(lens), sum(lens))
     flashinfer.append_paged_mla_kv_cache(rows[:, :512], rows[:, 512:], *places, ckv, kpe, indices, indptr, last)
     out, lse = wrapper.run(q[..., :512], q[..., 512:], ckv, kpe, return_lse=True, return_lse_base_on_e=True)
-    seen = causal if is_causal else lambda n, s: torch.ones(n, s, dtype=torch.bool)
+    seen = causal_mask if is_causal else lambda n, s: torch.ones(n, s, dtype=torch.bool)
     sees = list(map(seen, QUERIES, lens))
     expected = [
         dense_attention(rows, k, k[..., :512], seen, scale=0.1)

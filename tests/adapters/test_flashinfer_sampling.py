@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from support import seeded
 from support.devices import placed
-from support.drafts import seeded
-from support.excess import LIMIT, excess
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree.integrations.flashinfer import chain_speculative_sampling

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from support.grammars import EOS, VOCAB, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, VOCAB, bits, drafts_of, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.grammars import GrammarMasks, GrammarMatcher
@@ -135,7 +135,7 @@ def test_masks(engine, grammar, vocab) -> None:
     trees = random_shapes(rng, 4)
     texts = [random_text(rng, after, int(rng.integers(12))) for _ in trees]
     drafts = [random_drafts(rng, after, text, tree) for text, tree in zip(texts, trees, strict=True)]
-    tokens, batch = batch_of(trees, drafts, padding=2)
+    tokens, batch = drafts_of(trees, drafts, padding=2)
     matchers = [engine.behind(grammar, text) for text in texts]
     with GrammarMasks([*matchers, None], vocab, threads=2) as masks:
         masks.matchers.pop()

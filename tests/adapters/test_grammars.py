@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from support.grammars import EOS, Parity, batch_of, bits, expected_rows, random_drafts, random_shapes, random_text
+from support.grammars import EOS, Parity, bits, drafts_of, expected_rows, random_drafts, random_shapes, random_text
 
 from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.grammars import GrammarMasks, GrammarMatcher, TokenTree
@@ -18,7 +18,7 @@ def parity_batch(rng: np.random.Generator, count: int, padding: int = 0):
     trees = random_shapes(rng, count)
     texts = [random_text(rng, Parity.after, int(rng.integers(7))) for _ in trees]
     tokens = [random_drafts(rng, Parity.after, text, tree) for text, tree in zip(texts, trees, strict=True)]
-    flat, batch = batch_of(trees, tokens, padding)
+    flat, batch = drafts_of(trees, tokens, padding)
 
     def expected(vocab: int, without: int = -1) -> list[set[int]]:
         rows = []

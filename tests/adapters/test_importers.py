@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.dense import close, dense_attention, random_trees, tree_sees
+from support import seeded
+from support.attention import close, dense_attention, random_trees, tree_sees
 from support.devices import placed
-from support.drafts import seeded
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch, compact_kv, tree_attention

@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from support import int32, int64
 from support.models import gpt2, tiny
-from support.step import int32, int64
 from torch import Tensor
 
 import pagedtree as pt

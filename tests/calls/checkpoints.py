@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from support.block import block_model
+from support.heads import block_model
 from support.models import tiny, tiny_eagle
 
 from calls import Call, valid_call

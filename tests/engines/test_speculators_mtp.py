@@ -8,10 +8,8 @@ import torch
 pytest.importorskip("transformers")
 
 from published_case import speculators_config
-from support.heads import randomised
-from support.hybrid import tiny_hybrid
-from support.models import VOCAB
-from support.mtp import tiny_qwen
+from support.heads import randomised, tiny_qwen
+from support.models import VOCAB, tiny_hybrid
 
 from pagedtree.integrations.transformers import MtpHead
 

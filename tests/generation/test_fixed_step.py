@@ -14,20 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.drafters import Subject
-from support.hybrid import MODELS as HYBRIDS
-from support.hybrid import tiny_hybrid
-from support.models import (
-    IS_5,
-    LENGTHS,
-    NEW_TOKENS,
-    SAMPLING,
-    VOCAB,
-    Oracle,
-    generated,
-    prompts_of,
-    tiny,
-)
+from support.drafters import Oracle, Subject
+from support.models import HYBRIDS, IS_5, LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, generated, prompts_of, tiny, tiny_hybrid
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -13,19 +13,18 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from support.drafters import DISTINCT, NAMES, SEEDS, SUBJECTS, cases, kinds
-from support.hybrid import MODELS as HYBRIDS
-from support.latent import MODELS as LATENTS
+from support.drafters import DISTINCT, NAMES, SEEDS, SUBJECTS, Oracle, cases, kinds
 from support.models import (
+    HYBRIDS,
+    LATENTS,
     LENGTHS,
     NEW_TOKENS,
     SAMPLING,
-    Oracle,
     check_the_model_is_as_it_was,
     generated,
     greedy,
     prompts_of,
-    seeded,
+    sampled,
     tiny,
     tiny_of,
 )
@@ -187,7 +186,7 @@ def test_n_outcomes_share_the_prompts_pages(subject):
     model, page_size, length, n = subject.model, 8, 50, 4
     prompt = prompts_of([length], seed=5)
     texts, stats = generated(model, None, prompt, 10, n=n, params=SAMPLING, page_size=page_size)
-    assert texts == [seeded(model, prompt[0], seed, count=10) for seed in range(n)]
+    assert texts == [sampled(model, prompt[0], seed, count=10) for seed in range(n)]
     shared = (length - 1) // page_size
     total = -(-(length + 9) // page_size)
     # Each shared page is allocated and filled once; each outcome computes the tokens past it.

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.brackets import STOP, Brackets
+from support.grammars import STOP, Brackets
 from support.models import SAMPLING, VOCAB, greedy, holds_in_a_child, lists, tiny
 from support.toy_texts import DRAFTERS
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification

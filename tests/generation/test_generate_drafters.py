@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.drafts import paths_of
+from support.batches import paths_of
 from support.models import VOCAB, prompts_of, room_of, tiny
 
 from pagedtree import DraftTree

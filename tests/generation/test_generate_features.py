@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.models import Oracle, generated, greedy, prompts_of, tiny, tiny_of
+from support.drafters import Oracle
+from support.models import generated, greedy, prompts_of, tiny, tiny_of
 
 from pagedtree.integrations.transformers import Drafter
 

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.brackets import STOP, Brackets
-from support.models import LENGTHS, Oracle, generated, prompts_of, tiny
+from support.drafters import Oracle
+from support.grammars import STOP, Brackets
+from support.models import LENGTHS, generated, prompts_of, tiny
 
 from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep

@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.models import IS_5, LENGTHS, Oracle, generated, greedy, prompts_of
+from support.drafters import Oracle
+from support.models import IS_5, LENGTHS, generated, greedy, prompts_of
 
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
 from support.drafters import SUBJECTS
-from support.hybrid import tiny_hybrid
+from support.models import tiny_hybrid
 
 from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.generation.recurrent_states import RecurrentStates

@@ -7,9 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.drafters import SUBJECTS
-from support.latent import tiny_latent
-from support.models import IS_5, LENGTHS, Oracle, generated, greedy, poisoned_caches, prompts_of
+from support.drafters import SUBJECTS, Oracle
+from support.models import IS_5, LENGTHS, generated, greedy, poisoned_caches, prompts_of, tiny_latent
 
 from pagedtree.integrations.transformers import ModelDrafter, tensor_parallel
 from pagedtree.integrations.transformers import latent as latent_module

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.excess import LIMIT
+from support.exact import LIMIT
 from support.models import LENGTHS, SAMPLING, generated, prompts_of, tiny
 from support.toy_texts import CASES, CORE, DRAFTERS, PROMPT, TOY, VOCAB, distribution_of_texts, toy_excess
 

@@ -8,7 +8,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.models import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
+from support.drafters import Oracle
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of, tiny
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 

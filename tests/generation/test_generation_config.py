@@ -11,7 +11,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from support.models import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, greedy, prompts_of, tiny
+from support.drafters import Oracle
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of, tiny
 from transformers import CompileConfig, GenerationConfig, LogitsProcessorList, WatermarkingConfig
 from transformers.generation import (
     RepetitionPenaltyLogitsProcessor,

@@ -16,7 +16,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from support.block import block_model
+from support.heads import block_model
 from support.models import tiny, tiny_eagle
 
 from pagedtree.generation.drafters import block_config, eagle_config

@@ -11,10 +11,17 @@ pytest.importorskip("transformers")
 
 
 from safetensors.torch import save_file
-from support.block import DFLASH2, block_model
+from support.batches import paths_of
 from support.devices import default_dtype
-from support.drafts import paths_of
-from support.heads import SPECULATORS, causal, features_of, head_of_speculators, parallel_head
+from support.heads import (
+    DFLASH2,
+    SPECULATORS,
+    block_model,
+    causal_attention,
+    features_of,
+    head_of_speculators,
+    parallel_head,
+)
 from support.models import VOCAB, greedy, lists, prompts_of, tiny, tiny_eagle
 
 from pagedtree.integrations.transformers import (
@@ -110,7 +117,7 @@ def test_what_a_parallel_head_guesses(model, texts):
         root = int(result.start[0])
         tokens = torch.tensor([*texts[1][1 : root + 1], 3, 3])
         fused = torch.cat([head.fuse(features[:root]), head.unknown_state().expand(2, -1)])
-        logits = head.logits(head(tokens, fused, torch.arange(root + 2), causal)[-3:])
+        logits = head.logits(head(tokens, fused, torch.arange(root + 2), causal_attention)[-3:])
         levels = logits.detach().log_softmax(-1)
         for node, path in enumerate(paths_of(result.draft_tokens.tolist(), result.trees.parents.tolist())):
             joint = sum(float(levels[depth, token // 2]) for depth, token in enumerate(path))

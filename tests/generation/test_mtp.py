@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
-from support.drafts import paths_of
+from support.batches import paths_of
 from support.heads import features_of as outputs_of_layers
 from support.models import IS_5, VOCAB, greedy, lists, prompts_of, tiny
 
@@ -19,7 +19,7 @@ from pagedtree.integrations.transformers import MtpDrafter, MtpHead, generate, l
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from support.mtp import FORMS, random_head, write_layer
+from support.heads import FORMS, random_head, write_layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,9 +9,7 @@ from torch import nn
 pytest.importorskip("transformers")
 
 from support.drafters import Subject
-from support.hybrid import tiny_hybrid
-from support.latent import tiny_latent
-from support.models import generated, greedy, prompts_of, tiny, tiny_of
+from support.models import generated, greedy, prompts_of, tiny, tiny_hybrid, tiny_latent, tiny_of
 
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, packed_weights
 from pagedtree.integrations.transformers.model import use_attention

@@ -12,8 +12,7 @@ import pytest
 import torch
 from calls import Call, mapped, tensors_of
 from calls.raw import op_names
-from support.pages import ROOT, python_blocks
-from support.step import int32
+from support import ROOT, int32, python_blocks
 from torch import Tensor, nn
 
 from pagedtree import append_kv, compact_kv

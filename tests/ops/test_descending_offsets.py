@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 from calls.raw import raw_calls
-from support.step import int32, int64
+from support import int32, int64
 
 import pagedtree as pt
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from support import seeded
 from support.devices import slow_on_simt
-from support.drafts import seeded
-from support.excess import LIMIT, excess
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import (

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from calls.raw import raw_calls
-from support.shards import make_case
-from support.step import int32
+from support import int32
+from support.batches import tied_case
 from torch import Tensor
 
 import pagedtree as pt
@@ -158,7 +158,7 @@ def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, tempe
     """A walk begins at the root whatever its depth; nodes left out elsewhere are never emitted."""
     if backend == "cuda":
         pytest.skip("the group's tensors are on the CPU")
-    case = make_case(40, torch.float32, 3)
+    case = tied_case(40, torch.float32, 3)
     params = pt.SamplingParams(temperature=temperature)
     for depth in (-1, -FAR, 5):
         depths = case.trees.depths.clone()
@@ -175,7 +175,7 @@ def test_roots_of_any_depth(backend: str, shards: distributed.VocabShards, tempe
 
 @pytest.mark.parametrize("max_children", [-1, 1024, 2**40])
 def test_children_out_of_range(shards: distributed.VocabShards, max_children: int) -> None:
-    case = make_case(40, torch.float32, 3)
+    case = tied_case(40, torch.float32, 3)
     with pytest.raises(ValueError, match=rf"`max_children` must be in 0\.\.1023, got {max_children}"):
         distributed.verify_rejection(
             case.logits, case.drafts, case.trees, pt.SamplingParams(), draft_law="onehot", **case.streams,

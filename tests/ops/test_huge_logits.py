@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.huge import sparse
-from support.verify import batch_of, streams
+from support.batches import batch_of, streams
+from support.memory import sparse
 from torch import Tensor
 
 from pagedtree import (

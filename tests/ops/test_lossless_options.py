@@ -12,9 +12,22 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from support.batches import paths_of
 from support.devices import slow_on_simt
-from support.exact import CHAIN, LOSSLESS, RULES, TREE, Distribution, Path, Questions, ToyPair, prefixes_of
-from support.lossless import LIMIT, MODELS, first_tokens, off_the_target
+from support.exact import (
+    CHAIN,
+    LIMIT,
+    LOSSLESS,
+    RULES,
+    TABLES,
+    TREE,
+    Distribution,
+    Path,
+    Questions,
+    ToyPair,
+    first_tokens,
+    off_the_target,
+)
 
 from pagedtree import RequestOptions, SamplingParams, reference
 from pagedtree.testing import use_backend
@@ -53,7 +66,7 @@ class PenalisedPair(ToyPair):
 
     def logits(self, parents: Sequence[int], drafts: Sequence[int]) -> list[list[float]]:
         """Returns raw logits by node."""
-        prefixes = prefixes_of(parents, drafts)
+        prefixes = paths_of(drafts, parents)
         return [[-math.inf if w is None else w * LN2 for w in self.weights(x)] for x in prefixes]
 
 
@@ -114,7 +127,7 @@ PENALTIES = SamplingParams(temperature=0.8, repetition_penalty=1.4, presence_pen
     [
         pytest.param(*case, model, marks=[] if case in STEPS_IN_CORE and model == "flat" else pytest.mark.slow)
         for case in STEPS
-        for model in MODELS
+        for model in TABLES
     ],
     ids=str,
 )
@@ -133,7 +146,7 @@ def test_steps_drafted_by_expand_tree(backend, device, rule, law, branching, mod
 
 
 @pytest.mark.stats
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", TABLES)
 @pytest.mark.parametrize(("rule", "law", "branching"), STEPS, ids=str)
 def test_steps_closely(backend, device, rule, law, branching, model):
     if backend == "simt":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.attention import Target, check, random_tree
-from support.simt import intercepted_launches, simt_library
+from support.doubles import intercepted_launches, simt_library
 
 from pagedtree import DraftTree, attention_plan, tree_attention
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import calls
 import pytest
 import torch
-from support.drafts import packed_trees
-from support.step import int32
+from support import int32
+from support.batches import packed_trees
 
 from pagedtree import Draft, DraftTree, TreeBatch, medusa_propose, ngram_propose, rejected_predictions
 from pagedtree._ops import ops

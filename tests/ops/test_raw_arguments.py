@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from calls.raw import RawCall, raw_call, raw_calls
-from support.step import int32
+from support import int32
 from torch import Tensor
 
 import pagedtree as pt

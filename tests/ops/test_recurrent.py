@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import int32, seeded
 from support import recurrent as case
-from support.drafts import seeded
 from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import int32
 from support import recurrent as case
 from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from support.step import int32
 
 import pagedtree as pt
 from pagedtree.reference import recurrent as loops

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support import int32
 from support.recurrent import Layer, error, layer, paths_to, plain_dtype, trees_of  # noqa: F401
-from support.step import int32
 
 from pagedtree import advance_state, build_trees
 from pagedtree.reference import recurrent as loops

@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.drafts import packed_trees, seeded
+from support import seeded
+from support.batches import packed_trees
 
 from pagedtree import DraftState, expand_tree, rerank_tree, start_draft
 

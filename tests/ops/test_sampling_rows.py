@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
+from support.batches import random_words
 from support.devices import placed
-from support.sampling import random_words
-from support.simt import base_of, intercepted_launches, simt_library, symbols_of
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 from torch import Tensor
 
 from pagedtree import SamplingParams, sample, token_logprobs

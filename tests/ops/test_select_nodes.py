@@ -4,9 +4,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support.drafts import seeded
+from support import int32, seeded
 from support.recurrent import trees_of
-from support.step import int32
 
 from pagedtree import DraftTree, TreeBatch, select_nodes
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from support.simt import base_of, intercepted_launches, simt_library, symbols_of
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 
 from pagedtree import DraftTree, SamplingParams, TreeBatch, sample, verify_greedy, verify_sampled, verify_tokens
 from pagedtree.testing import use_backend

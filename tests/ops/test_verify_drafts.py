@@ -9,9 +9,9 @@ from fractions import Fraction
 
 import pytest
 import torch
+from support.batches import batch_of, streams
+from support.doubles import base_of, intercepted_launches, simt_library, symbols_of
 from support.exact import CHAIN, LOSSLESS, PAIR, RULES, STAIR, TREE, Questions, ToyPair
-from support.simt import base_of, intercepted_launches, simt_library, symbols_of
-from support.verify import batch_of, streams
 
 from pagedtree import (
     SamplingParams,

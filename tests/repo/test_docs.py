@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pages import ROOT, python_blocks
+from support import ROOT, python_blocks
 
 FOLDERS = ("docs", "examples", "benchmarks", "csrc")
 CHECKPOINTS = "examples/checkpoints"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from calls import changed
 from fuzz import run
-from support.step import int32
+from support import int32
 
 import pagedtree as pt
 

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from support import ROOT, python_blocks
 from support.doubles import Graph, use_stand_in
-from support.pages import ROOT, python_blocks
 
 import pagedtree as pt
 from pagedtree.generation.paged_cache import PagedCache

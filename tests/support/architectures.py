@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 import transformers
-from support.models import greedy, prompts_of, tiny
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
+from support.models import greedy, prompts_of, tiny
 
 KEPT = Path(__file__).resolve().parents[2] / "docs" / "architectures.json"
 NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

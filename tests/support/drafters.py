@@ -1,4 +1,4 @@
-"""Subjects of `generate`: full, hybrid and latent attention, their texts, drafters."""
+"""Drafters of any quality, and the subjects of `generate` with each of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,9 @@ from functools import cached_property
 from itertools import product
 
 import pytest
-from support.block import DFLASH2, block_model
-from support.heads import parallel_head
-from support.hybrid import tiny_hybrid
-from support.latent import tiny_latent
-from support.models import IS_5, LENGTHS, Hostile, Oracle, greedy, prompts_of, seeded, tiny, tiny_eagle, tiny_heads
-from support.mtp import random_head
+import torch
 
+from pagedtree import DraftTree, TreeBatch, build_trees
 from pagedtree.integrations.transformers import (
     BlockDrafter,
     CombinedDrafter,
@@ -25,6 +21,66 @@ from pagedtree.integrations.transformers import (
     SuffixDrafter,
     medusa_tree,
 )
+from support.heads import DFLASH2, block_model, parallel_head, random_head
+from support.models import (
+    IS_5,
+    LENGTHS,
+    VOCAB,
+    greedy,
+    prompts_of,
+    sampled,
+    tiny,
+    tiny_eagle,
+    tiny_heads,
+    tiny_hybrid,
+    tiny_latent,
+)
+
+
+class Oracle:
+    """Knows the texts: a node's last child is right with probability `hit`."""
+
+    tree = DraftTree.full([2, 2, 1])
+
+    def __init__(self, texts, hit):
+        self.texts, self.hit = texts, hit
+        self.generator = torch.Generator().manual_seed(1)
+
+    def propose(self, tokens, lengths):
+        draft_tokens = []
+        for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
+            text = max(self.texts, key=lambda text: common_prefix(text, row[:length]))
+            guess = torch.randint(VOCAB, (self.tree.num_nodes,), generator=self.generator).tolist()
+            node = 0
+            for token in text[length : length + self.tree.max_depth]:
+                node = max(i for i in range(self.tree.num_nodes) if self.tree.parents[i] == node)
+                if torch.rand((), generator=self.generator) < self.hit:
+                    guess[node] = token
+            draft_tokens += guess
+        trees = TreeBatch.from_trees([self.tree] * lengths.shape[0])
+        return torch.tensor(draft_tokens, dtype=torch.int32), trees, None
+
+
+def common_prefix(a, b):
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class Hostile:
+    """Drafts malformed trees of varying shape, with invalid tokens but valid roots."""
+
+    max_nodes = 8
+
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(2)
+
+    def propose(self, tokens, lengths):
+        sizes = torch.randint(1, self.max_nodes + 1, lengths.shape, generator=self.generator)
+        parents = torch.cat([torch.randint(-2, 6, (size,), generator=self.generator) for size in sizes.tolist()])
+        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+        parents[cu_nodes[:-1]] = -1
+        trees = build_trees(parents.int(), cu_nodes.int(), max_nodes=self.max_nodes, max_depth=3)
+        return torch.randint(-5, 2 * VOCAB, parents.shape, generator=self.generator), trees, None
+
 
 # Three outcomes per prompt; the first is in `Subject.seeded_texts`.
 SEEDS = [0, 100, 101, 1, 102, 103, 2, 104, 105, 3, 106, 107]
@@ -46,12 +102,12 @@ class Subject:
 
     @cached_property
     def seeded_texts(self):
-        return [seeded(self.model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
+        return [sampled(self.model, prompt, seed) for seed, prompt in enumerate(prompts_of(LENGTHS))]
 
     @cached_property
     def outcomes(self):
         """Returns texts of SEEDS."""
-        texts = [seeded(self.model, prompt, SEEDS[3 * i : 3 * i + 3]) for i, prompt in enumerate(prompts_of(LENGTHS))]
+        texts = [sampled(self.model, prompt, SEEDS[3 * i : 3 * i + 3]) for i, prompt in enumerate(prompts_of(LENGTHS))]
         return [text for of_prompt in texts for text in of_prompt]
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Grammar tests' vocabulary, random drafts, and masks by a plain run per path."""
+"""Grammars without an engine, random drafts, and masks by a plain run per path."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from support.attention import random_tree
 from torch import Tensor
 
 from pagedtree import DraftTree, TreeBatch
 from pagedtree.grammars import DepthFirstMatcher, allow_only
+from support.attention import random_tree
 
 EOS = 0
 _WORDS = ['{"', '":', '": ', '", "', '"}', "true", "null", "ab", "abc", "name", "12", "345", '"name"', "], [", "}}"]
@@ -82,7 +82,7 @@ def random_shapes(rng: np.random.Generator, count: int, most: int = 12) -> list[
     return [random_tree(rng, int(rng.integers(1, most + 1))) for _ in range(count)]
 
 
-def batch_of(
+def drafts_of(
     trees: Sequence[DraftTree], tokens: Sequence[Sequence[int]], padding: int = 0, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, TreeBatch]:
     flat = [token for part in tokens for token in part] + [3] * padding
@@ -131,3 +131,43 @@ class Parity(DepthFirstMatcher):
         matcher = cls()
         inside = all(0 <= token < cls.vocab_size for token in text)
         return matcher.allowed() if inside and all(map(matcher.accept, text)) else None
+
+
+STOP = 127
+
+
+class Brackets(DepthFirstMatcher):
+    """Brackets in a bracket, up to three deep: 0..9 open, 10..84 are letters, 85..99 close."""
+
+    vocab_size = 128  # VOCAB of support/models.py
+
+    def __init__(self, needs_stop=True):
+        self.text, self.stop_token_ids, self.needs_stop = [], [STOP], needs_stop
+
+    def allowed(self):
+        depth = sum(token < 10 for token in self.text) - sum(85 <= token < 100 for token in self.text)
+        if self.is_terminated():
+            return set()
+        if self.text and depth == 0:
+            return {STOP}
+        return {*range(10 * (depth < 3)), *(range(10, 100) if depth else ())}
+
+    def fill_row(self, row):
+        row.fill(0)
+        for token in self.allowed():
+            row.view("uint32")[token // 32] |= 1 << token % 32
+
+    def accept(self, token):
+        if token not in self.allowed():
+            return False
+        self.text.append(token)
+        return True
+
+    def rollback(self, count):
+        del self.text[len(self.text) - count :]
+
+    def is_terminated(self):
+        if self.needs_stop:
+            return STOP in self.text
+        opened = sum(token < 10 for token in self.text)
+        return opened > 0 and opened == sum(85 <= token < 100 for token in self.text)

@@ -1,10 +1,16 @@
+"""A process's memory, and tensors beyond 2^32 elements in sparse memory."""
+
 from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 LIBC = ctypes.CDLL("libc.so.6")
 
@@ -41,3 +47,14 @@ def growth(call: Callable[[], Any], count: int, measure: Callable[[], int], warm
     for _ in range(count):
         call()
     return (measure() - before) / count
+
+
+NO_RESERVE = 0x4000  # MAP_NORESERVE
+
+
+def sparse(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    elements = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    assert elements > 1 << 32
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
+    memory = mmap.mmap(-1, elements * torch.empty(0, dtype=dtype).element_size(), flags=flags)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).as_strided(shape, strides)

@@ -1,9 +1,10 @@
-"""Tiny random models, their own texts, and drafters of any quality."""
+"""Tiny random models of full, hybrid and latent attention, and their own texts."""
 
 from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from pagedtree import DraftTree, SamplingParams, TreeBatch, build_trees, sample
+from pagedtree import SamplingParams, sample
 from pagedtree.generation.drafters import EagleHead, MedusaHeads
 from pagedtree.integrations.transformers import PagedCache, generate
 
@@ -113,6 +114,154 @@ def tiny_heads(model, num_heads=3, std=0.05):
     return heads.to(model.lm_head.weight)
 
 
+# ---- hybrid and latent attention
+
+# Sizes of hybrid and latent models.
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 256,
+    **NO_TOKENS,
+}
+KINDS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
+TINY_HYBRID: dict[str, Any] = {
+    **SMALL,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "tie_word_embeddings": False,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {
+    "layer_types": KINDS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 24, "mamba_n_groups": 2, "mamba_expand": 2}
+LATENT = {
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# time_step_min: Nemotron-H bounds dt in prompts, not in generated tokens.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3Next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen3_5": ("Qwen3_5", DELTA),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 32}),
+    "olmo_hybrid": ("OlmoHybrid", {**DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": True}),
+    "kimi_linear": (
+        "KimiLinear",
+        {**EXPERTS, **LATENT, "layer_types": KINDS, "linear_head_dim": 16, "linear_num_heads": 3},
+    ),
+    "nemotron_h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+            "num_hidden_layers": 5,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 24,
+            "n_groups": 2,
+            "time_step_min": 0.5,
+            "n_routed_experts": 4,
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 32,
+        },
+    ),
+    "bamba": ("Bamba", {**MAMBA, "attn_layer_indices": [2]}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**MAMBA, "layer_types": KINDS, "num_local_experts": 4, "shared_intermediate_size": 32},
+    ),
+    "lfm2": ("Lfm2", {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_bias": True}),
+    "falcon_h1": ("FalconH1", {**MAMBA, "mamba_d_ssm": 128}),
+}
+
+
+def tiny_hybrid(name: str = "qwen3_next", **options: Any) -> Any:
+    """Builds one of HYBRIDS with its own attention, in fp32."""
+    kind, fields = HYBRIDS[name]
+    text = getattr(transformers, f"{kind}TextConfig", None)
+    config = (text or getattr(transformers, f"{kind}Config"))(**{**TINY_HYBRID, **fields, **options})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim > 1 and not parameter_name.endswith("A_log"):  # else greedy text repeats one token
+            torch.nn.init.normal_(parameter, std=0.5 if "conv1d" in parameter_name else 0.2)
+        elif parameter_name.endswith("A_log"):  # keeps states alive
+            torch.nn.init.uniform_(parameter, -3.0, 0.0)
+        elif parameter_name.endswith(("dt_bias", "bias", ".D")):
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+TINY_LATENT: dict[str, Any] = {
+    **SMALL,
+    "moe_intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.0,
+}
+# Every rotation, scale and projection; the first layer is dense, others have experts.
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": ("DeepseekV3", {"num_hidden_layers": 4, "first_k_dense_replace": 1}),
+    "deepseek_v3, halves": ("DeepseekV3", {"rope_interleave": False, "first_k_dense_replace": 1, "q_lora_rank": None}),
+    "deepseek_v3, yarn": ("DeepseekV3", {"rope_parameters": YARN, "first_k_dense_replace": 1}),
+    "deepseek_v2": (
+        "DeepseekV2",
+        {"first_k_dense_replace": 1, "rope_parameters": YARN, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek_v2, unscaled": ("DeepseekV2", {"first_k_dense_replace": 1, "q_lora_rank": None}),
+    "glm4_moe_lite": ("Glm4MoeLite", {"qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "mistral4": ("Mistral4", {"kv_lora_rank": 256, "qk_nope_head_dim": 64}),
+}
+
+
+def tiny_latent(name: str = "deepseek_v3", **options: Any) -> Any:
+    """Builds one of LATENTS with its own attention, in fp32."""
+    kind, fields = LATENTS[name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**TINY_LATENT, **fields, **options})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter.ndim > 1:  # else greedy text repeats one token
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif "layernorm" in parameter_name:  # reveals an omitted norm
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            torch.nn.init.normal_(module.e_score_correction_bias, std=0.1)
+    return model
+
+
+# ---- texts
+
+
 def words(count):
     """Builds a tokenizer of w0, w1, ... between blanks."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(count)}, unk_token="w0"))
@@ -129,7 +278,7 @@ def greedy(model, prompt, count=NEW_TOKENS, **options):
     return model.generate(prompt[None], max_new_tokens=count, do_sample=False, **options)[0].tolist()
 
 
-def seeded(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
+def sampled(model, prompt, seed, params=SAMPLING, count=NEW_TOKENS):
     """Decodes by `sample` on the model's own attention; a list of seeds returns a list of texts."""
     seeds = torch.tensor(seed).view(-1)
     rows = prompt.expand(len(seeds), -1)
@@ -175,30 +324,6 @@ def room_of(result):
     return [s.max_length - 2 - start for s, start in zip(result.sequences, starts, strict=True)]
 
 
-class Oracle:
-    """Knows the texts: a node's last child is right with probability `hit`."""
-
-    tree = DraftTree.full([2, 2, 1])
-
-    def __init__(self, texts, hit):
-        self.texts, self.hit = texts, hit
-        self.generator = torch.Generator().manual_seed(1)
-
-    def propose(self, tokens, lengths):
-        draft_tokens = []
-        for row, length in zip(tokens.tolist(), lengths.tolist(), strict=True):
-            text = max(self.texts, key=lambda text: common_prefix(text, row[:length]))
-            guess = torch.randint(VOCAB, (self.tree.num_nodes,), generator=self.generator).tolist()
-            node = 0
-            for token in text[length : length + self.tree.max_depth]:
-                node = max(i for i in range(self.tree.num_nodes) if self.tree.parents[i] == node)
-                if torch.rand((), generator=self.generator) < self.hit:
-                    guess[node] = token
-            draft_tokens += guess
-        trees = TreeBatch.from_trees([self.tree] * lengths.shape[0])
-        return torch.tensor(draft_tokens, dtype=torch.int32), trees, None
-
-
 def holds_in_a_child(check):
     """Returns check() of a forked, single-threaded process, within a minute."""
     child = os.fork()
@@ -210,27 +335,6 @@ def holds_in_a_child(check):
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def common_prefix(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-class Hostile:
-    """Drafts malformed trees of varying shape, with invalid tokens but valid roots."""
-
-    max_nodes = 8
-
-    def __init__(self):
-        self.generator = torch.Generator().manual_seed(2)
-
-    def propose(self, tokens, lengths):
-        sizes = torch.randint(1, self.max_nodes + 1, lengths.shape, generator=self.generator)
-        parents = torch.cat([torch.randint(-2, 6, (size,), generator=self.generator) for size in sizes.tolist()])
-        cu_nodes = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
-        parents[cu_nodes[:-1]] = -1
-        trees = build_trees(parents.int(), cu_nodes.int(), max_nodes=self.max_nodes, max_depth=3)
-        return torch.randint(-5, 2 * VOCAB, parents.shape, generator=self.generator), trees, None
 
 
 def check_the_model_is_as_it_was(model):

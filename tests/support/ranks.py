@@ -11,14 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
+from pagedtree.distributed import VocabShards
+
 MOST_RANKS = 4
 TIMEOUT = 60.0  # seconds per collective
 
 
 def serve(rank: int, num_ranks: int, folder: str, timeout: float, pipe: Any) -> None:
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     span = timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=span)
@@ -86,3 +88,12 @@ class Ranks:
             return self.pipes[rank].recv()
         except EOFError:
             return "dead", None
+
+
+def columns(fractions: list[float], vocab: int, rank: int) -> int:
+    sizes = [int(fraction * vocab) for fraction in fractions]
+    return [*sizes, vocab - sum(sizes)][rank]
+
+
+def shards_of(group: dist.ProcessGroup, fractions: list[float], vocab: int) -> VocabShards:
+    return VocabShards(columns(fractions, vocab, dist.get_rank(group)), group=group)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.drafts import seeded
-from support.step import int32
 from torch import Tensor
 
 import pagedtree as pt
 from pagedtree import TreeBatch, build_trees
+from support import int32, offsets_of, seeded
 
 PLAIN = torch.float32  # default dtype
 
@@ -32,13 +31,8 @@ def trees_of(sizes: list[int], seed: int = 0, *, reach: int = 9, padding: int = 
     for size in sizes:
         for i in range(size):
             parents.append(int(torch.randint(max(0, i - reach), i, (), generator=generator, device="cpu")) if i else -1)
-    cu_nodes = int32([0, *torch.tensor(sizes, dtype=torch.int64).cumsum(0).tolist()])
     most = max([*sizes, 1])
-    return build_trees(int32(parents + [-1] * padding), cu_nodes, max_nodes=most, max_depth=most - 1)
-
-
-def causal_offsets(lengths: list[int]) -> Tensor:
-    return int32([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()])
+    return build_trees(int32(parents + [-1] * padding), offsets_of(sizes), max_nodes=most, max_depth=most - 1)
 
 
 def paths_to(trees: TreeBatch, leaves: list[int], width: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +96,7 @@ def layer(
         trees, count, batch = rows, rows.parents.shape[0], rows.batch_size
     else:
         trees, count, batch = None, sum(rows), len(rows)
-        options["cu_seqlens"] = causal_offsets(rows)
+        options["cu_seqlens"] = offsets_of(rows)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)

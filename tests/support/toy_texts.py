@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 import torch
-from support.excess import excess
-from support.models import generated, tiny, tiny_heads
 
 from pagedtree import DraftTree, SamplingParams, reference
 from pagedtree.integrations.transformers import CombinedDrafter, MedusaDrafter, ModelDrafter, NgramDrafter
+from support.exact import excess
+from support.models import generated, tiny, tiny_heads
 
 VOCAB = 4
 PROMPT = [1, 3, 0, 1, 3, 2, 1]
