@@ -8,7 +8,7 @@ from support.mutants.recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
 
-DRAFTS, OPTIONS, HUGE = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "options", "huge_logits"))
+DRAFTS, OPTIONS, HOSTILE = (f"tests/ops/test_{name}.py" for name in ("verify_drafts", "options", "hostile"))
 LOGPROBS = "tests/ops/test_token_logprobs.py"
 GROWN, SAMPLED = "tests/ops/test_expand_tree.py", "tests/ops/test_sampling.py"
 CHOSEN = tuple(
@@ -145,7 +145,8 @@ RULES = [
     Mutant(
         "offsets of 32 bits", "core/sampling.h",
         "static_cast<const char*>(p.data) + row * p.row_stride * bytes",
-        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (HUGE,),
+        "static_cast<const char*>(p.data) + static_cast<uint32_t>(row * p.row_stride * bytes)", (HOSTILE,),
+        only="cpu and huge",
     ),
     Mutant(
         "the last block of the vocabulary left out", "cpu/isa/logits/mass_sums.h",

@@ -6,8 +6,7 @@ from support.mutants.mutant import CASES, Mutant
 
 __all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "SEGMENTS", "WGMMA", "WIDE"]
 
-ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
-LATENT = ("tests/ops/test_tree_attention.py", CASES)
+ATTENTION = ("tests/ops/test_tree_attention.py", CASES)
 SELF_TEST = ("tests/kernels/test_engine.py",)
 BITS, LOGITS = ("tests/ops/test_segments.py",), ("tests/generation/test_generate_segments.py",)
 
@@ -23,13 +22,13 @@ def of_join(name: str, file: str, line: str, broken: str) -> Mutant:
 
 def of_wide(name: str, file: str, line: str, broken: str) -> Mutant:
     return Mutant(
-        name, f"cuda/attention/{file}_wide.cuh", line, broken, LATENT, "simt", "simt and latent and not wgmma"
+        name, f"cuda/attention/{file}_wide.cuh", line, broken, ATTENTION, "simt", "simt and latent and not wgmma"
     )
 
 
 def of_latent(name: str, line: str, broken: str) -> Mutant:
     file = "cuda/attention/attend_latent_sm90.cuh"
-    return Mutant(name, file, line, broken, LATENT, "simt", "simt and latent and wgmma")
+    return Mutant(name, file, line, broken, ATTENTION, "simt", "simt and latent and wgmma")
 
 
 WGMMA = [
