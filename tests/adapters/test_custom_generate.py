@@ -60,7 +60,7 @@ NAMES = ("none", "ngram", "draft model", "itself", "oracle")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_text_is_the_models_own(model, batch, drafters, name):
+def test_greedy_matches_model_generate(model, batch, drafters, name):
     expected = model.generate(**batch, **GREEDY)
     records = []
     options = {"drafter": drafters[name](), "page_size": 7, "on_stats": records.append}
@@ -175,13 +175,13 @@ def test_drawn_tokens_follow_the_distribution(model, batch):
     ],
     ids=lambda value: None if isinstance(value, str) else " ".join(value),
 )
-def test_what_drafts_cannot_be_verified_under_is_refused(model, batch, options, message):
+def test_refuses_options_without_verification(model, batch, options, message):
     options = {"do_sample": False, "max_new_tokens": 4, "drafter": NgramDrafter(4), **options}
     with pytest.raises(ValueError, match=message):
         model.generate(**batch, **options, **OURS)
 
 
-def test_what_transformers_keeps_for_its_own_loops(model, batch):
+def test_streamers_work_and_other_objects_are_refused(model, batch):
     """Streamers work and end after a refusal; other objects are refused."""
 
     def run(custom, **kept):

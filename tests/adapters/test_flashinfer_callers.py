@@ -94,7 +94,7 @@ def test_latent_caches(on_device, backend, is_causal) -> None:
     torch.testing.assert_close(base2, lse / math.log(2))
 
 
-def test_what_the_latent_wrapper_refuses() -> None:
+def test_latent_wrapper_refusals() -> None:
     plan = int32([0, 1]), int32([0, 1]), int32([0]), int32([3]), HEADS
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(8))
     with pytest.raises(NotImplementedError, match="use_cuda_graph: expected none"):

@@ -154,7 +154,7 @@ def test_masks(engine, grammar, vocab) -> None:
             assert bits(row) == ((after(text) or {EOS}) & vocabulary or {EOS})
 
 
-def test_what_comes_after_commit(engine) -> None:
+def test_masks_after_commit(engine) -> None:
     """Masks equal fresh matchers' of the whole text."""
     text, path = ids("{a"), ids("b:12}")
     with GrammarMasks([engine.behind("letters", text)], len(VOCAB)) as masks:
@@ -180,7 +180,7 @@ def test_a_refused_token_changes_nothing(engine) -> None:
     assert matcher.accept(ids("}")[0])
 
 
-def test_the_end(engine) -> None:
+def test_finished_grammar_allows_the_stop_token_alone(engine) -> None:
     """A finished grammar allows the stop token alone."""
     tree = DraftTree([-1, 0, 1, 2, 3, 2, 0])
     tokens = [-1, VOCAB.index(b"c"), VOCAB.index(b"12"), EOS, EOS, ids("a")[0], EOS]

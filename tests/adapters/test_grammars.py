@@ -169,7 +169,7 @@ def test_work_goes_on_beside_the_caller() -> None:
         assert fill.waited >= 0 and fill.filled > 0
 
 
-def test_what_the_caller_changes_later() -> None:
+def test_fill_ignores_later_changes() -> None:
     go = threading.Event()
     tokens, trees = torch.tensor([5, 2, 5, 2]), TreeBatch.from_trees([DraftTree([-1, 0])] * 2)
     matchers = [Parity([1], lambda: go.wait(30)), Parity([1])]
@@ -261,7 +261,7 @@ TOKENS = torch.tensor([5, 1])
         (lambda: masks().advance([[2]]), ValueError, r"tokens: expected what the grammars allow, got 2"),
     ],
 )
-def test_what_is_refused(make, error, message) -> None:
+def test_grammar_mask_refusals(make, error, message) -> None:
     with pytest.raises(error, match=message):
         make()
 

@@ -80,7 +80,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_guesses(model, tmp_path, name):
+def test_drafts_match_speculators(model, tmp_path, name):
     kind, layer, entries = CASES[name]
     theirs = saved(model, tmp_path, kind, layer, **entries)
     ours = BlockDraftModel.from_pretrained(tmp_path, model)

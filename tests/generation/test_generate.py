@@ -65,7 +65,7 @@ PAGE_SIZES = {"full": [1, 16], "hybrid": [1], "latent": [7]}  # tests below cove
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(("kind", "name", "page_size"), cases(NAMES, PAGE_SIZES))
-def test_greedy_text_is_the_models_own(subject, name, page_size):
+def test_greedy_matches_model_generate(subject, name, page_size):
     texts, stats = generated(subject.model, subject.drafter(name), page_size=page_size)
     assert texts == subject.texts
     assert stats.num_tokens == NEW_TOKENS * len(LENGTHS)
@@ -211,7 +211,7 @@ def test_other_attention_layers(kind):
 
 
 @pytest.mark.parametrize("kind", kinds(*SUBJECTS))
-def test_the_model_is_as_it_was(subject):
+def test_model_is_restored(subject):
     check_the_model_is_as_it_was(subject.model)
     assert not any({"forward", "expand_kv"} & vars(module).keys() for module in subject.model.modules())
 

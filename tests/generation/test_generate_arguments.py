@@ -216,7 +216,7 @@ def test_any_kind_of_argument_is_taken_or_refused_by_name(model, name):
             assert name in str(error), value
 
 
-def test_what_tokenizers_return(model):
+def test_tokenizer_outputs_are_prompts(model):
     prompts = [[5, 6, 7], [8, 9]]
     expected = [greedy(model, torch.tensor(prompt), 4) for prompt in prompts]
     padded, mask = [[5, 6, 7], [0, 8, 9]], [[1, 1, 1], [0, 1, 1]]

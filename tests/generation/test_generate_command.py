@@ -70,7 +70,7 @@ def expected(model, **options):
 
 
 @pytest.mark.parametrize("drafts", ["", "--ngram", "--draft draft", "--drafter eagle"])
-def test_text(model, run, drafts):
+def test_command_prints_greedy_text(model, run, drafts):
     status, tokens, err = run(*drafts.split())
     assert (status, [tokens]) == (0, expected(model))
     assert "device: cpu, dtype: torch.float32\n" in err and "12 tokens in" in err

@@ -88,7 +88,7 @@ def test_a_text_ends_with_its_grammar(model, drafts):
             assert stats.sequences[i].finish_reason == "grammar"
 
 
-def test_nothing_left_ends_the_text(model):
+def test_text_ends_without_allowed_tokens(model):
     options = TokenOptions(allowed_tokens=[*range(10), 120])
     with pytest.warns(UserWarning, match="no finite one"):
         texts, stats = generated(model, None, PROMPTS[:1], 9, grammars=[Brackets()], options=options)

@@ -143,7 +143,7 @@ def test_typical_acceptance_is_lossy(toy, toy_draft, toy_distribution):
     assert "not lossless" in generate.__doc__
 
 
-def test_a_drafter_of_ones_own(toy, toy_distribution):
+def test_custom_drafter_in_fixed_steps(toy, toy_distribution):
     """A foreign drafter returns tokens, trees and distributions, with padding; undeclared ones are refused."""
 
     class Uniform:

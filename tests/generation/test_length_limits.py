@@ -152,7 +152,7 @@ def test_tables_are_of_architectures_that_are_served():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_which_models_have_a_table(name):
+def test_models_with_position_tables(name):
     model = tiny_model(name)
     packed = TransformersModel(model)
     count = packed.num_positions

@@ -104,7 +104,7 @@ def test_the_format_is_found(model, texts, tmp_path, name):
         assert lists(sequences) == texts
 
 
-def test_what_a_parallel_head_guesses(model, texts):
+def test_levels_of_a_parallel_head_are_independent(model, texts):
     """A level depends on the text and unknown tokens, not on other levels."""
     head, records = parallel_head(model), []
     drafter = ParallelEagleDrafter(head, num_nodes=9, depth=3, width=4)
@@ -134,7 +134,7 @@ def test_a_parallel_drafter_needs_a_parallel_head(model):
 @pytest.mark.parametrize(
     ("name", "prefix"), [("medusa_lm_head.safetensors", "medusa_head."), ("medusa_lm_head.pt", "")]
 )
-def test_what_published_medusa_heads_compute(model, tmp_path, name, prefix):
+def test_logits_of_published_medusa_heads(model, tmp_path, name, prefix):
     tensors = {key.removeprefix(prefix): t for key, t in medusa_of(model, tmp_path, name, prefix, count=5).items()}
     heads = MedusaHeads.from_pretrained(tmp_path, model)
     assert heads.num_heads == 5  # the published config says two, but its authors load five

@@ -105,7 +105,7 @@ class Recorder(EagleDrafter):
 
 
 @pytest.mark.parametrize("entries", NORMS, ids=lambda entries: ", ".join(entries) or "plain")
-def test_what_a_head_computes(model, tmp_path, entries):
+def test_head_matches_plain_pytorch(model, tmp_path, entries):
     """A loaded head has plain PyTorch's logits."""
     eagle_head(model, **entries).save_pretrained(tmp_path, dtype=torch.float32)
     config, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / "model.safetensors")

@@ -67,7 +67,7 @@ def test_compiled(backend: str, device: torch.device, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRACEABLE)
-def test_without_values(backend: str, device: torch.device, name: str) -> None:
+def test_fake_tensors_match_results(backend: str, device: torch.device, name: str) -> None:
     call = call_on(device, name)
     with FakeTensorMode() as mode:
         fakes = call.mapped(mode.from_tensor).results()

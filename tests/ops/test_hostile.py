@@ -155,7 +155,7 @@ TABLE, LENS, OFFSETS = int32([[0], [1]], "cpu"), int32([3, 3], "cpu"), int32([0,
 TREES = pt.TreeBatch.from_trees([pt.DraftTree.chain(1)])
 
 
-def test_appended_rows_of_no_sequence(backend: str, device: torch.device) -> None:
+def test_append_skips_rows_of_no_sequence(backend: str, device: torch.device) -> None:
     cache = torch.zeros(4, 2, 2, 1, 64, device=device)
     rows = torch.ones(7, 1, 64, device=device)
     sequences = torch.tensor([-1, -2, 2, 2**40, 1, 0, 0], device=device)

@@ -91,7 +91,7 @@ PARAMS = SamplingParams(
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
-def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+def test_ops_match_exact_rules(device, rule, law, tree):
     exact, op = RULES[rule]
     questions = Questions(3, tree)
     for seed in range(2):

@@ -151,7 +151,7 @@ def test_medusa_bad_tree_values(backend: str) -> None:
 
 
 @pytest.mark.parametrize("max_nodes", [7, 9, 10, 40])
-def test_decoys(device: torch.device, max_nodes: int) -> None:
+def test_decoy_trees(device: torch.device, max_nodes: int) -> None:
     """Right tokens are each other's last children, never at their depth's row; -1 past the end."""
     texts = torch.tensor([[4, 0, 7, 2, 9], [5, 1, -1, -1, -1], [8, 8, 8, 8, 8]])
     active, depth, width = torch.tensor([True, False, True]), 3, (max_nodes - 1) // 3

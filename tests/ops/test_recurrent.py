@@ -64,7 +64,7 @@ def test_invariance(channels: bool) -> None:
 
 
 @pytest.mark.parametrize("channels", [False, True], ids=["head", "channel"])
-def test_nan_goes_down_alone(channels: bool) -> None:
+def test_nan_reaches_descendants_alone(channels: bool) -> None:
     """NaN reaches descendants; other nodes keep their bits."""
     trees = trees_of([40, 9], 3, reach=4)
     of, below = layer(trees, channels=channels), trees.mask[:40, 0] & (1 << 5) != 0

@@ -122,7 +122,7 @@ def test_draws_on_chip_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch, kin
     ],
     ids=str,
 )
-def test_which_rows_are_left_to_another_kernel(monkeypatch, sampling, left):
+def test_rows_of_long_lists_run_in_the_second_kernel(monkeypatch, sampling, left):
     """More than 512 tokens by top-k or top-p are left; min-p alone has no list."""
     monkeypatch.setenv("PAGEDTREE_SIMT_DEVICE", "1:227:1")
     monkeypatch.setenv("PAGEDTREE_ENGINE", "wgmma")

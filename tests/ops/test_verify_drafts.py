@@ -106,7 +106,7 @@ def test_joint_rules_accept_no_less():
 
 
 @pytest.mark.parametrize(("rule", "law", "tree"), LOSSLESS, ids=str)
-def test_ops_decide_as_the_rules_do(device, rule, law, tree):
+def test_ops_match_exact_rules(device, rule, law, tree):
     """Injected coins test both sides of every bound."""
     exact, op = RULES[rule]
     questions = Questions(3, tree)
@@ -139,7 +139,7 @@ def test_coins_stay_below_one(device):
 
 @pytest.mark.parametrize("vocab", [4, 33, 2500])
 @pytest.mark.parametrize("law", ["iid", "swor"])
-def test_what_rounding_leaves_is_nothing(device, law, vocab):
+def test_residual_of_rounding_is_the_target(device, law, vocab):
     """Where p == q up to rounding, and q cannot have drawn the last draft, the bonus comes from p."""
     count, generator = 40, torch.Generator().manual_seed(vocab)
     logits = torch.randn(4 * count, vocab, generator=generator) * 2
