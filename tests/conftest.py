@@ -173,3 +173,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     processes = Ranks(tmp_path_factory.mktemp("ranks"))
     yield processes
     processes.close()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """Destroys the process group of `calls.ops.one_rank`: other tests make theirs."""
+    yield
+    if torch.distributed.is_initialized():
+        import calls.ops
+
+        calls.ops.one_rank.cache_clear()
+        torch.distributed.destroy_process_group()

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import save_file
 from support.drafters import Oracle
 from support.heads import DFLASH, block_model, dense_block_logits
-from support.models import NEW_TOKENS, greedy, lists, prompts_of, tiny
+from support.models import NEW_TOKENS, greedy, lists, prompts_of
 
 from pagedtree.generation.drafters import NoDrafter, waiting_features
 from pagedtree.generation.drafters.checkpoint_config import CAUSAL
@@ -23,11 +23,6 @@ from pagedtree.integrations.transformers import BlockDraftConfig, BlockDrafter, 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LENGTHS = (5, 21, 1, 34)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")

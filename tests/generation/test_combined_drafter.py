@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from hypothesis import given
 from hypothesis import strategies as st
-from support.models import greedy, lists, prompts_of, tiny
+from support.models import greedy, lists, prompts_of
 
 from pagedtree import Draft, DraftTree, TreeBatch
 from pagedtree.generation.drafters import Drafter
@@ -140,11 +140,6 @@ def test_the_other_drafter_is_told_which_of_its_nodes_are_verified():
     part, rows = other.narrowed[0]
     assert rows == [0, 1, 2]
     assert part.trees.cu_nodes.tolist() == [0, 2, 3] and part.draft_tokens[1] == 7
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 def repeating(count: int) -> list[list[int]]:

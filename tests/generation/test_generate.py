@@ -33,21 +33,12 @@ from pagedtree.generation.fixed_step import FixedStep
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tree_generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SUBJECT = "full"
 
 
 @pytest.fixture
 def subject(kind):
     return SUBJECTS[kind]
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["full"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["full"].texts
 
 
 @cache

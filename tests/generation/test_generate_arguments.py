@@ -36,11 +36,6 @@ from pagedtree.integrations.transformers.whole_inputs import check_scales
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
 def refused(message, error=ValueError, **arguments):
     return pytest.param(arguments, error, message, id=message)
 

@@ -29,11 +29,6 @@ TEXT = " ".join(f"w{token}" for token in PROMPT)
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
-@pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     for name, kind in (("target", model), ("draft", tiny(0, num_hidden_layers=1))):

@@ -27,11 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTHS = (5, 21, 1, 34)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
 def prompts():
     return prompts_of(LENGTHS, seed=3)
 

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from support.drafters import Oracle
 from support.grammars import STOP, Brackets
-from support.models import LENGTHS, generated, prompts_of, tiny
+from support.models import LENGTHS, generated, prompts_of
 
 from pagedtree import SamplingParams
 from pagedtree.generation.fixed_step import FixedStep
@@ -30,11 +30,6 @@ def is_valid(text):
     """Returns flags of a prefix and of a complete text."""
     matcher = Brackets()
     return all(matcher.accept(token) for token in text), matcher.is_terminated()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 SAMPLING = SamplingParams(temperature=1.2)

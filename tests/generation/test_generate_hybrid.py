@@ -18,7 +18,6 @@ from support.models import IS_5, LENGTHS, generated, greedy, prompts_of
 if not IS_5:
     pytest.skip("transformers 4.57 writes these models otherwise", allow_module_level=True)
 
-from support.drafters import SUBJECTS
 from support.models import tiny_hybrid
 
 from pagedtree.generation.fixed_step import FixedStep
@@ -27,16 +26,7 @@ from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, tens
 from pagedtree.testing import backends, use_backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["hybrid"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["hybrid"].texts
+SUBJECT = "hybrid"
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "nemotron_h"])

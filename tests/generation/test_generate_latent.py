@@ -18,16 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(not IS_5, reason="transformers 4.57 caches the keys and values of all heads"),
 ]
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["latent"].model
-
-
-@pytest.fixture
-def texts():
-    return SUBJECTS["latent"].texts
+SUBJECT = "latent"
 
 
 def test_latents_are_all_that_is_cached(model, texts, monkeypatch):

@@ -178,11 +178,6 @@ FITTING = [
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
-@pytest.fixture(scope="module")
 def draft_model():
     return tiny(1, num_hidden_layers=1)
 

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("transformers")
 
 from support.drafters import Oracle
-from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of, tiny
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, greedy, prompts_of
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -20,11 +20,6 @@ from pagedtree.integrations.transformers import NgramDrafter
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = prompts_of(LENGTHS)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
 
 
 @pytest.fixture(scope="module")

@@ -132,11 +132,6 @@ NEEDED["eagle"] = [key for key in NEEDED["eagle"] if key != LAYER_IDS]
 NEEDED["medusa"] = [*MEDUSA]
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
 class Folder:
     def __init__(self, kind, folder, model):
         make, self.reader, weights = KINDS[kind]

@@ -38,11 +38,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
-@pytest.fixture(scope="module")
 def texts(model):
     return [greedy(model, prompt) for prompt in prompts_of((5, 12))]
 

@@ -126,11 +126,6 @@ def test_bad_sizes(options, message):
         TextMemory(**options)
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny(0)
-
-
 def test_combined_with_a_draft_model(model):
     """The model drafts only where neither the text nor an earlier answer has a continuation."""
     prompts, sizes = prompts_of((5, 12)), []

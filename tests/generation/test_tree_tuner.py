@@ -20,6 +20,7 @@ from pagedtree.generation.tree_tuner import Outcome, Plan, StepCosts, TreeTuner
 from pagedtree.integrations.transformers import ModelDrafter, NgramDrafter, generate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SUBJECT = "full"
 
 
 LOSERS = [
@@ -129,11 +130,6 @@ def test_acceptance_counts_all_children_of_accepted_nodes():
     first, second = (min(int(4 * (0.5 + rank) ** 0.5), 11) for rank in (0, 1))
     assert counts_by_kind == {first: (0.0, pytest.approx(1.95)), second: (pytest.approx(1.95), pytest.approx(1.95))}
     assert tuner.by_depth._seen == {1: (1.0, 1.0), 2: (1.0, 1.0)}
-
-
-@pytest.fixture
-def model():
-    return SUBJECTS["full"].model
 
 
 @pytest.fixture(autouse=True)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import calls
 import pytest
 import torch
-import torch.distributed as dist
 from calls import Call, mapped, tensors_of
 from calls.raw import op_names, raw_calls
 from support.devices import default_dtype, slow_on_simt
@@ -18,17 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from pagedtree._gradients import OPS_OF_INTEGERS
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = calls.names("calls.ops", "calls.recurrent")
 TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """Destroys the process group: other tests make theirs."""
-    yield
-    if dist.is_initialized():
-        calls.ops.one_rank.cache_clear()
-        dist.destroy_process_group()
 
 
 def call_on(device: torch.device, name: str) -> Call:

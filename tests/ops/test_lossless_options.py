@@ -93,19 +93,9 @@ PARAMS = SamplingParams(
 @pytest.mark.parametrize(("rule", "law", "tree"), SOME, ids=str)
 def test_ops_match_exact_rules(device, rule, law, tree):
     exact, op = RULES[rule]
-    questions = Questions(3, tree)
-    for seed in range(2):
-        pair = PenalisedPair(3, seed)
-        for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
-            if len(tree) < 4 or k % 9 == seed:
-                questions.ask_all(pair, law, tokens, exact)
+    questions = Questions.of_pairs(PenalisedPair, exact, law, tree, every=9)
     options = options_of(len(questions.expected), 3, device)
-    verdict = questions.answer(op, law, device, torch.float32, PARAMS, options=options)
-    assert len(questions.expected) > 30
-    for b, (path, tokens) in enumerate(questions.expected):
-        got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
-        assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), questions.coins[b]
-    assert (verdict.status == 0).all()
+    questions.check(questions.answer(op, law, device, torch.float32, PARAMS, options=options))
 
 
 # Whole steps ----------------------------------------------------------------------------------------------------------

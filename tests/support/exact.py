@@ -207,6 +207,26 @@ class Questions:
                     self.finals.append(shares[x + 1] - MARGIN if side else shares[x] + MARGIN * (shares[x] > 0))
                     self.expected.append((path, [*(tokens[node] for node in path[1:]), x]))
 
+    @classmethod
+    def of_pairs(cls, kind: type[ToyPair], rule: Callable, law: str, tree: list[int], every: int) -> Questions:
+        """Asks about the drafts of two pairs, one in `every` of large trees, and about trees with drafts left out."""
+        questions = cls(3, tree)
+        for seed in range(2):
+            pair = kind(3, seed)
+            for k, (_, tokens) in enumerate(pair.drafts(tree, law)):
+                if len(tree) < 4 or k % every == seed:
+                    questions.ask_all(pair, law, tokens, rule)
+            questions.ask_all(pair, law, [0] + [-1 if node % 2 else 1 for node in range(1, len(tree))], rule)
+        assert len(questions.expected) > 30
+        return questions
+
+    def check(self, verdict: Verdict) -> None:
+        for b, (path, tokens) in enumerate(self.expected):
+            got = [n for n in verdict.accept_index[b].tolist() if n >= 0]
+            assert (got, verdict.tokens[b, : len(tokens)].tolist()) == (path, tokens), self.coins[b]
+            assert (verdict.tokens[b, len(tokens) :] == -1).all() and verdict.num_accepted[b] == len(path) - 1
+        assert (verdict.status == 0).all()
+
     def answer(
         self, op: Callable, law: str, device: torch.device, dtype: torch.dtype,
         params: SamplingParams | None = None, **given: Any,
