@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import ROOT, python_blocks
 
-FOLDERS = ("docs", "examples", "benchmarks", "csrc")
+FOLDERS = ("docs", "examples", "benchmarks", "csrc", "tests")
 CHECKPOINTS = "examples/checkpoints"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs").glob("integrations/*.md"))]
 ALL_PAGES = [*ROOT.glob("*.md"), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
