@@ -195,16 +195,10 @@ def _tree_delta_rule_fake(q: Tensor, k: Tensor, v: Tensor, *args: object, **kwar
     return v.new_empty(v.shape)
 
 
-@register_fake("advance_state")
-def _advance_state_fake(*args: object, **kwargs: object) -> None:
-    return None
-
-
 @register_fake("tree_conv1d")
 def _tree_conv1d_fake(x: Tensor, *args: object, **kwargs: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@register_fake("advance_conv")
-def _advance_conv_fake(*args: object, **kwargs: object) -> None:
-    return None
+for _name in ("advance_state", "advance_conv"):
+    register_fake(_name)(lambda *args, **kwargs: None)
