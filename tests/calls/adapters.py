@@ -8,8 +8,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from generate_case import gpt2, tiny
-from step_case import int32, int64
+from support import int32, int64
+from support.models import gpt2, tiny
 from torch import Tensor
 
 import pagedtree as pt

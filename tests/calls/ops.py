@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_case import commit_arguments, int32, int64
+from support import int32, int64
 from torch import Tensor
 
 import pagedtree as pt
@@ -301,6 +301,16 @@ def compact_kv() -> Call:
 def prepare_step() -> Call:
     arguments = {"trees": draft_trees(), "page_table": paged_cache()["page_table"], "start": int32([4, 3])}
     return Call(pt.prepare_step, {**arguments, "page_size": 4, "total_q": 8})
+
+
+def commit_arguments(device: torch.device | str) -> dict[str, Any]:
+    return {
+        "verdict": pt.Verdict(int32([[0, 2]], device), int32([1], device), int64([[5, 6]], device), int32([0], device)),
+        "trees": pt.TreeBatch.from_trees([pt.DraftTree([-1, 0, 0])], max_nodes=20, device=device),
+        "start": int32([4], device),
+        "history": torch.zeros((1, 8), dtype=torch.int64, device=device),
+        "history_lens": int32([3], device),
+    }
 
 
 @valid_call

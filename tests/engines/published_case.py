@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-from eagle_case import SIZES as OF_A_HEAD
+from support.heads import SIZES as OF_A_HEAD
 from torch import Tensor
 
 from pagedtree.generation.drafters import BlockDrafter

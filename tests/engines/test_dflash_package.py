@@ -7,9 +7,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-from eagle_case import randomised
-from generate_case import VOCAB, tiny
 from published_case import SIZES, append_texts
+from support.heads import randomised
+from support.models import VOCAB, tiny
 
 from pagedtree.generation.drafters import BlockDrafter, BlockDraftModel
 

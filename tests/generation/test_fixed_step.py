@@ -14,20 +14,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import (
-    IS_5,
-    LENGTHS,
-    NEW_TOKENS,
-    SAMPLING,
-    VOCAB,
-    Oracle,
-    generated,
-    prompts_of,
-    tiny,
-)
-from hybrid_case import MODELS as HYBRIDS
-from hybrid_case import tiny_hybrid
-from subject_case import Subject
+from support.drafters import Oracle, Subject
+from support.models import HYBRIDS, IS_5, LENGTHS, NEW_TOKENS, SAMPLING, VOCAB, generated, prompts_of, tiny, tiny_hybrid
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,7 +124,7 @@ def test_sequences_come_and_go(model, name):
         assert expected == plain and ended == generated(model, None, prompts, **options)[0]
 
 
-def test_what_a_trained_head_drafts():
+def test_trained_head_reads_accepted_features():
     """Accepted tokens are read with their features, or acceptance would differ."""
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target").to(DEVICE)
     prompts = [list(b"import os\n\n\ndef read("), list(b"class Log:\n"), list(b"for line in ")]
@@ -288,7 +276,7 @@ def test_the_cuda_kernels_under_it(monkeypatch, params):
             torch.testing.assert_close(pair[0], pair[1], atol=1e-2, rtol=0.0)  # float16
 
 
-def test_what_cannot_be_captured_is_refused(monkeypatch, model):
+def test_refuses_options_that_cannot_be_captured(monkeypatch, model):
     for message, keywords in (
         (r"cuda_graph: expected a drafter of NoDrafter, .* got Oracle", {"drafter": Oracle([[1, 2, 3]], 1.0)}),
         ("cuda_graph: expected a drafter of NoDrafter, .* got BlockDrafter", {"drafter": FULL.drafter("block")}),
@@ -313,7 +301,7 @@ class Repeats(Drafter):
         return Draft(last.repeat(1, 4).flatten(), build_trees(parents, offsets, max_nodes=4, max_depth=3))
 
 
-def test_a_drafter_of_ones_own(model):
+def test_custom_drafter_in_fixed_steps(model):
     prompts = [[5, 5, 5, 5], [1, 2, 3]]
     plain, _, fixed, stats = both(model, Repeats, prompts)
     assert fixed == plain and stats.steps <= NEW_TOKENS

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from generate_case import Oracle, generated, greedy, prompts_of, tiny, tiny_of
+from support.drafters import Oracle
+from support.models import generated, greedy, prompts_of, tiny, tiny_of
 
 from pagedtree.generation.drafters import Drafter
 

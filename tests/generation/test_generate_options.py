@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from brackets_case import Brackets
-from generate_case import LENGTHS, NEW_TOKENS, VOCAB, Oracle, generated, prompts_of, tiny
+from support.drafters import Oracle
+from support.grammars import Brackets
+from support.models import LENGTHS, NEW_TOKENS, VOCAB, generated, prompts_of, tiny
 from transformers import LogitsProcessorList
 from transformers.generation import (
     LogitNormalization,

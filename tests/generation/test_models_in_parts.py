@@ -10,8 +10,8 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("transformers")
 
-from generate_case import TINY, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import TINY, generated, gpt2, greedy, prompts_of, tiny, tiny_eagle, tiny_heads
 from transformers import LlavaConfig, LlavaForConditionalGeneration, PreTrainedModel
 
 from pagedtree.generation.drafters import CombinedDrafter, EagleHead, MedusaDrafter, NgramDrafter

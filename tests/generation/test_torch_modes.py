@@ -8,10 +8,8 @@ from torch import nn
 
 pytest.importorskip("transformers")
 
-from generate_case import generated, greedy, prompts_of, tiny, tiny_of
-from hybrid_case import tiny_hybrid
-from latent_case import tiny_latent
-from subject_case import Subject
+from support.drafters import Subject
+from support.models import generated, greedy, prompts_of, tiny, tiny_hybrid, tiny_latent, tiny_of
 
 from pagedtree.generation.drafters import NgramDrafter
 from pagedtree.integrations.transformers import ModelDrafter, packed_weights

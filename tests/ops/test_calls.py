@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import calls
 import pytest
 import torch
-import torch.distributed as dist
 from calls import Call, mapped, tensors_of
-from device_case import default_dtype, slow_on_simt
-from raw_case import op_names, raw_calls
+from calls.raw import op_names, raw_calls
+from support.devices import default_dtype, slow_on_simt
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import pagedtree
 from pagedtree._gradients import is_of_integers
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 NAMES = calls.names("calls.ops", "calls.recurrent")
 TRACEABLE = [name for name in NAMES if not calls.make(name).is_for_host]
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """Destroys the process group: other tests make theirs."""
-    yield
-    if dist.is_initialized():
-        calls.ops.one_rank.cache_clear()
-        dist.destroy_process_group()
 
 
 def call_on(device: torch.device, name: str) -> Call:
@@ -78,7 +69,7 @@ def test_compiled(backend: str, device: torch.device, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRACEABLE)
-def test_without_values(backend: str, device: torch.device, name: str) -> None:
+def test_fake_tensors_match_results(backend: str, device: torch.device, name: str) -> None:
     call = call_on(device, name)
     with FakeTensorMode() as mode:
         fakes = call.mapped(mode.from_tensor).results()

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from device_case import slow_on_simt
-from draft_checks import seeded
-from statistics_case import LIMIT, excess
+from support import seeded
+from support.devices import slow_on_simt
+from support.exact import LIMIT, excess
 from torch import Tensor
 
 from pagedtree import (

@@ -299,18 +299,10 @@ def _expand_tree_fake(
     mask: Tensor,
     logits: Tensor,
     *,
-    level: int,
-    num_kv: int,
     num_children: int,
     num_frontier: int,
     law: str = "topk",
-    temperature: Tensor | None = None,
-    top_k: Tensor | None = None,
-    top_p: Tensor | None = None,
-    min_p: Tensor | None = None,
-    filter_order: str = "top_k_first",
-    seeds: Tensor | None = None,
-    positions: Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[Tensor, ...]:
     batch = tokens.shape[0]
     shape = (batch, tokens.shape[1] + frontier.shape[1] * num_children)
@@ -324,14 +316,7 @@ def _expand_tree_fake(
 
 @register_fake("rerank_tree")
 def _rerank_tree_fake(
-    tokens: Tensor,
-    parents: Tensor,
-    scores: Tensor,
-    kv_index: Tensor,
-    *,
-    num_nodes: int,
-    by_score: bool,
-    active: Tensor | None = None,
+    tokens: Tensor, parents: Tensor, *args: object, num_nodes: int, **kwargs: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = tokens.shape[0]
     rows = batch * num_nodes

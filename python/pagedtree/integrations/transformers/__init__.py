@@ -9,6 +9,9 @@ and `generate` with draft trees, also as `custom_generate`.
 Needs transformers 4.57 or newer (the extra `pagedtree[transformers]`).
 """
 
+from typing import Any
+
+from pagedtree.generation import drafters
 from pagedtree.generation.logprobs import TokenLogprobs
 from pagedtree.generation.paged_cache import PagedCache
 from pagedtree.generation.stats import GenerationStats, SequenceStats
@@ -39,3 +42,9 @@ __all__ = [
 ]
 
 register()
+
+
+def __getattr__(name: str) -> Any:
+    if name in drafters.__all__:  # imported from here by programs for 0.2
+        return getattr(drafters, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
