@@ -15,11 +15,9 @@ from torch import Tensor
 
 from pagedtree import (
     Draft,
-    DraftState,
     RequestOptions,
     SamplingParams,
     Verdict,
-    distributed,
     expand_tree,
     reference,
     rerank_tree,
@@ -30,6 +28,7 @@ from pagedtree import (
     verify_traversal,
 )
 from pagedtree.distributed import VocabShards
+from pagedtree.drafting import DraftState
 from support.batches import batch_of, paths_of
 
 
@@ -260,7 +259,6 @@ MARKOV = tuple(torch.randn(VOCAB + 1, VOCAB, generator=_generator).mul(1.2).soft
 TABLES = {"flat": FLAT, "markov": MARKOV}
 
 VERIFY = {"sampled": verify_sampled, **{name: op for name, (_, op) in RULES.items()}}
-SHARDED = {"sampled": distributed.verify_sampled, "rejection": distributed.verify_rejection}
 
 
 def grown(
@@ -288,14 +286,11 @@ def verified(
 ) -> Verdict:  # fmt: skip
     logits = target[draft.draft_tokens.clamp(min=0)].log()
     options = {"seeds": seeds, "positions": positions, "options": said}
-    rules = VERIFY
     if shards is not None:
-        logits, options["shards"], rules = shards.own(logits), shards, SHARDED
+        logits, options["shards"] = shards.own(logits), shards
     if rule != "sampled":
         options["draft_law"] = "onehot" if law == "topk" else law
-        if law != "topk":
-            options |= {"draft_probs": draft.draft_probs, "draft_rows": draft.draft_rows}
-    return rules[rule](logits, draft.draft_tokens, draft.trees, params, **options)
+    return VERIFY[rule](logits, draft, params, **options)
 
 
 def first_tokens(
