@@ -424,7 +424,7 @@ TOP = [
     of_top("a threshold that too few tokens reach", "shared.best[count - 1]", "shared.best[count / 2]"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
     of_top("groups that share threads", "int apart = 1 << bits >> 1;", "int apart = 16;"),
-    of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),
+    of_top("blocks of other CTAs", "block = first + i * blocks.step", "block = blocks.first + i"),
     of_top("partial sums that are loaded twice", "load(token + kAhead * kSumPartials);", "load(token);"),
 ]
 

@@ -51,7 +51,7 @@ struct ChipRace {
 #pragma unroll
       for (int i = 0; i < Slice::kBatch; ++i) {
         const int word = first + Slice::kApart * i;
-        const float x = scale(Slice::largest_of(words[word])), bound = x + noise_bound<ScalarMath>(least[word]);
+        const float x = scale(Slice::largest_of_word(words[word])), bound = x + noise_bound<ScalarMath>(least[word]);
         const bool is_left = (bound < before.best) | ((bound == before.best) & (word > before.word));
         const bool takes = is_left & (bound > next.best) & (x >= min_x);  // without branches
         next.best = takes ? bound : next.best;

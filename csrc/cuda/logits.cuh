@@ -50,6 +50,11 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
+// Blocks of tokens of a row that a CTA reads.
+struct Blocks {
+  int first, step, end;
+};
+
 // A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
 // put together from two loads, of which the second waits until the word is cleaned. Words whose loads would leave the
 // row are read one logit after the other. Loads come from L2, not through the read-only cache, since a row under
@@ -84,6 +89,10 @@ class LogitReader {
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
   __device__ int word_of(int token) const { return token >> (stored_.wide() ? 2 : 3); }
   __device__ int num_words() const { return word_of(vocab_ + of_word() - 1); }
+  __device__ int token_of(int word) const { return word * of_word(); }
+  __device__ Blocks own_blocks(int size) const {
+    return {static_cast<int>(ptx::cluster_rank()), static_cast<int>(ptx::cluster_size()), ceil_div(vocab_, size)};
+  }
 
   // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids or that lie past
   // the vocabulary become -inf.

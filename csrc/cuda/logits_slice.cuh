@@ -106,7 +106,7 @@ class LogitsSlice {
 #pragma unroll 1
       for (int word = first; word < first + kBatch * kApart; word += kApart) {
         const uint4 numbers = words(buffer)[word];
-        f(token_of(word), largest_of(numbers), numbers);
+        f(token_of(word), largest_of_word(numbers), numbers);
       }
     });
   }
@@ -125,10 +125,40 @@ class LogitsSlice {
     for (int i = 0; i < kOfWord; ++i) sum += f(stored.value(number_of(stored, registers, i)));
     return sum;
   }
-  static __device__ __forceinline__ float largest_of(const uint4& word) {
+  static __device__ __forceinline__ float largest_of_word(const uint4& word) {
     const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
     return Stored::largest_of(registers);
   }
+
+  // ---- the same row as top_tokens.cuh reads it: the words of a thread are as many apart as the CTA has threads
+
+  struct Best {
+    float logit;
+    static constexpr bool nan = false;
+  };
+  // The largest logit of this thread, once the slice has arrived, and has no NaN nor +inf.
+  __device__ __forceinline__ Best best_of_words() const {
+    wait(0);
+#pragma unroll 1
+    while (true) {
+      float best = -kInfinity;
+#pragma unroll 4
+      for (int word = static_cast<int>(threadIdx.x); word < size_; word += own_stride())
+        best = larger_or_nan(best, largest_of_word(words_[word]));
+      if (!__syncthreads_or(!(best < kInfinity))) return {best};
+      mend(words_, count_, false);
+    }
+  }
+  static __device__ void learn(const Peak&) {}
+  static __device__ int own_begin() { return static_cast<int>(threadIdx.x) / 32 * 32; }
+  static __device__ int own_stride() { return static_cast<int>(blockDim.x); }
+  __device__ int num_words() const { return size_; }
+  __device__ uint4 clean_word_at(int word) const { return words_[word]; }
+  static __device__ bool stands() { return true; }
+  __device__ float raw(int token) const { return Stored::value(Stored::bits(words_, token - token_of(0))); }
+  __device__ float logit(int token) const { return raw(token); }
+  // Its blocks of so many tokens, of which runs have whole ones.
+  __device__ Blocks own_blocks(int size) const { return {token_of(0) / size, 1, ceil_div(token_of(count_), size)}; }
 
   // The first token of the row's largest logit, by ranked(), once the row is clean. kByCall: not the only exchange.
   template <bool kByCall>
@@ -184,7 +214,7 @@ class LogitsSlice {
   static __device__ __forceinline__ float largest_of_batch(const uint4* words) {
     float most[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) most[i] = largest_of(words[kApart * i]);
+    for (int i = 0; i < kBatch; ++i) most[i] = largest_of_word(words[kApart * i]);
     return largest_or_nan(most);
   }
 
@@ -204,7 +234,7 @@ class LogitsSlice {
 #pragma unroll 1
     for (int word = batch_of_best;; word += kApart) {
       const uint4 loaded = words[word];
-      if (largest_of(loaded) != best) continue;
+      if (largest_of_word(loaded) != best) continue;
       const uint32_t of_word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
       const Stored stored(kDType);
       uint32_t equal = 0;

@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   int32_t size = p.top_n;
   if (!distribution.uniform) {
     const uint32_t bound = find_peak(masses.row, p.top_n, shared.top);
-    size = list_best(RowItems<kDType>{masses.row}, bound, p.top_n, shared.top);
+    size = list_best(RowItems<LogitReader<kDType>>{masses.row}, bound, p.top_n, shared.top);
   }
   if (!is_first) return;
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/backend.h"
+#include "core/drafting.h"
 #include "core/sampling.h"
 #include "core/verify/tree_walk.h"
 
@@ -13,5 +14,8 @@ bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx);
 
 // Samples rows. Those of which more tokens may be kept than fit have a negative token then.
 bool sample_on_chip(const SampleParams& p, const ExecContext& ctx);
+
+// Writes the children of all frontier nodes, for law "topk".
+bool expand_on_chip(const ExpandTreeParams& p, const ExecContext& ctx);
 
 }  // namespace pagedtree::cuda

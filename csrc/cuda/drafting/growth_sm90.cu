@@ -1,0 +1,42 @@
+// Children of frontier nodes whose rows are on chip.
+#include "cuda/drafting/expand_top.cuh"
+#include "cuda/draws_sm90.cuh"
+#include "cuda/on_chip.h"
+
+namespace pagedtree::cuda {
+namespace {
+
+struct ExpandOnChip {
+  SliceShared slice;
+  ExpandShared expand;
+  alignas(kWordBytes) uint4 words[1];  // of the row
+};
+
+template <DType kDType>
+struct ChipRows {
+  using Slice = LogitsSlice<kDType>;
+  static size_t bytes(int /*words_of_row*/) { return 0; }
+};
+
+template <DType kDType>
+__global__ void __launch_bounds__(kTopThreads, kTopCtas)
+    expand_sm90_kernel(const __grid_constant__ ExpandTreeParams p, int buffers) {
+  auto& shared = ptx::shared<ExpandOnChip>();
+  LogitsSlice<kDType> slice(shared.slice, shared.words, p.logits, buffers);
+  slice.copy(p.logits, ptx::cluster_index(), 0);
+  expand_top(p, slice, shared.expand);
+}
+
+}  // namespace
+
+bool expand_on_chip(const ExpandTreeParams& p, const ExecContext& ctx) {
+  if (p.law != GrowthLaw::kTopK || !may_be_on_chip(p.logits, {})) return false;
+  bool expanded = false;
+  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    expanded = launch_on_chip<ChipRows<dtype>, ExpandOnChip>(expand_sm90_kernel<dtype>, p.batch * p.num_expanded,
+                                                             p.logits, 1, p, ctx);
+  });
+  return expanded;
+}
+
+}  // namespace pagedtree::cuda
