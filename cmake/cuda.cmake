@@ -37,6 +37,7 @@ set(PAGEDTREE_SM90_SOURCES
   csrc/cuda/drafting/growth_sm90.cu
   csrc/cuda/instructions_sm90.cu
   csrc/cuda/sampling_sm90.cu
+  csrc/cuda/verify/rules_sm90.cu
   csrc/cuda/verify/sampled_sm90.cu
 )
 

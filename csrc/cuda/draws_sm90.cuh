@@ -5,7 +5,7 @@
 #include "core/backend.h"
 #include "core/engine.h"
 #include "cuda/engine.h"
-#include "cuda/kept_race.cuh"
+#include "cuda/kept_tokens.cuh"
 #include "cuda/logits_slice.cuh"
 
 namespace pagedtree::cuda {
@@ -14,8 +14,7 @@ constexpr int kChipCtas = 3;  // share an SM
 
 struct DrawShared {
   SliceShared slice;
-  uint32_t bound;    // of a race: an order_key
-  uint32_t num_own;  // tokens of this CTA that were noted
+  uint32_t bound;  // of a race: an order_key
 };
 
 // The race among clean words of a slice. A warp looks at its word with the largest bound next, until none reaches the
@@ -114,11 +113,10 @@ class ChipDraw {
       min_x = min_p_bound(sampling_.min_p);
       if (sampling_.top_p < 1.0f || sampling_.cuts_by_count(vocab_)) {
         slice_.wait(buffer);
-        KeptRace<Slice> race{
-            slice_, *static_cast<KeptNotes*>(room_), shared_.num_own, sampling_, seed_, position, vocab_, min_x, scale};
-        const uint64_t best = race.best_of_row(buffer, bad);
-        if (best == race.kTooMany) return kTooMany;
-        if (best != race.kNoneFinite) return ranked_id(best);
+        KeptTokens<Slice> kept{slice_, *static_cast<KeptNotes*>(room_), sampling_, vocab_, min_x, scale};
+        const uint64_t best = kept.best_of_row(buffer, seed_, position, bad);
+        if (best == kept.kTooMany) return kTooMany;
+        if (best != kept.kNoneFinite) return ranked_id(best);
       }
     }
     ChipRace<kDType> race{slice_, static_cast<uint32_t*>(room_), seed_, position, scale, min_x};

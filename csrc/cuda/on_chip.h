@@ -4,18 +4,27 @@
 
 #include "core/backend.h"
 #include "core/drafting.h"
-#include "core/sampling.h"
-#include "core/verify/tree_walk.h"
+#include "core/verify/rules.h"
 
 namespace pagedtree::cuda {
 
-// Walks trees. Those with a row of which more tokens may be kept than fit have the status kLeftToOthers then.
+enum class Rule : int32_t { kRejection, kBlock, kTypical, kTraversal };
+
+#if defined(PAGEDTREE_HAS_SM90A)
+// Walk trees. Those with a row of which more tokens may be kept than fit have the status kLeftToOthers then.
 bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx);
+bool rules_on_chip(Rule rule, const RatioParams& p, const ExecContext& ctx);
 
 // Samples rows. Those of which more tokens may be kept than fit have a negative token then.
 bool sample_on_chip(const SampleParams& p, const ExecContext& ctx);
 
 // Writes the children of all frontier nodes, for law "topk".
 bool expand_on_chip(const ExpandTreeParams& p, const ExecContext& ctx);
+#else
+inline bool walk_on_chip(const VerifyParams&, const ExecContext&) { return false; }
+inline bool rules_on_chip(Rule, const RatioParams&, const ExecContext&) { return false; }
+inline bool sample_on_chip(const SampleParams&, const ExecContext&) { return false; }
+inline bool expand_on_chip(const ExpandTreeParams&, const ExecContext&) { return false; }
+#endif
 
 }  // namespace pagedtree::cuda

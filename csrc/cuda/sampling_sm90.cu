@@ -15,8 +15,9 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
     sample_sm90_kernel(const __grid_constant__ SampleParams p, int buffers) {
   auto& shared = ptx::shared<SampleOnChip>();
   const int64_t r = ptx::cluster_index();
-  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits, buffers);
-  slice.copy(p.logits, r, 0);
+  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits.vocab);
+  slice.begin(buffers);
+  slice.copy(logit_row(p.logits, r), 0);
   ChipDraw<kDType, true> draw(slice, shared.draw, slice.words(buffers), sampling_of(p.sampling, r),
                               static_cast<uint64_t>(p.seeds[r]), static_cast<int32_t>(p.logits.vocab));
   ptx::meet_cluster();

@@ -146,11 +146,7 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
 
 void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
   const int64_t rows = p.batch * p.num_expanded, vocab = p.logits.vocab;
-#if defined(PAGEDTREE_HAS_SM90A)
   const bool expanded = expand_on_chip(p, ctx);
-#else
-  const bool expanded = false;
-#endif
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
     if (expanded) return;
     if (p.law == GrowthLaw::kTopK) {

@@ -22,8 +22,9 @@ template <DType kDType>
 __global__ void __launch_bounds__(kTopThreads, kTopCtas)
     expand_sm90_kernel(const __grid_constant__ ExpandTreeParams p, int buffers) {
   auto& shared = ptx::shared<ExpandOnChip>();
-  LogitsSlice<kDType> slice(shared.slice, shared.words, p.logits, buffers);
-  slice.copy(p.logits, ptx::cluster_index(), 0);
+  LogitsSlice<kDType> slice(shared.slice, shared.words, p.logits.vocab);
+  slice.begin(buffers);
+  slice.copy(logit_row(p.logits, ptx::cluster_index()), 0);
   expand_top(p, slice, shared.expand);
 }
 

@@ -90,11 +90,7 @@ __global__ void __launch_bounds__(32) tokens_kernel(const __grid_constant__ Veri
 }  // namespace
 
 void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
-#if defined(PAGEDTREE_HAS_SM90A)
   const bool all = !walk_on_chip(p, ctx);
-#else
-  const bool all = true;
-#endif
   if (!all && p.sampling.temperature == nullptr) return;
   with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {
