@@ -17,8 +17,8 @@ struct DrawShared {
   uint32_t bound;  // of a race: an order_key
 };
 
-// The race among clean words of a slice. A warp looks at its word with the largest bound next, until none reaches the
-// best score of the CTA.
+// The race among clean words of a slice. A warp scores its word with the largest bound, then the next, until no bound
+// reaches the best score of the CTA.
 template <DType kDType>
 struct ChipRace {
   using Slice = LogitsSlice<kDType>;
@@ -27,7 +27,7 @@ struct ChipRace {
   const uint64_t seed;
   const int64_t position;
   Scale scale;
-  const float min_x;  // tokens below do not take part
+  const float min_x;  // tokens below have no score
 
   struct Bound {
     float best = -kInfinity;
@@ -152,15 +152,17 @@ inline bool may_be_on_chip(const LogitsParams& logits, const OptionsParams& opti
          resolved_engine(engine_from_environment(), device_limits()) == MatrixEngine::kWgmma;
 }
 
-// Launches one cluster for each of the rows or trees; `kernel` gets the number of buffers, at most so many. Returns
-// whether rows fit.
-template <typename Draw, typename Shared, typename Params>
-bool launch_on_chip(void (*kernel)(Params, int), int64_t count, const LogitsParams& logits, int most_buffers,
-                    const Params& p, const ExecContext& ctx) {
+// Launches one cluster for each of the rows or trees; `kernel` gets the number of buffers, at most so many. Behind the
+// rows there are draw_bytes(words of a row) more. Returns whether rows fit.
+template <DType kDType, typename Shared, typename Params>
+bool launch_on_chip(
+    void (*kernel)(Params, int), int64_t count, const LogitsParams& logits, int most_buffers, const Params& p,
+    const ExecContext& ctx, size_t (*draw_bytes)(int) = [](int) -> size_t { return 0; }) {
+  using Slice = LogitsSlice<kDType>;
   const auto most_bytes = static_cast<size_t>(device_limits().max_shared_bytes / 2 - 512);  // two CTAs share an SM
-  const auto words = [&](unsigned ctas) { return Draw::Slice::num_words(logits.vocab, ctas); };
+  const auto words = [&](unsigned ctas) { return Slice::num_words(logits.vocab, ctas); };
   const auto bytes = [&](unsigned ctas, int buffers) {
-    return sizeof(Shared) + static_cast<size_t>(words(ctas)) * kWordBytes * buffers + Draw::bytes(words(ctas));
+    return sizeof(Shared) + static_cast<size_t>(words(ctas)) * kWordBytes * buffers + draw_bytes(words(ctas));
   };
   unsigned ctas = ctas_of_row(kernel, count, logits.vocab);
   const unsigned most_ctas = static_cast<unsigned>(max_cluster(kernel));
@@ -169,7 +171,7 @@ bool launch_on_chip(void (*kernel)(Params, int), int64_t count, const LogitsPara
   // Rows that may not be needed are read only where SMs would idle.
   const bool idle = ctas * count <= device_limits().num_sms;
   const int buffers = idle && bytes(ctas, most_buffers) <= most_bytes ? most_buffers : 1;
-  const unsigned threads = static_cast<unsigned>(min_of(words(ctas) / Draw::Slice::kBatch, kRowThreads));
+  const unsigned threads = static_cast<unsigned>(min_of(words(ctas) / Slice::kBatch, kRowThreads));
   launch_clusters(kernel, dim3(static_cast<unsigned>(count) * ctas), dim3(threads), ctas, bytes(ctas, buffers),
                   ctx.stream, p, buffers);
   return true;

@@ -17,12 +17,12 @@ __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
          __reduce_max_sync(~0u, static_cast<uint32_t>(value));
 }
 
-// The largest logit, and a bound that some tokens reach: the least of the largest logits of so many parts of what a CTA
-// reads, or more, for the CTA for which that is largest. Both as keys.
+// The largest logit, and a bound that some tokens reach: the least of the maxima of so many parts of a CTA's tokens, or
+// more parts; of CTAs the largest such bound counts. Both are keys.
 struct Range {
   uint32_t peak, bound;
 
-  // What CTAs exchange by halves, given a thread's largest logit as a key.
+  // A thread's value in the exchange by halves, from the key of its largest logit.
   static __device__ __forceinline__ uint64_t of_thread(uint32_t key, uint32_t parts) {
 #pragma unroll 1
     for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
@@ -130,7 +130,7 @@ struct KeptTokens {
   // Lists the tokens that may be kept. Returns kListed, kTooFew to be called again, or why it could not.
   __device__ __forceinline__ uint64_t list(int buffer, bool& bad) {
     const bool by_count = sampling.cuts_by_count(vocab), by_mass = sampling.top_p < 1.0f;
-    // Of each part a token is noted, and of n parts n log n or so in all. Of CTAs the one with the fewest decides.
+    // Each part has a token in the list, which has about n log n tokens for n parts.
     const uint32_t few = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ptx::cluster_size())) - 1), 8, 32);
     if (parts == 0) parts = by_count && sampling.top_k > 64 ? 2 * few : few;
     if (threadIdx.x == 0) notes.num_own = 0;
@@ -235,7 +235,7 @@ struct KeptTokens {
   }
 };
 
-// A row in memory that a CTA or a cluster reads, as KeptTokens asks for it.
+// A row in memory that a CTA or a cluster reads, with the members of LogitsSlice that KeptTokens needs.
 template <DType kDType>
 struct RowSlice {
   LogitReader<kDType> row;

@@ -1,6 +1,6 @@
 // Hopper: a row of logits on chip. Each CTA of a cluster copies a slice of it to shared memory by one bulk copy, and
-// replaces NaN and +inf there. CTAs exchange values by st.async, whose bytes an mbarrier counts, without a barrier of
-// the cluster.
+// replaces NaN and +inf there. CTAs exchange values by st.async, and wait at an mbarrier for its bytes instead of at
+// the cluster's barrier.
 #pragma once
 
 #include "cuda/kept_tokens.cuh"
@@ -86,9 +86,9 @@ class LogitsSlice {
   __device__ __forceinline__ uint64_t largest(uint64_t value) {
     return fold(exchange(value, Fold::kLargest), Fold::kLargest);
   }
-  // Gives `own` to all CTAs, where they follow the values of the CTAs before in `all`, so many in all. These have been
-  // exchanged since a thread wrote `own` or read `all`. The barrier is another one: a CTA may give nothing, so that
-  // others do not wait for it.
+  // Copies `own` to `all` of every CTA, behind the values of the CTAs before, `total` in all. An exchange must lie
+  // between this and the last write of `own` or read of `all`. It has an mbarrier for itself: nobody waits for a CTA
+  // without tokens.
   __device__ __forceinline__ void gather(const uint64_t* own, uint32_t count, uint32_t before, uint32_t total,
                                          uint64_t* all) {
     if (threadIdx.x == 0) ptx::mbar_arrive_expect(&shared_.gathered, 8 * total);
@@ -227,7 +227,7 @@ class LogitsSlice {
     return largest_or_nan(most);
   }
 
-  // The largest of this thread's logits if no other lane has a larger one. Few lanes look for its first token.
+  // The largest of this thread's logits if no other lane has a larger one. Few lanes search for its first token.
   __device__ __forceinline__ uint64_t best_of_thread(const uint4* words) const {
     float best = -kInfinity;
     int batch_of_best = static_cast<int>(threadIdx.x) % 32;

@@ -18,7 +18,7 @@ struct LogprobShared {
   RowDistribution distribution;
   MassTable sums;
 };
-static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(LogprobShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 // How many logits reach this one, by all CTAs of the cluster.
 template <DType kDType>

@@ -79,7 +79,7 @@ __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) 
   const uint32_t own = peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f);
   scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
-  __syncthreads();  // all have noted
+  __syncthreads();  // the notes are complete
   const uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
   return best == 0 ? -1 : ranked_id(best);
 }

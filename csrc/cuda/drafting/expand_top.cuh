@@ -10,7 +10,7 @@ struct ExpandShared {
   TopShared top;
   SumShared sum;
 };
-static_assert(sizeof(ExpandShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(ExpandShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 // By all threads of a cluster.
 __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_
   for (int64_t x = thread; x < p.logits.vocab; x += threads) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
 }
 
-// Row `cluster_index()` of the logits is that of a cluster's frontier node.
+// `row` is row cluster_index() of the logits.
 template <typename Row>
 __device__ __forceinline__ void expand_top(const ExpandTreeParams& p, Row& row, ExpandShared& shared) {
   auto& [top, sum] = shared;
@@ -34,8 +34,8 @@ __device__ __forceinline__ void expand_top(const ExpandTreeParams& p, Row& row, 
   const float parent = frontier_score(p, b, f);
   const bool is_first = ptx::cluster_rank() == 0;
   const uint32_t bound = find_peak(row, p.num_children, top);
-  if (!is_present(parent)) {  // looked at now, so that the row need not wait for it
-    ptx::meet_cluster();      // all have written what the first CTA has of them
+  if (!is_present(parent)) {  // read before, so that the row need not wait for it
+    ptx::meet_cluster();      // writes to the first CTA are complete
     return clear_children(p, index, children);
   }
   const float peak = ranked_value(top.best[0]);

@@ -13,12 +13,6 @@ struct ExpandOnChip {
 };
 
 template <DType kDType>
-struct ChipRows {
-  using Slice = LogitsSlice<kDType>;
-  static size_t bytes(int /*words_of_row*/) { return 0; }
-};
-
-template <DType kDType>
 __global__ void __launch_bounds__(kTopThreads, kTopCtas)
     expand_sm90_kernel(const __grid_constant__ ExpandTreeParams p, int buffers) {
   auto& shared = ptx::shared<ExpandOnChip>();
@@ -32,12 +26,10 @@ __global__ void __launch_bounds__(kTopThreads, kTopCtas)
 
 bool expand_on_chip(const ExpandTreeParams& p, const ExecContext& ctx) {
   if (p.law != GrowthLaw::kTopK || !may_be_on_chip(p.logits, {})) return false;
-  bool expanded = false;
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    expanded = launch_on_chip<ChipRows<dtype>, ExpandOnChip>(expand_sm90_kernel<dtype>, p.batch * p.num_expanded,
-                                                             p.logits, 1, p, ctx);
+  return with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    return launch_on_chip<dtype, ExpandOnChip>(expand_sm90_kernel<dtype>, p.batch * p.num_expanded, p.logits, 1, p,
+                                               ctx);
   });
-  return expanded;
 }
 
 }  // namespace pagedtree::cuda

@@ -1,6 +1,6 @@
-// The `Rows` of core/verify/rules.h over lists of kept tokens. All sums are those of `Rows` in rules.cuh, bit for bit:
-// the other tokens add zeros there. A row that does not fit makes all that follows of its tree worthless, and leaves
-// the tree to the kernels with `Rows`.
+// The `Rows` of core/verify/rules.h over lists of kept tokens. Sums have the bits of `Rows` in rules.cuh, where the
+// other tokens add zeros. A row without a list leaves its tree to rules_kernel; the rest of the walk does not
+// count then.
 #pragma once
 
 #include "core/verify/block.h"
@@ -38,7 +38,7 @@ struct KeptShared {
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(KeptShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(KeptShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 // Not inlined, as few drafts are logits.
 inline __device__ __attribute__((noinline)) float draft_of(int32_t token) {
@@ -120,7 +120,7 @@ __device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int
   return true;
 }
 
-// What is left of the masses, see ResidualMasses.
+// max(m - c q, 0) for each kept token, 0 if it was tried, see ResidualMasses.
 struct KeptResiduals {
   const KeptShared& shared;
   float factor = 0.0f;
@@ -142,7 +142,7 @@ struct KeptResiduals {
   }
 };
 
-// The draft's probabilities without those of tried tokens, which only change where the last token was tried.
+// The draft's probabilities, 0 for tried tokens. One more tried token changes its block alone.
 struct UntriedDrafts {
   static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
@@ -207,8 +207,8 @@ __device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, co
   return total;
 }
 
-// MassSearch::pick() of a mass of each run of `width` tokens, among the kept tokens `begin` to `end`; both are left as
-// those of the run that is picked.
+// MassSearch::pick() among the runs of `width` tokens from kept token `begin` to `end`, which become the bounds of the
+// picked run.
 template <typename Value>
 __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& shared, const Value& value,
                                          int32_t width, uint32_t& begin, uint32_t& end) {
@@ -230,7 +230,7 @@ __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& s
   end = picked_end;
 }
 
-// Without kSwor, no sums of drafts are asked for.
+// kSwor: there may be sums of drafts.
 template <typename Row, bool kSwor>
 class KeptRows {
  public:

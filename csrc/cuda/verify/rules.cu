@@ -1,4 +1,4 @@
-// The rules of core/verify that weigh the target's distribution against the draft's: one cluster per tree.
+// The rules of core/verify that compare the target's distribution with the draft's: one cluster per tree.
 #include "cuda/backend.h"
 #include "cuda/tile/launch.cuh"
 #include "cuda/verify/kept_rows.cuh"
@@ -28,7 +28,7 @@ void walk_trees(const RatioParams& p, const ExecContext& ctx) {
   // A list of drafts' logits is found by the same code.
   const bool by_lists =
       !p.verify.options.used && (p.draft_sampling.temperature == nullptr || p.draft.dtype == p.verify.logits.dtype);
-  if (by_lists && !rules_on_chip(kRule, p, ctx)) {
+  if (by_lists && !rules_on_chip<kRule>(p, ctx)) {
     with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
       launch_rows(kept_kernel<dtype, kRule>, p.verify.batch, vocab, kRulesThreads, sizeof(KeptShared), ctx.stream, p);
     });

@@ -15,11 +15,9 @@ struct KeptOnChip {
 // The row that the target's distribution has, copied here.
 template <DType kDType>
 struct RowOnChip {
-  using Slice = LogitsSlice<kDType>;
   KeptOnChip& shared;
-  Slice slice;
+  LogitsSlice<kDType> slice;
 
-  static size_t bytes(int /*words_of_row*/) { return 0; }
   __device__ RowOnChip(KeptShared& kept, bool /*is_known*/)
       : shared(ptx::shared<KeptOnChip>()),
         slice(shared.slice, shared.words, kept.distributions.target.row.vocab, shared.turns) {
@@ -38,34 +36,23 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas)
   LogitsSlice<kDType>(shared.slice, shared.words, p.verify.logits.vocab).begin(buffers);
   if (threadIdx.x == 0) shared.turns = {};
   walk_kept<kRule, RowOnChip<kDType>>(p);
-  ptx::meet_cluster();  // no CTA is told anything when it has gone
-}
-
-template <Rule kRule>
-bool launch_rule(const RatioParams& p, const ExecContext& ctx) {
-  bool launched = false;
-  with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
-    launched = launch_on_chip<RowOnChip<dtype>, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, p.verify.batch,
-                                                            p.verify.logits, 1, p, ctx);
-  });
-  return launched;
+  ptx::meet_cluster();  // no CTA ends before the others have sent it their last values
 }
 
 }  // namespace
 
-bool rules_on_chip(Rule rule, const RatioParams& p, const ExecContext& ctx) {
+template <Rule kRule>
+bool rules_on_chip(const RatioParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.verify.logits, p.verify.options)) return false;
   if (p.draft_sampling.temperature != nullptr && !may_be_on_chip(p.draft, {})) return false;
-  switch (rule) {
-    case Rule::kRejection:
-      return launch_rule<Rule::kRejection>(p, ctx);
-    case Rule::kBlock:
-      return launch_rule<Rule::kBlock>(p, ctx);
-    case Rule::kTypical:
-      return launch_rule<Rule::kTypical>(p, ctx);
-    default:
-      return launch_rule<Rule::kTraversal>(p, ctx);
-  }
+  return with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
+    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, p.verify.batch, p.verify.logits, 1, p,
+                                             ctx);
+  });
 }
+template bool rules_on_chip<Rule::kRejection>(const RatioParams&, const ExecContext&);
+template bool rules_on_chip<Rule::kBlock>(const RatioParams&, const ExecContext&);
+template bool rules_on_chip<Rule::kTypical>(const RatioParams&, const ExecContext&);
+template bool rules_on_chip<Rule::kTraversal>(const RatioParams&, const ExecContext&);
 
 }  // namespace pagedtree::cuda

@@ -17,7 +17,7 @@ struct WalkShared {
   TreeWalk walk;  // no registers are left to keep it in
   bool more;
 };
-static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(WalkShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 __device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
   return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
       slice.copy(logit_row(p.logits, walk.row()), at);
     }
   }
-  for (int i = 0; i < 2; ++i) slice.wait(i);  // no copy arrives when its CTA has gone, nor is a CTA told anything then
+  for (int i = 0; i < 2; ++i) slice.wait(i);  // no CTA ends before its copies and the others' last values have come
   if (leads_cluster()) walk.finish();
   ptx::meet_cluster();
 }
@@ -86,14 +86,12 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
 
 bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.logits, p.options)) return false;
-  bool walked = false;
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    walked = p.sampling.temperature != nullptr ? launch_on_chip<ChipDraw<dtype, true>, WalkOnChip>(
-                                                     walk_sm90_kernel<dtype, true>, p.batch, p.logits, 2, p, ctx)
-                                               : launch_on_chip<ChipDraw<dtype, false>, WalkOnChip>(
-                                                     walk_sm90_kernel<dtype, false>, p.batch, p.logits, 2, p, ctx);
+  return with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    const bool sampled = p.sampling.temperature != nullptr;
+    return launch_on_chip<dtype, WalkOnChip>(sampled ? walk_sm90_kernel<dtype, true> : walk_sm90_kernel<dtype, false>,
+                                             p.batch, p.logits, 2, p, ctx,
+                                             sampled ? ChipDraw<dtype, true>::bytes : ChipDraw<dtype, false>::bytes);
   });
-  return walked;
 }
 
 }  // namespace pagedtree::cuda
