@@ -47,7 +47,8 @@ def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_chip(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/{file}", line, broken, (CASES,), "simt", "verify_sampled and (simt or clusters)")
+    only = "verify_sampled and (simt or clusters) or draws_on_chip"
+    return Mutant(name, f"cuda/{file}", line, broken, (CASES, "tests/ops/test_sampling_rows.py"), "simt", only)
 
 
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
