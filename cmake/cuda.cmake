@@ -34,8 +34,10 @@ set(PAGEDTREE_SM90_SOURCES
   csrc/cuda/attention/bfloat16_sm90.cu
   csrc/cuda/attention/half_float8_sm90.cu
   csrc/cuda/attention/half_sm90.cu
+  csrc/cuda/drafting/growth_sm90.cu
   csrc/cuda/instructions_sm90.cu
   csrc/cuda/sampling_sm90.cu
+  csrc/cuda/verify/rules_sm90.cu
   csrc/cuda/verify/sampled_sm90.cu
 )
 

@@ -5,7 +5,7 @@
 #include "core/backend.h"
 #include "core/engine.h"
 #include "cuda/engine.h"
-#include "cuda/kept_race.cuh"
+#include "cuda/kept_tokens.cuh"
 #include "cuda/logits_slice.cuh"
 
 namespace pagedtree::cuda {
@@ -14,12 +14,11 @@ constexpr int kChipCtas = 3;  // share an SM
 
 struct DrawShared {
   SliceShared slice;
-  uint32_t bound;    // of a race: an order_key
-  uint32_t num_own;  // tokens of this CTA that were noted
+  uint32_t bound;  // of a race: an order_key
 };
 
-// The race among clean words of a slice. A warp looks at its word with the largest bound next, until none reaches the
-// best score of the CTA.
+// The race among clean words of a slice. A warp scores its word with the largest bound, then the next, until no bound
+// reaches the best score of the CTA.
 template <DType kDType>
 struct ChipRace {
   using Slice = LogitsSlice<kDType>;
@@ -28,7 +27,7 @@ struct ChipRace {
   const uint64_t seed;
   const int64_t position;
   Scale scale;
-  const float min_x;  // tokens below do not take part
+  const float min_x;  // tokens below have no score
 
   struct Bound {
     float best = -kInfinity;
@@ -51,7 +50,7 @@ struct ChipRace {
 #pragma unroll
       for (int i = 0; i < Slice::kBatch; ++i) {
         const int word = first + Slice::kApart * i;
-        const float x = scale(Slice::largest_of(words[word])), bound = x + noise_bound<ScalarMath>(least[word]);
+        const float x = scale(Slice::largest_of_word(words[word])), bound = x + noise_bound<ScalarMath>(least[word]);
         const bool is_left = (bound < before.best) | ((bound == before.best) & (word > before.word));
         const bool takes = is_left & (bound > next.best) & (x >= min_x);  // without branches
         next.best = takes ? bound : next.best;
@@ -114,11 +113,10 @@ class ChipDraw {
       min_x = min_p_bound(sampling_.min_p);
       if (sampling_.top_p < 1.0f || sampling_.cuts_by_count(vocab_)) {
         slice_.wait(buffer);
-        KeptRace<Slice> race{
-            slice_, *static_cast<KeptNotes*>(room_), shared_.num_own, sampling_, seed_, position, vocab_, min_x, scale};
-        const uint64_t best = race.best_of_row(buffer, bad);
-        if (best == race.kTooMany) return kTooMany;
-        if (best != race.kNoneFinite) return ranked_id(best);
+        KeptTokens<Slice> kept{slice_, *static_cast<KeptNotes*>(room_), sampling_, vocab_, min_x, scale};
+        const uint64_t best = kept.best_of_row(buffer, seed_, position, bad);
+        if (best == kept.kTooMany) return kTooMany;
+        if (best != kept.kNoneFinite) return ranked_id(best);
       }
     }
     ChipRace<kDType> race{slice_, static_cast<uint32_t*>(room_), seed_, position, scale, min_x};
@@ -154,15 +152,17 @@ inline bool may_be_on_chip(const LogitsParams& logits, const OptionsParams& opti
          resolved_engine(engine_from_environment(), device_limits()) == MatrixEngine::kWgmma;
 }
 
-// Launches one cluster for each of the rows or trees; `kernel` gets the number of buffers, at most so many. Returns
-// whether rows fit.
-template <typename Draw, typename Shared, typename Params>
-bool launch_on_chip(void (*kernel)(Params, int), int64_t count, const LogitsParams& logits, int most_buffers,
-                    const Params& p, const ExecContext& ctx) {
+// Launches one cluster for each of the rows or trees; `kernel` gets the number of buffers, at most so many. Behind the
+// rows there are draw_bytes(words of a row) more. Returns whether rows fit.
+template <DType kDType, typename Shared, typename Params>
+bool launch_on_chip(
+    void (*kernel)(Params, int), int64_t count, const LogitsParams& logits, int most_buffers, const Params& p,
+    const ExecContext& ctx, size_t (*draw_bytes)(int) = [](int) -> size_t { return 0; }) {
+  using Slice = LogitsSlice<kDType>;
   const auto most_bytes = static_cast<size_t>(device_limits().max_shared_bytes / 2 - 512);  // two CTAs share an SM
-  const auto words = [&](unsigned ctas) { return Draw::Slice::num_words(logits.vocab, ctas); };
+  const auto words = [&](unsigned ctas) { return Slice::num_words(logits.vocab, ctas); };
   const auto bytes = [&](unsigned ctas, int buffers) {
-    return sizeof(Shared) + static_cast<size_t>(words(ctas)) * kWordBytes * buffers + Draw::bytes(words(ctas));
+    return sizeof(Shared) + static_cast<size_t>(words(ctas)) * kWordBytes * buffers + draw_bytes(words(ctas));
   };
   unsigned ctas = ctas_of_row(kernel, count, logits.vocab);
   const unsigned most_ctas = static_cast<unsigned>(max_cluster(kernel));
@@ -171,7 +171,7 @@ bool launch_on_chip(void (*kernel)(Params, int), int64_t count, const LogitsPara
   // Rows that may not be needed are read only where SMs would idle.
   const bool idle = ctas * count <= device_limits().num_sms;
   const int buffers = idle && bytes(ctas, most_buffers) <= most_bytes ? most_buffers : 1;
-  const unsigned threads = static_cast<unsigned>(min_of(words(ctas) / Draw::Slice::kBatch, kRowThreads));
+  const unsigned threads = static_cast<unsigned>(min_of(words(ctas) / Slice::kBatch, kRowThreads));
   launch_clusters(kernel, dim3(static_cast<unsigned>(count) * ctas), dim3(threads), ctas, bytes(ctas, buffers),
                   ctx.stream, p, buffers);
   return true;

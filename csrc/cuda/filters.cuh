@@ -18,7 +18,7 @@ __device__ __forceinline__ float ranked_value(uint64_t rank) {
   return logit_of_key<ScalarMath>(static_cast<uint32_t>(rank >> 32));
 }
 
-// What a logit is multiplied by for a power of two; finite, so that it leaves zeros as they are.
+// log2(e) / T. It is finite, so that zeros stay zeros.
 __device__ __forceinline__ float log2_scale(const Scale& scale) { return scale.inverse_temperature * kLog2E; }
 
 // Of a row's mass by ex2: its argument and a word's sum err by 2^-18 of the mass together; weights are rounded to
@@ -27,8 +27,8 @@ __device__ __forceinline__ uint64_t error_of(uint64_t mass, int32_t vocab) {
   return (mass >> 18) + static_cast<uint64_t>(vocab);
 }
 
-// Each thread looks for its largest logit; only the best of each warp look for the token that has it. From now on the
-// reader knows whether the row is clean.
+// Each thread finds its largest logit; only the best of each warp search for its token. The reader reads the row as
+// clean from then on, if it is.
 template <typename Reader>
 __device__ __forceinline__ Peak find_peak(Reader& row, BlockShared& shared) {
   const auto best = row.best_of_words();
@@ -81,7 +81,7 @@ struct LogitItems {
 
 // Whether a token's rank or its share of the mass may keep it from being drawn.
 __device__ __forceinline__ bool has_filter(const Sampling& sampling, int32_t vocab) {
-  return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || (sampling.top_k > 0 && sampling.top_k < vocab);
+  return sampling.top_p < 1.0f || sampling.min_p >= kMinNormal || sampling.cuts_by_count(vocab);
 }
 
 // Finds the filter of a row: by count, then by mass, then how many of the ties at the threshold are kept.
@@ -90,7 +90,7 @@ __device__ __forceinline__ Filter find_filter(const Reader& row, const Sampling&
                                               RadixShared& shared, MassColumns& columns) {
   Filter filter{.min_x = min_p_bound(sampling.min_p)};
   const bool by_mass = sampling.top_p < 1.0f;
-  const bool by_count = sampling.top_k > 0 && sampling.top_k < row.vocab();
+  const bool by_count = sampling.cuts_by_count(row.vocab());
   if (!by_mass && !by_count) return filter;
 
   // Tokens without mass matter only for counts.

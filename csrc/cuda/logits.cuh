@@ -37,9 +37,9 @@ void launch_rows(void (*kernel)(Params...), int64_t num_rows, int64_t vocab, int
                   std::forward<Arguments>(arguments)...);
 }
 
-// Calls call(integral constant) with the dtype of the logits.
+// Returns call(integral constant) for the dtype of the logits.
 template <typename Call>
-void with_logit_dtype(DType dtype, Call call) {
+auto with_logit_dtype(DType dtype, Call call) {
   switch (dtype) {
     case DType::kFloat16:
       return call(std::integral_constant<DType, DType::kFloat16>());
@@ -50,6 +50,11 @@ void with_logit_dtype(DType dtype, Call call) {
   }
 }
 
+// Blocks of tokens of a row that a CTA reads.
+struct Blocks {
+  int first, step, end;
+};
+
 // A row as words of 16 bytes, counted from the beginning of the row. Loads are aligned: if the row is not, a word is
 // put together from two loads, of which the second waits until the word is cleaned. Words whose loads would leave the
 // row are read one logit after the other. Loads come from L2, not through the read-only cache, since a row under
@@ -57,7 +62,7 @@ void with_logit_dtype(DType dtype, Call call) {
 template <DType kDType>
 class LogitReader {
  public:
-  static constexpr int kBatch = 4;  // words that are loaded before one is looked at
+  static constexpr int kBatch = 4;  // words that are loaded before the first is used
 
   __device__ explicit LogitReader(const LogitRow& row)
       : stored_(row.dtype), vocab_(row.vocab), is_packed_(row.allowed_words != nullptr) {
@@ -71,7 +76,7 @@ class LogitReader {
 
   // Until it is known, the row is taken to have neither NaN nor +inf.
   __device__ void presume_clean() { clean_ = true; }
-  // Learns the result of find_peak: a row without NaN and +inf is read as it stands.
+  // After find_peak: a row without NaN and +inf is read as it is.
   __device__ void learn(const Peak& peak) { clean_ = !peak.has_nan && peak.logit < stored_.largest(); }
   __device__ void learn(const RowDistribution& distribution) {
     uniform_ = distribution.uniform;
@@ -84,9 +89,13 @@ class LogitReader {
   __device__ int of_word() const { return kWordBytes / bytes_of_one(stored_); }
   __device__ int word_of(int token) const { return token >> (stored_.wide() ? 2 : 3); }
   __device__ int num_words() const { return word_of(vocab_ + of_word() - 1); }
+  __device__ int token_of(int word) const { return word * of_word(); }
+  __device__ Blocks own_blocks(int size) const {
+    return {static_cast<int>(ptx::cluster_rank()), static_cast<int>(ptx::cluster_size()), ceil_div(vocab_, size)};
+  }
 
-  // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids or that lie past
-  // the vocabulary become -inf.
+  // Cleans a word: NaN becomes -inf, +inf the largest finite number; logits that the grammar forbids, or past the
+  // vocabulary, become -inf.
   __device__ float logit(int token) const {
     if (token >= vocab_) return -kInfinity;
     const bool allowed = uniform_ || grammar_ == nullptr ||
@@ -94,7 +103,7 @@ class LogitReader {
                                      : static_cast<const uint8_t*>(grammar_)[token]);
     return stored_.value(clean_bits(stored_, uniform_ ? 0u : stored_.bits(logits(), token), allowed));
   }
-  // Whether logits are clean as they lie in memory.
+  // Whether logits in memory are clean.
   __device__ bool stands() const { return clean_ && grammar_ == nullptr; }
   __device__ float raw(int token) const { return stored_.value(stored_.bits(logits(), token)); }
 
@@ -178,8 +187,8 @@ class LogitReader {
     }
   }
 
-  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is that of the first word. A lane of a
-  // warp has the words from `first` + lane on. Words past the row are -inf.
+  // Calls f(index, words) with a batch of clean words `stride` apart; `index` is the first word's. A lane of a warp
+  // has the words from `first` + lane on. Words past the row are -inf.
   template <typename F>
   __device__ __forceinline__ void with_batch(int lane, int first, int stride, F f) const {
     uint4 words[kBatch];
@@ -221,20 +230,12 @@ class LogitReader {
       }
     }
   }
-  // Calls f(first, stride) for the same batches in the same order.
-  template <typename F>
-  __device__ __forceinline__ void each_noise_place(F f) const {
-#pragma unroll 1
-    for (int i = own_begin() / 32; first_of_noise_batch(i) < num_words(); i += own_stride() / 32) {
-      f(first_of_noise_batch(i), noise_stride());
-    }
-  }
   __device__ int noise_stride() const { return 32 * (kNoiseGroup / of_word()); }  // a group's lanes are neighbours
   __device__ int first_of_noise_batch(int i) const {
     const int lanes = kNoiseGroup / of_word();
     return i / lanes * kNoiseRun * lanes + i % lanes * 32;
   }
-  // The shuffle tells the compiler that the result is the same for all lanes.
+  // By the shuffle the compiler knows that all lanes have the same result.
   __device__ int own_begin() const {
     return __shfl_sync(~0u, static_cast<int>(ptx::cluster_rank() * blockDim.x + threadIdx.x) / 32, 0) * 32;
   }
@@ -355,7 +356,7 @@ class LogitReader {
     for (int i = 0; i < kCount; ++i)
       loaded[i] = __ldcg(loads_ + clamp_to(word + i * stride, whole_begin(), whole_end_ - 1));
   }
-  // Cleans what was loaded from `first` + lane on.
+  // Cleans the words that were loaded from `first` + lane on.
   __device__ __forceinline__ void clean_batch(int lane, int first, int stride, uint4 (&words)[kBatch]) const {
     if (skew_ == 0 && stands() && first + (kBatch - 1) * stride + 32 <= whole_end_) return;
 #pragma unroll 1

@@ -1,9 +1,9 @@
 // Hopper: a row of logits on chip. Each CTA of a cluster copies a slice of it to shared memory by one bulk copy, and
-// replaces NaN and +inf there. CTAs exchange values by st.async, whose bytes an mbarrier counts, without a barrier of
-// the cluster.
+// replaces NaN and +inf there. CTAs exchange values by st.async, and wait at an mbarrier for its bytes instead of at
+// the cluster's barrier.
 #pragma once
 
-#include "cuda/kept_race.cuh"
+#include "cuda/kept_tokens.cuh"
 #include "cuda/tile/ptx_sm90.cuh"
 
 namespace pagedtree::cuda {
@@ -13,6 +13,11 @@ constexpr int kRunTokens = kNoiseRun * kNoiseGroup;  // slices are whole runs, s
 struct SliceShared {
   uint64_t copied[2], told[2], gathered;  // mbarriers
   uint64_t of_ctas[2][kMaxCluster], of_warps[2][kRowThreads / 32];
+};
+
+// How many exchanges and lists there were; bit i of `copies`: whether those into buffer i are odd in number.
+struct SliceTurns {
+  uint32_t exchanges = 0, lists = 0, copies = 0;
 };
 
 // The slice of a CTA, with one buffer or two for rows.
@@ -28,24 +33,28 @@ class LogitsSlice {
     return ceil_div(static_cast<int>(vocab), kRunTokens * static_cast<int>(ctas)) * (kRunTokens / kOfWord);
   }
 
-  // All threads of the cluster must meet before they exchange values.
-  __device__ __forceinline__ LogitsSlice(SliceShared& shared, uint4* words, const LogitsParams& logits, int buffers)
+  __device__ __forceinline__ LogitsSlice(SliceShared& shared, uint4* words, int64_t vocab, const SliceTurns& turns = {})
       : shared_(shared),
         words_(words),
-        size_(num_words(logits.vocab, ptx::cluster_size())),
+        size_(num_words(vocab, ptx::cluster_size())),
         first_(static_cast<int>(ptx::cluster_rank()) * size_),
-        count_(clamp_to(static_cast<int>(logits.vocab) / kOfWord - first_, 0, size_)) {
+        count_(clamp_to(static_cast<int>(vocab) / kOfWord - first_, 0, size_)),
+        turns_(turns) {}
+  __device__ const SliceTurns& turns() const { return turns_; }
+
+  // Once. All threads of the cluster must meet before they exchange values.
+  __device__ __forceinline__ void begin(int buffers) const {
     if (threadIdx.x == 0) {
       for (int i = 0; i < 2; ++i) {
-        ptx::mbar_init(&shared.copied[i], 1);
-        ptx::mbar_init(&shared.told[i], 1);
+        ptx::mbar_init(&shared_.copied[i], 1);
+        ptx::mbar_init(&shared_.told[i], 1);
       }
-      ptx::mbar_init(&shared.gathered, 1);
+      ptx::mbar_init(&shared_.gathered, 1);
       ptx::fence_mbar_init();
     }
     const uint32_t lowest = clean_bits(Stored(kDType), 0, false) * (Stored::kWide ? 1 : 0x10001);
     for (int word = count_ + static_cast<int>(threadIdx.x); word < size_; word += static_cast<int>(blockDim.x)) {
-      for (int i = 0; i < buffers; ++i) this->words(i)[word] = {lowest, lowest, lowest, lowest};
+      for (int i = 0; i < buffers; ++i) words(i)[word] = {lowest, lowest, lowest, lowest};
     }
   }
 
@@ -53,22 +62,22 @@ class LogitsSlice {
   __device__ int token_of(int word) const { return (first_ + word) * kOfWord; }
 
   // Starts the copy of a row into a buffer that no thread reads any more. wait() waits for the newest copy into it.
-  __device__ __forceinline__ void copy(const LogitsParams& logits, int64_t row, int buffer) {
+  __device__ __forceinline__ void copy(const LogitRow& row, int buffer) {
     if (threadIdx.x == 0) wait(buffer);  // for one that nobody has waited for
-    sent_ ^= 1u << buffer;
+    turns_.copies ^= 1u << buffer;
     if (threadIdx.x != 0) return;
     ptx::mbar_arrive_expect(&shared_.copied[buffer], static_cast<uint32_t>(count_) * kWordBytes);
     if (count_ == 0) return;
-    const auto* const from = static_cast<const uint4*>(logit_row(logits, row).logits) + first_;
-    ptx::bulk_load(words(buffer), from, static_cast<uint32_t>(count_) * kWordBytes, &shared_.copied[buffer]);
+    ptx::bulk_load(words(buffer), static_cast<const uint4*>(row.logits) + first_,
+                   static_cast<uint32_t>(count_) * kWordBytes, &shared_.copied[buffer]);
   }
   __device__ __forceinline__ void wait(int buffer) const {
-    ptx::mbar_wait(&shared_.copied[buffer], ~(sent_ >> buffer) & 1u);
+    ptx::mbar_wait(&shared_.copied[buffer], ~(turns_.copies >> buffer) & 1u);
   }
 
   // Lane i gets the value of CTA i, 0 if there is none. All threads of a CTA meet meanwhile.
   __device__ __forceinline__ uint64_t exchange(uint64_t value, Fold how) {
-    return exchange_by_call(shared_, value, how, turn_++);
+    return exchange_by_call(shared_, value, how, turns_.exchanges++);
   }
   __device__ __forceinline__ Sums exchange(const Sums& own) {
     const uint64_t of_cta = exchange(own.mass << 16 | own.count, Fold::kSum);  // of fewer than 2^16 tokens
@@ -77,9 +86,9 @@ class LogitsSlice {
   __device__ __forceinline__ uint64_t largest(uint64_t value) {
     return fold(exchange(value, Fold::kLargest), Fold::kLargest);
   }
-  // Gives `own` to all CTAs, where they follow the values of the CTAs before in `all`, so many in all. These have been
-  // exchanged since a thread wrote `own` or read `all`. The barrier is another one: a CTA may give nothing, so that
-  // others do not wait for it.
+  // Copies `own` to `all` of every CTA, behind the values of the CTAs before, `total` in all. An exchange must lie
+  // between this and the last write of `own` or read of `all`. It has an mbarrier for itself: nobody waits for a CTA
+  // without tokens.
   __device__ __forceinline__ void gather(const uint64_t* own, uint32_t count, uint32_t before, uint32_t total,
                                          uint64_t* all) {
     if (threadIdx.x == 0) ptx::mbar_arrive_expect(&shared_.gathered, 8 * total);
@@ -89,7 +98,7 @@ class LogitsSlice {
       for (uint32_t rank = 0; rank < ptx::cluster_size(); ++rank)
         ptx::tell(&all[before + i], own[i], &shared_.gathered, rank);
     }
-    ptx::mbar_wait(&shared_.gathered, gathers_++ & 1u);
+    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);
   }
 
   // Calls f(word) for the first words of this lane's batches, whose words ascend: a CTA has a multiple of kLanes warps.
@@ -106,7 +115,7 @@ class LogitsSlice {
 #pragma unroll 1
       for (int word = first; word < first + kBatch * kApart; word += kApart) {
         const uint4 numbers = words(buffer)[word];
-        f(token_of(word), largest_of(numbers), numbers);
+        f(token_of(word), largest_of_word(numbers), numbers);
       }
     });
   }
@@ -125,10 +134,40 @@ class LogitsSlice {
     for (int i = 0; i < kOfWord; ++i) sum += f(stored.value(number_of(stored, registers, i)));
     return sum;
   }
-  static __device__ __forceinline__ float largest_of(const uint4& word) {
+  static __device__ __forceinline__ float largest_of_word(const uint4& word) {
     const uint32_t registers[4] = {word.x, word.y, word.z, word.w};
     return Stored::largest_of(registers);
   }
+
+  // ---- the same row as top_tokens.cuh reads it: the words of a thread are as many apart as the CTA has threads
+
+  struct Best {
+    float logit;
+    static constexpr bool nan = false;
+  };
+  // The largest logit of this thread, once the slice has arrived, and has no NaN nor +inf.
+  __device__ __forceinline__ Best best_of_words() const {
+    wait(0);
+#pragma unroll 1
+    while (true) {
+      float best = -kInfinity;
+#pragma unroll 4
+      for (int word = static_cast<int>(threadIdx.x); word < size_; word += own_stride())
+        best = larger_or_nan(best, largest_of_word(words_[word]));
+      if (!__syncthreads_or(!(best < kInfinity))) return {best};
+      mend(words_, count_, false);
+    }
+  }
+  static __device__ void learn(const Peak&) {}
+  static __device__ int own_begin() { return static_cast<int>(threadIdx.x) / 32 * 32; }
+  static __device__ int own_stride() { return static_cast<int>(blockDim.x); }
+  __device__ int num_words() const { return size_; }
+  __device__ uint4 clean_word_at(int word) const { return words_[word]; }
+  static __device__ bool stands() { return true; }
+  __device__ float raw(int token) const { return Stored::value(Stored::bits(words_, token - token_of(0))); }
+  __device__ float logit(int token) const { return raw(token); }
+  // Its blocks of so many tokens, of which runs have whole ones.
+  __device__ Blocks own_blocks(int size) const { return {token_of(0) / size, 1, ceil_div(token_of(count_), size)}; }
 
   // The first token of the row's largest logit, by ranked(), once the row is clean. kByCall: not the only exchange.
   template <bool kByCall>
@@ -137,7 +176,7 @@ class LogitsSlice {
     while (true) {
       const uint64_t own = best_of_thread(words(buffer));
       const uint64_t of_cta =
-          kByCall ? exchange(own, Fold::kLargest) : exchange_of(shared_, own, Fold::kLargest, turn_++);
+          kByCall ? exchange(own, Fold::kLargest) : exchange_of(shared_, own, Fold::kLargest, turns_.exchanges++);
       const uint64_t best = fold(of_cta, Fold::kLargest);
       const bool is_bad = best == kHasNan || best == kNoneFinite;
       bad |= is_bad;
@@ -184,11 +223,11 @@ class LogitsSlice {
   static __device__ __forceinline__ float largest_of_batch(const uint4* words) {
     float most[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) most[i] = largest_of(words[kApart * i]);
+    for (int i = 0; i < kBatch; ++i) most[i] = largest_of_word(words[kApart * i]);
     return largest_or_nan(most);
   }
 
-  // The largest of this thread's logits if no other lane has a larger one. Few lanes look for its first token.
+  // The largest of this thread's logits if no other lane has a larger one. Few lanes search for its first token.
   __device__ __forceinline__ uint64_t best_of_thread(const uint4* words) const {
     float best = -kInfinity;
     int batch_of_best = static_cast<int>(threadIdx.x) % 32;
@@ -204,7 +243,7 @@ class LogitsSlice {
 #pragma unroll 1
     for (int word = batch_of_best;; word += kApart) {
       const uint4 loaded = words[word];
-      if (largest_of(loaded) != best) continue;
+      if (largest_of_word(loaded) != best) continue;
       const uint32_t of_word[4] = {loaded.x, loaded.y, loaded.z, loaded.w};
       const Stored stored(kDType);
       uint32_t equal = 0;
@@ -227,8 +266,7 @@ class LogitsSlice {
   SliceShared& shared_;
   uint4* const words_;
   const int size_, first_, count_;
-  uint32_t turn_ = 0, gathers_ = 0,
-           sent_ = 0;  // exchanges; bit i of the last: whether the copies into buffer i are odd in number
+  SliceTurns turns_;
 };
 
 }  // namespace pagedtree::cuda

@@ -18,7 +18,7 @@ struct LogprobShared {
   RowDistribution distribution;
   MassTable sums;
 };
-static_assert(sizeof(LogprobShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(LogprobShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 // How many logits reach this one, by all CTAs of the cluster.
 template <DType kDType>
@@ -58,7 +58,7 @@ __device__ __forceinline__ void write_logprobs(const TokenLogprobsParams& p, int
   int32_t size = p.top_n;
   if (!distribution.uniform) {
     const uint32_t bound = find_peak(masses.row, p.top_n, shared.top);
-    size = list_best(RowItems<kDType>{masses.row}, bound, p.top_n, shared.top);
+    size = list_best(RowItems<LogitReader<kDType>>{masses.row}, bound, p.top_n, shared.top);
   }
   if (!is_first) return;
   for (int32_t i = threadIdx.x; i < size; i += blockDim.x) {

@@ -5,7 +5,7 @@
 
 namespace pagedtree::cuda {
 
-// Tokens of a race whose winner is known only once the row's peak is, and what the warps of a CTA have to beat.
+// Tokens that may win a race, which ends when the row's peak is known, and the least score that may win in a CTA.
 struct RaceNotes {
   static constexpr uint32_t kMost = 256;
   struct Note {
@@ -102,7 +102,7 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
       for (int i = 0; i < Reader::kBatch; ++i) {
         if (lane == from && word_of_lane == word + i * stride) most[i] = -kInfinity;
       }
-      // Each lane takes a token of the word.
+      // Each lane scores a token of the word.
       const int token = __shfl_sync(~0u, word_of_lane, from) * row.of_word() + lane % row.of_word();
       const float logit = row.logit(token);
       const float own_noise =
@@ -120,7 +120,7 @@ __device__ __forceinline__ float race_ahead(const Reader& row, const Scale& scal
   return peak;
 }
 
-// The winner of a race ahead, whose peak is known now; 0 if it is not among the tokens noted.
+// The winner of a race ahead, given the peak; 0 if it may not be among the notes.
 __device__ __forceinline__ uint64_t winner_of_notes(const RaceNotes& notes, const Scale& scale, BlockShared& shared) {
   constexpr uint64_t kUnknown = ~uint64_t{0};
   const float size = scale.peak * scale.inverse_temperature;

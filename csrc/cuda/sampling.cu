@@ -25,11 +25,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowCtas)
 }  // namespace
 
 void CudaBackend::sample(const SampleParams& p, const ExecContext& ctx) const {
-#if defined(PAGEDTREE_HAS_SM90A)
   const bool all = !sample_on_chip(p, ctx);
-#else
-  const bool all = true;
-#endif
   with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     in_turns(p.options, p.logits.num_rows, [&](int64_t first, int64_t count) {
       launch_rows(sample_kernel<dtype>, count, p.logits.vocab, kRowThreads, sizeof(SamplingShared), ctx.stream, p, all,

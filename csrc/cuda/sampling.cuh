@@ -3,7 +3,7 @@
 // written.
 #pragma once
 
-#include "cuda/kept_race.cuh"
+#include "cuda/kept_tokens.cuh"
 
 namespace pagedtree::cuda {
 
@@ -14,7 +14,6 @@ struct SamplingShared {
     RaceNotes notes;
     KeptNotes kept;
   };
-  uint32_t num_own;  // of the notes
   // No registers are left to keep these in.
   RowDistribution distribution;
   Sampling sampling;
@@ -80,7 +79,7 @@ __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) 
   const uint32_t own = peak != peak ? ~0u : order_key<ScalarMath>(peak + 0.0f);
   scale.peak = ranked_value(cluster_max(shared.radix.block, uint64_t{own} << 32));
   if (!(scale.peak < row.largest() && scale.peak > -kInfinity)) return -1;
-  __syncthreads();  // all have noted
+  __syncthreads();  // the notes are complete
   const uint64_t best = winner_of_notes(shared.notes, scale, shared.radix.block);
   return best == 0 ? -1 : ranked_id(best);
 }
@@ -88,21 +87,17 @@ __device__ __attribute__((noinline)) int32_t draw_ahead(SamplingShared& shared) 
 // Draws from the tokens that filters keep. Returns -1 if they are too many, or the row has NaN or no finite logit.
 template <DType kDType>
 __device__ __attribute__((noinline)) int32_t draw_kept(SamplingShared& shared) {
-  LogitReader<kDType> row(shared.distribution.row);
-  RowSlice<kDType> slice{row, shared.radix.block};
+  RowSlice<kDType> slice{LogitReader<kDType>(shared.distribution.row), shared.radix.block};
   const Sampling& sampling = shared.sampling;
-  KeptRace<RowSlice<kDType>> race{slice,
-                                  shared.kept,
-                                  shared.num_own,
-                                  sampling,
-                                  shared.seed,
-                                  shared.position,
-                                  row.vocab(),
-                                  min_p_bound(sampling.min_p),
-                                  {0.0f, inverse_temperature(sampling.temperature)}};
+  KeptTokens<RowSlice<kDType>> kept{slice,
+                                    shared.kept,
+                                    sampling,
+                                    slice.row.vocab(),
+                                    min_p_bound(sampling.min_p),
+                                    {0.0f, inverse_temperature(sampling.temperature)}};
   bool bad = false;
-  const uint64_t best = race.best_of_row(0, bad);
-  return best == race.kTooMany || best == race.kNoneFinite ? -1 : ranked_id(best);
+  const uint64_t best = kept.best_of_row(0, shared.seed, shared.position, bad);
+  return best == kept.kTooMany || best == kept.kNoneFinite ? -1 : ranked_id(best);
 }
 
 template <DType kDType>

@@ -15,27 +15,26 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
     sample_sm90_kernel(const __grid_constant__ SampleParams p, int buffers) {
   auto& shared = ptx::shared<SampleOnChip>();
   const int64_t r = ptx::cluster_index();
-  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits, buffers);
-  slice.copy(p.logits, r, 0);
+  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits.vocab);
+  slice.begin(buffers);
+  slice.copy(logit_row(p.logits, r), 0);
   ChipDraw<kDType, true> draw(slice, shared.draw, slice.words(buffers), sampling_of(p.sampling, r),
                               static_cast<uint64_t>(p.seeds[r]), static_cast<int32_t>(p.logits.vocab));
   ptx::meet_cluster();
   bool bad = false;
   const int32_t token = draw.token(0, integer_at(p.positions, r), bad);
   if (leads_cluster()) p.tokens[r] = token;
-  ptx::meet_cluster();  // no CTA is told anything when it has gone
+  ptx::meet_cluster();  // no CTA ends before the others have sent it their last values
 }
 
 }  // namespace
 
 bool sample_on_chip(const SampleParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.logits, p.options)) return false;
-  bool sampled = false;
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    sampled = launch_on_chip<ChipDraw<dtype, true>, SampleOnChip>(sample_sm90_kernel<dtype>, p.logits.num_rows,
-                                                                  p.logits, 1, p, ctx);
+  return with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    return launch_on_chip<dtype, SampleOnChip>(sample_sm90_kernel<dtype>, p.logits.num_rows, p.logits, 1, p, ctx,
+                                               ChipDraw<dtype, true>::bytes);
   });
-  return sampled;
 }
 
 }  // namespace pagedtree::cuda

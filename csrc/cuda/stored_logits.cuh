@@ -1,4 +1,4 @@
-// Logits as they lie in memory: single ones, words of 16 bytes, and groups of four.
+// Logits in memory: single ones, words of 16 bytes, and groups of four.
 #pragma once
 
 #include "core/numeric.h"
@@ -61,7 +61,7 @@ struct StoredLogits {
   }
 };
 
-// Logits of a dtype that is known at run time only: all threads take the same branches.
+// Logits of a dtype that is known at run time only: branches are the same for all threads.
 constexpr DType kAnyDType = static_cast<DType>(-1);
 template <>
 struct StoredLogits<kAnyDType> {

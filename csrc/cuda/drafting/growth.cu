@@ -1,8 +1,9 @@
 #include "core/drafting.h"
 #include "cuda/backend.h"
 #include "cuda/drafting/draw_children.cuh"
+#include "cuda/drafting/expand_top.cuh"
 #include "cuda/drafting/packing.cuh"
-#include "cuda/drafting/top_tokens.cuh"
+#include "cuda/on_chip.h"
 #include "cuda/tile/launch.cuh"
 
 namespace pagedtree::cuda {
@@ -12,51 +13,11 @@ constexpr int kTreeThreads = 256;
 
 // ---- expand_tree
 
-struct ExpandShared {
-  TopShared top;
-  SumShared sum;
-};
-static_assert(sizeof(ExpandShared) <= 99 << 10);  // what every GPU from sm_80 on gives
-
-// By all threads of a cluster.
-__device__ __forceinline__ void clear_children(const ExpandTreeParams& p, int64_t row, int64_t children) {
-  const int64_t thread = ptx::cluster_rank() * blockDim.x + threadIdx.x, threads = ptx::cluster_size() * blockDim.x;
-#pragma unroll 1
-  for (int64_t k = thread; k < p.num_children; k += threads) {
-    p.out_tokens[children + k] = -1;
-    p.out_scores[children + k] = -kInfinity;
-  }
-  if (p.law == GrowthLaw::kTopK) return;
-#pragma unroll 1
-  for (int64_t x = thread; x < p.logits.vocab; x += threads) p.draft_probs[row * p.logits.vocab + x] = 0.0f;
-}
-
 // For law "topk": one cluster per frontier node.
 template <DType kDType>
 __global__ void __launch_bounds__(kTopThreads, kTopCtas) expand_top_kernel(const __grid_constant__ ExpandTreeParams p) {
-  auto& [top, sum] = ptx::shared<ExpandShared>();
-  const uint32_t row = ptx::cluster_index(), width = static_cast<uint32_t>(p.num_expanded);
-  const int64_t b = row / width, f = row % width, children = first_child_of(p, b, f);
-  const float parent = frontier_score(p, b, f);
-  const bool is_first = ptx::cluster_rank() == 0;
-  LogitReader<kDType> reader(logit_row(p.logits, row));
-  const uint32_t bound = find_peak(reader, p.num_children, top);
-  if (!is_present(parent)) {  // looked at now, so that the row need not wait for it
-    ptx::meet_cluster();      // all have written what the first CTA has of them
-    return clear_children(p, row, children);
-  }
-  const float peak = ranked_value(top.best[0]);
-  if (peak > -kInfinity) sum_exp_of_blocks(reader, peak, sum);
-  const int32_t size = list_best(RowItems<kDType>{reader}, bound, p.num_children, top);
-  if (!is_first) return;
-  if (threadIdx.x == 0) sum.log_sum = size > 0 ? log(sum_of_blocks(sum, p.logits.vocab)) : 0.0;
-  __syncthreads();
-  for (int32_t k = threadIdx.x; k < p.num_children; k += blockDim.x) {
-    const uint64_t rank = top.best[k];
-    const float score = k < size ? child_score(parent, ranked_value(rank), peak, sum.log_sum) : -kInfinity;
-    p.out_scores[children + k] = score;
-    p.out_tokens[children + k] = is_present(score) ? ranked_id(rank) : -1;
-  }
+  LogitReader<kDType> row(logit_row(p.logits, ptx::cluster_index()));
+  expand_top(p, row, ptx::shared<ExpandShared>());
 }
 
 // For laws "iid", "swor" and "coupled".
@@ -185,7 +146,9 @@ __global__ void __launch_bounds__(kTreeThreads, 1) rerank_kernel(const __grid_co
 
 void CudaBackend::expand_tree(const ExpandTreeParams& p, const ExecContext& ctx) const {
   const int64_t rows = p.batch * p.num_expanded, vocab = p.logits.vocab;
+  const bool expanded = expand_on_chip(p, ctx);
   with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    if (expanded) return;
     if (p.law == GrowthLaw::kTopK) {
       launch_top(expand_top_kernel<dtype>, rows, vocab, sizeof(ExpandShared), ctx.stream, p);
     } else {

@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kTopThreads, kTopCtas)
   if (!active || p.num_heads == 0) return;
   LogitReader<kDType> reader(head_row(p, b, head));
   const uint32_t bound = find_peak(reader, p.num_top, shared);
-  const int32_t size = list_best(RowItems<kDType>{reader}, bound, p.num_top, shared);
+  const int32_t size = list_best(RowItems<LogitReader<kDType>>{reader}, bound, p.num_top, shared);
   if (ptx::cluster_rank() != 0) return;
   for (int32_t k = threadIdx.x; k < p.num_top; k += blockDim.x) {
     p.top_tokens[(b * p.num_heads + head) * p.num_top + k] = k < size ? ranked_id(shared.best[k]) : -1;

@@ -150,17 +150,17 @@ __device__ __forceinline__ int32_t list_best(const Items& items, uint32_t bound,
 
 // ---- the best tokens of a row
 
-template <DType kDType>
+template <typename Row>
 struct RowItems {
-  const LogitReader<kDType>& row;
+  const Row& row;
 
   __device__ __forceinline__ uint64_t best_of(int index, uint64_t least, uint64_t end, TopShared* candidates) const {
     uint64_t best = 0;
-    uint4 word = row.clean_word_at(index);
+    const uint4 word = row.clean_word_at(index);
     if (ranked(row.largest_of_word(word), 0) < least) return 0;
 #pragma unroll 1
-    for (int i = 0; i < row.of_word(); ++i, word = row.without_first(word)) {
-      const uint64_t rank = ranked(row.first_of(word), int64_t{index} * row.of_word() + i);
+    for (int i = 0; i < row.of_word(); ++i) {
+      const uint64_t rank = ranked(row.number(word, i), row.token_of(index) + i);
       if (rank >= least && rank < end) best = take_item(rank, best, candidates);
     }
     return best;
@@ -169,8 +169,8 @@ struct RowItems {
 
 // Finds the peak, that of shared.best[0] in every CTA, and what list_best() needs; returns the largest key of this
 // thread. From now on the reader knows whether the row is clean.
-template <DType kDType>
-__device__ __forceinline__ uint32_t find_peak(LogitReader<kDType>& row, int32_t count, TopShared& shared) {
+template <typename Row>
+__device__ __forceinline__ uint32_t find_peak(Row& row, int32_t count, TopShared& shared) {
   begin_candidates(shared);
   const auto best = row.best_of_words();
   const uint32_t key = order_key<ScalarMath>(best.logit + 0.0f);  // -0 ties with +0
@@ -184,7 +184,6 @@ __device__ __forceinline__ uint32_t find_peak(LogitReader<kDType>& row, int32_t 
 
 constexpr int kSumBlock = 1024, kSumPartials = 16;
 constexpr int kSumBlocks = 128;  // whose partial sums are kept at a time
-constexpr int kSumRadix = 8;     // sums of blocks are read so many at a time; those past the row are 0
 
 struct SumShared {
   float partials[kSumBlocks][kSumPartials + 1];  // one more per row avoids bank conflicts
@@ -194,10 +193,9 @@ struct SumShared {
 
 // The partial sums of exp(logit - peak) of one block, one for each of sixteen lanes. Logits are loaded while those
 // before them are weighed.
-template <DType kDType>
-__device__ __forceinline__ float partial_sum(const LogitReader<kDType>& row, float peak, int begin) {
+template <typename Row>
+__device__ __forceinline__ float partial_sum(const Row& row, float peak, int begin, int end) {
   constexpr int kAhead = 16, kStep = 8;
-  const int end = min_of(begin + kSumBlock, static_cast<int>(row.vocab()));
   int token = begin + static_cast<int>(threadIdx.x % kSumPartials);
   float partial = 0.0f;
   if (!row.stands()) {
@@ -234,25 +232,24 @@ __device__ __forceinline__ float partial_sum(const LogitReader<kDType>& row, flo
 }
 
 // The sums of exp(logit - peak) of the row's blocks, with the same bits as on the CPU: the partial sums of each are
-// added in order. The blocks of a CTA are as far apart as there are CTAs.
-template <DType kDType>
-__device__ __forceinline__ void sum_exp_of_blocks(const LogitReader<kDType>& row, float peak, SumShared& shared) {
-  const int ctas = static_cast<int>(ptx::cluster_size()), rank = static_cast<int>(ptx::cluster_rank());
-  const int vocab = static_cast<int>(row.vocab()), groups = static_cast<int>(blockDim.x) / kSumPartials;
-  const int padded = ceil_div(ceil_div(vocab, kSumBlock), kSumRadix) * kSumRadix;
+// added in order.
+template <typename Row>
+__device__ __forceinline__ void sum_exp_of_blocks(const Row& row, float peak, int vocab, SumShared& shared) {
+  const Blocks blocks = row.own_blocks(kSumBlock);
   double* const of_block = ptx::of_cta(&shared, 0)->of_block;
-  for (int first = 0; first * ctas + rank < padded; first += kSumBlocks) {
-    for (int i = static_cast<int>(threadIdx.x) / kSumPartials; i < kSumBlocks; i += groups) {
-      const int block = (first + i) * ctas + rank;
-      if (block >= padded) break;
-      shared.partials[i][threadIdx.x % kSumPartials] = partial_sum(row, peak, min_of(block * kSumBlock, vocab));
+  for (int first = blocks.first; first < blocks.end; first += kSumBlocks * blocks.step) {
+    for (int i = static_cast<int>(threadIdx.x) / kSumPartials; i < kSumBlocks; i += blockDim.x / kSumPartials) {
+      const int block = first + i * blocks.step;
+      if (block >= blocks.end) break;
+      shared.partials[i][threadIdx.x % kSumPartials] =
+          partial_sum(row, peak, block * kSumBlock, min_of((block + 1) * kSumBlock, vocab));
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < kSumBlocks && (first + i) * ctas + rank < padded; i += blockDim.x) {
+    for (int i = threadIdx.x; i < kSumBlocks && first + i * blocks.step < blocks.end; i += blockDim.x) {
       double sum = 0.0;
 #pragma unroll
       for (int j = 0; j < kSumPartials; ++j) sum += static_cast<double>(shared.partials[i][j]);
-      of_block[(first + i) * ctas + rank] = sum;
+      of_block[first + i * blocks.step] = sum;
     }
     __syncthreads();
   }
@@ -262,11 +259,8 @@ __device__ __forceinline__ void sum_exp_of_blocks(const LogitReader<kDType>& row
 __device__ __forceinline__ double sum_of_blocks(const SumShared& shared, int64_t vocab) {
   const int num_blocks = static_cast<int>(ceil_div<int64_t>(vocab, kSumBlock));
   double total = 0.0;
-#pragma unroll 1
-  for (int first = 0; first < num_blocks; first += kSumRadix) {
-#pragma unroll
-    for (int i = 0; i < kSumRadix; ++i) total += shared.of_block[first + i];
-  }
+#pragma unroll 8
+  for (int block = 0; block < num_blocks; ++block) total += shared.of_block[block];
   return total;
 }
 

@@ -143,25 +143,4 @@ __device__ __forceinline__ WarpRun run_of_warp(int32_t size) {
   return {length, begin, min_of(begin + length, size)};
 }
 
-// Sorts `values`, the largest first. `capacity` is a power of two; entries from `size` on are overwritten.
-__device__ __forceinline__ void block_sort(uint64_t* values, int32_t size, int32_t capacity) {
-  for (int32_t i = size + static_cast<int32_t>(threadIdx.x); i < capacity; i += blockDim.x) values[i] = 0;
-  for (int32_t run = 2; run <= capacity; run *= 2) {
-    for (int32_t apart = run / 2; apart > 0; apart /= 2) {
-      __syncthreads();
-      for (int32_t i = threadIdx.x; i < capacity; i += blockDim.x) {
-        const int32_t other = i ^ apart;
-        if (other < i) continue;
-        const uint64_t a = values[i], b = values[other];
-        const bool falling = (i & run) == 0;
-        if (falling ? a < b : b < a) {
-          values[i] = b;
-          values[other] = a;
-        }
-      }
-    }
-  }
-  __syncthreads();
-}
-
 }  // namespace pagedtree::cuda

@@ -1,26 +1,124 @@
-// The `Rows` of core/verify/rules.h over lists of kept tokens. All sums are those of `Rows` in rules.cuh, bit for bit:
-// the other tokens add zeros there. A row that does not fit makes all that follows of its tree worthless, and leaves
-// the tree to the kernels with `Rows`.
+// The `Rows` of core/verify/rules.h over lists of kept tokens. Sums have the bits of `Rows` in rules.cuh, where the
+// other tokens add zeros. A row without a list leaves its tree to rules_kernel; the rest of the walk does not
+// count then.
 #pragma once
 
-#include "cuda/verify/kept_tokens.cuh"
+#define PT_WITH_WALKS
+#include "core/verify/table.h"
+#include "cuda/kept_tokens.cuh"
+#include "cuda/on_chip.h"
 #include "cuda/verify/rules.cuh"
 
 namespace pagedtree::cuda {
 
+// The tokens that the filters keep of a row, by ascending token. Each CTA has the list.
+struct KeptList {
+  uint32_t size;
+  int32_t tokens[KeptNotes::kMost];
+  float masses[KeptNotes::kMost], drafts[KeptNotes::kMost];  // the draft's probabilities
+
+  // The first entry whose token is not below `least`.
+  __device__ uint32_t place_of(int32_t least) {
+    return static_cast<uint32_t>(TriedTokens{tokens, static_cast<int32_t>(size)}.lower_bound(least));
+  }
+};
+
 struct KeptShared {
+  BlockShared block;
+  NodeDistributions distributions;  // at a node
+  KeptNotes notes;
   KeptList list;
+  uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
   NearTree tree;
   MassTable sums, drafts;
-  double total;                                 // of the sums
-  uint16_t first_of_block[kMaxMassBlocks + 1];  // index of the first kept token from each block on
+  double total;  // of the sums
   int32_t tried[kMaxTreeNodes];
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(2 * (sizeof(KeptShared) + 1024) <= 228 << 10);  // so that two CTAs fit on an SM of Hopper
+static_assert(sizeof(KeptShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
-// What is left of the masses, see ResidualMasses.
+// Not inlined, as few drafts are logits.
+inline __device__ __attribute__((noinline)) float draft_of(int32_t token) {
+  return DraftMasses(ptx::shared<KeptShared>().distributions).at(token);
+}
+
+// The row that the target's distribution has, in memory.
+template <DType kDType>
+struct RowInMemory {
+  RowSlice<kDType> slice;
+
+  __device__ RowInMemory(KeptShared& shared, bool is_known)
+      : slice{LogitReader<kDType>(shared.distributions.target.row), shared.block} {
+    if (is_known) slice.row.learn(shared.distributions.target);
+  }
+};
+
+// Lists the tokens that sequence b keeps of that row, and writes the distribution; `again`: it is known. Returns
+// whether it could.
+template <typename Row>
+__device__ __attribute__((noinline)) bool find_kept(const SamplingParams& p, int64_t b, bool again) {
+  auto& shared = ptx::shared<KeptShared>();
+  auto& [size, tokens, masses, drafts] = shared.list;
+  KeptNotes& notes = shared.notes;
+  RowDistribution& target = shared.distributions.target;
+  if (threadIdx.x == 0) size = notes.num_own = 0;
+  __syncthreads();
+  const int32_t vocab = target.row.vocab;
+  Sampling sampling = sampling_of(p, b);
+  if (sampling.temperature == 0.0f) sampling = {1.0f, 0, 0.0f, 0.0f, false};  // top-p keeps the first token alone
+  if (!has_filter(sampling, vocab)) return false;
+  Row row(shared, again);
+  KeptTokens<decltype(row.slice)> kept{row.slice,
+                                       notes,
+                                       sampling,
+                                       vocab,
+                                       min_p_bound(sampling.min_p),
+                                       {0.0f, inverse_temperature(sampling.temperature)}};
+  uint64_t last = 0;
+  if (again) {
+    kept.scale = target.scale;
+    kept.gather(0, target.filter.min_logit, false);
+    if (kept.size > KeptNotes::kMost) return false;
+    last = ranked(target.filter.min_logit, target.filter.tie_end - 1);
+  } else {
+    bool bad = false;
+    last = kept.last_of_row(0, bad);
+    if (last == kept.kTooMany || last == kept.kNoneFinite) return false;
+    if (threadIdx.x == 0)
+      target = {target.row, kept.scale, {ranked_value(last), ranked_id(last) + 1, kept.min_x}, -1, false, bad};
+  }
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < kept.size; i += blockDim.x) {
+    if (notes.all[i] >= last) notes.own[atomicAdd(&size, 1u)] = notes.all[i];
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < size; i += blockDim.x) {
+    const uint64_t rank = notes.own[i];
+    uint32_t place = 0;
+    bool is_best = true;
+#pragma unroll 1
+    for (uint32_t j = 0; j < size; ++j) {
+      place += static_cast<uint32_t>(notes.own[j]) > static_cast<uint32_t>(rank);  // complements of tokens
+      is_best &= notes.own[j] <= rank;
+    }
+    if (is_best) target.best = ranked_id(rank);
+    tokens[place] = ranked_id(rank);
+    masses[place] = mass_of<ScalarMath>(target.scale(ranked_value(rank)));
+    drafts[place] = draft_of(ranked_id(rank));
+  }
+  __syncthreads();
+  const auto num_blocks = static_cast<uint32_t>(MassTable::num_blocks(vocab));
+#pragma unroll 1
+  for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x)
+    shared.first_of_block[block] =
+        static_cast<uint16_t>(shared.list.place_of(static_cast<int32_t>(block) * kMassBlock));
+  __syncthreads();
+  return true;
+}
+
+// max(m - c q, 0) for each kept token, 0 if it was tried, see ResidualMasses.
 struct KeptResiduals {
   const KeptShared& shared;
   float factor = 0.0f;
@@ -29,20 +127,20 @@ struct KeptResiduals {
 
   __device__ KeptResiduals(KeptShared& in, double c, int32_t num_tried, bool only_drafted)
       : shared(in), counts_drafts(only_drafted), tried{in.tried, num_tried} {
-    with_draft = c != 0.0 && in.list.distributions.draft.row.logits != nullptr;
-    if (with_draft) factor = draft_factor(in.list.distributions, c);
+    with_draft = c != 0.0 && in.distributions.draft.row.logits != nullptr;
+    if (with_draft) factor = draft_factor(in.distributions, c);
     if (counts_drafts && !with_draft) tried.size = 0;
   }
   __device__ __forceinline__ float operator()(uint32_t i) const {
     float left = shared.list.masses[i];
     const float q = with_draft ? shared.list.drafts[i] : 0.0f;
     if (with_draft) left = residual_mass<ScalarMath>(left, factor, q);
-    if (tried.size > 0 && (!counts_drafts || q > 0.0f) && tried.contains(shared.list.token(i))) left = 0.0f;
+    if (tried.size > 0 && (!counts_drafts || q > 0.0f) && tried.contains(shared.list.tokens[i])) left = 0.0f;
     return left;
   }
 };
 
-// The draft's probabilities without those of tried tokens, which only change where the last token was tried.
+// The draft's probabilities, 0 for tried tokens. One more tried token changes its block alone.
 struct UntriedDrafts {
   static constexpr int kRows = 1, kBatch = 4, kSums = 1;
 
@@ -84,7 +182,7 @@ __device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, co
 #pragma unroll 1
       for (uint32_t i = from; i < to; ++i) {
         const float mass = value(i);
-        const uint32_t place = static_cast<uint32_t>(shared.list.token(i)) % kMassSums;
+        const uint32_t place = static_cast<uint32_t>(shared.list.tokens[i]) % kMassSums;
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) {
           if (place == 4 * lane + j) sums[j] += mass;
@@ -107,8 +205,8 @@ __device__ __forceinline__ double sum_kept(KeptShared& shared, int32_t vocab, co
   return total;
 }
 
-// MassSearch::pick() of a mass of each run of `width` tokens, among the kept tokens `begin` to `end`; both are left as
-// those of the run that is picked.
+// MassSearch::pick() among the runs of `width` tokens from kept token `begin` to `end`, which become the bounds of the
+// picked run.
 template <typename Value>
 __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& shared, const Value& value,
                                          int32_t width, uint32_t& begin, uint32_t& end) {
@@ -117,9 +215,9 @@ __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& s
 #pragma unroll 1
   for (uint32_t i = begin; i < end && !(sum > search.bound && picked_end > picked);) {
     const uint32_t first = i;
-    const int32_t run = shared.list.token(i) / width;
+    const int32_t run = shared.list.tokens[i] / width;
     double mass = 0.0;
-    for (; i < end && shared.list.token(i) / width == run; ++i) mass += static_cast<double>(value(i));
+    for (; i < end && shared.list.tokens[i] / width == run; ++i) mass += static_cast<double>(value(i));
     if (!(mass > 0.0)) continue;
     picked = first;
     picked_end = i;
@@ -130,8 +228,8 @@ __device__ __forceinline__ void pick_run(MassSearch& search, const KeptShared& s
   end = picked_end;
 }
 
-// Without kSwor, no sums of drafts are asked for.
-template <DType kDType, bool kSwor>
+// kSwor: there may be sums of drafts.
+template <typename Row, bool kSwor>
 class KeptRows {
  public:
   __device__ KeptRows(const RatioParams& p, KeptShared& shared)
@@ -148,25 +246,20 @@ class KeptRows {
     if (failed_) walk.status = kLeftToOthers;
     if (leads()) walk.finish();
   }
-  __device__ NodeDistributions& distributions() { return shared_.list.distributions; }
+  __device__ NodeDistributions& distributions() { return shared_.distributions; }
   __device__ AcceptedNodes accepted_nodes() { return {shared_.parents, shared_.depths}; }
 
   __device__ void open(const RatioParams& p, int64_t b, int64_t row, bool with_draft,
                        NodeDistributions& distributions) {
     clear_tried();
     find_both<false>(p, b, row, with_draft, distributions, [&](const SamplingParams& sampling) {
-      failed_ = failed_ || !find_kept<kDType>(sampling, b, false);
-      __syncthreads();
+      find(sampling, b, false);
       if (failed_ && leads_cta()) distributions.target.bad = false;
-      weigh();
       return sums(distributions, 0.0).residual;
     });
   }
 
-  __device__ void open_again(const RatioParams& p, int64_t b, int64_t /*row*/) {
-    failed_ = failed_ || !find_kept<kDType>(p.verify.sampling, b, true);
-    weigh();
-  }
+  __device__ void open_again(const RatioParams& p, int64_t b, int64_t /*row*/) { find(p.verify.sampling, b, true); }
 
   __device__ double target(const NodeDistributions& /*distributions()*/, int32_t token) const {
     const int32_t at = place_of(token);
@@ -217,47 +310,27 @@ class KeptRows {
   }
 
  private:
-  static __device__ __attribute__((noinline)) float draft_of(int32_t token) {
-    return DraftMasses(ptx::shared<KeptShared>().list.distributions).at(token);
-  }
-
   // The index of a token in the list, -1 if it is not kept.
   __device__ int32_t place_of(int32_t token) const { return failed_ ? -1 : place_in_list(token); }
   static __device__ __attribute__((noinline)) int32_t place_in_list(int32_t token) {
-    const KeptList& list = ptx::shared<KeptShared>().list;
+    KeptList& list = ptx::shared<KeptShared>().list;
     const uint32_t at = list.place_of(token);
-    return at < list.size && list.token(at) == token ? static_cast<int32_t>(at) : -1;
+    return at < list.size && list.tokens[at] == token ? static_cast<int32_t>(at) : -1;
   }
 
-  __device__ void weigh() {
+  __device__ void find(const SamplingParams& sampling, int64_t b, bool again) {
     last_block_ = -1;
-    if (!failed_) weigh_list();
+    failed_ = failed_ || !find_kept<Row>(sampling, b, again);
   }
-  // Sorts the kept tokens, and weighs them by target and draft.
-  static __device__ __attribute__((noinline)) void weigh_list() {
-    auto& shared = ptx::shared<KeptShared>();
-    KeptList& list = shared.list;
-    sort_kept(list);
-    for (uint32_t i = threadIdx.x; i < list.size; i += blockDim.x) {
-      list.masses[i] = mass_of<ScalarMath>(list.distributions.target.scale(list.logit(i)));
-      list.drafts[i] = draft_of(list.token(i));
-    }
-    const uint32_t num_blocks = static_cast<uint32_t>(MassTable::num_blocks(list.distributions.target.row.vocab));
-    for (uint32_t block = threadIdx.x; block <= num_blocks; block += blockDim.x) {
-      shared.first_of_block[block] = static_cast<uint16_t>(list.place_of(static_cast<int32_t>(block) * kMassBlock));
-    }
-    __syncthreads();
-  }
-
   static __device__ __attribute__((noinline)) double sum_left(double c, int32_t num_tried, bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
-    const int32_t vocab = shared.list.distributions.target.row.vocab;
+    const int32_t vocab = shared.distributions.target.row.vocab;
     return sum_kept(shared, vocab, KeptResiduals(shared, c, num_tried, counts_drafts));
   }
 
   static __device__ __attribute__((noinline)) double sum_drafts(int32_t num_tried, int32_t only_block) {
     auto& shared = ptx::shared<KeptShared>();
-    const DraftMasses draft(shared.list.distributions);
+    const DraftMasses draft(shared.distributions);
     sum_blocks(UntriedDrafts{draft, {shared.tried, num_tried}, only_block}, shared.drafts, shared.drafts);
     return shared.drafts.total(draft.masses.vocab());
   }
@@ -265,7 +338,7 @@ class KeptRows {
   static __device__ __attribute__((noinline)) int32_t draw_left(double c, double u, int32_t num_tried,
                                                                 bool counts_drafts) {
     auto& shared = ptx::shared<KeptShared>();
-    const int32_t vocab = shared.list.distributions.target.row.vocab;
+    const int32_t vocab = shared.distributions.target.row.vocab;
     __syncthreads();
     MassSearch search{u * shared.total};
     const int32_t block = shared.sums.pick_block(vocab, search);
@@ -273,7 +346,7 @@ class KeptRows {
     const KeptResiduals value(shared, c, num_tried, counts_drafts);
 #pragma unroll 1
     for (int32_t width = kMassRadix; width > 0; width /= kMassRadix) pick_run(search, shared, value, width, begin, end);
-    return begin < end ? shared.list.token(begin) : block * kMassBlock;
+    return begin < end ? shared.list.tokens[begin] : block * kMassBlock;
   }
 
   KeptShared& shared_;
@@ -281,5 +354,17 @@ class KeptRows {
   int32_t last_block_ = -1;  // of the token that was tried last; -1: the draft's row is not summed yet
   bool counts_drafts_, sums_drafts_, failed_ = false;
 };
+
+template <Rule kRule, typename Rows>
+__device__ __forceinline__ void walk_by(const RatioParams& p, int64_t b, Rows rows) {
+#define PT_WALK(op, Params, Name, walk, ...) \
+  if constexpr (kRule == Rule::k##Name) walk(p, b, rows);
+  PT_EACH_WALK(PT_WALK, PT_WALK)
+#undef PT_WALK
+}
+template <Rule kRule, typename Row>
+__device__ __forceinline__ void walk_kept(const RatioParams& p) {
+  walk_by<kRule>(p, ptx::cluster_index(), KeptRows<Row, kRule != Rule::kBlock>(p, ptx::shared<KeptShared>()));
+}
 
 }  // namespace pagedtree::cuda

@@ -27,7 +27,7 @@ struct RulesShared {
   int16_t parents[kMaxTreeNodes];
   int16_t depths[kMaxTreeNodes];
 };
-static_assert(sizeof(RulesShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(RulesShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 // The masses of a draft's distribution: probabilities as given, or from logits.
 struct DraftMasses {
@@ -39,7 +39,7 @@ struct DraftMasses {
         present(distributions.draft.row.logits != nullptr),
         is_probs(distributions.draft_is_probs) {}
 
-  // What the compiler knows about a draft's row needs no registers.
+  // Constants of drafts' rows, which need no registers.
   static __device__ RowDistribution plain(RowDistribution distribution, int32_t vocab) {
     distribution.row.vocab = vocab;
     distribution.row.allowed = nullptr;
@@ -68,8 +68,7 @@ __device__ __forceinline__ uint32_t tried_of_four(const TriedTokens& tried, int3
   return bits;
 }
 
-// What is left of the target's masses, and the drafts' masses; tried tokens count as nothing. For the entropy, terms
-// m log m of the masses m.
+// max(m - c q, 0) of the target's masses m and the draft's q, and q; 0 for tried tokens. For the entropy, m log m.
 struct ResidualMasses {
   static constexpr int kRows = 2, kBatch = 2, kSums = 2;
 
@@ -79,7 +78,7 @@ struct ResidualMasses {
   bool with_draft, counts_drafts, of_entropy = false;
   TriedTokens tried;
   int only_block = -1;             // -1: all
-  float (*block)[kMassRadix + 1];  // room for what is left of only_block
+  float (*block)[kMassRadix + 1];  // receives the residuals of only_block
 
   __device__ ResidualMasses(const NodeDistributions& distributions, double c, const TriedTokens& tried_tokens,
                             bool only_drafted)
@@ -242,7 +241,7 @@ class Rows {
   __device__ void mark_tried(int32_t token) { tried_.size = try_token(tried_.ids, token, tried_.size); }
 
  private:
-  // What rules do with rows in several places is not inlined there: it is most of a kernel's code.
+  // Not inlined: rules call them in several places, and they are most of a kernel's code.
 
   static __device__ __attribute__((noinline)) float mass_at(int32_t token, bool of_draft) {
     const NodeDistributions& distributions = ptx::shared<RulesShared>().distributions;

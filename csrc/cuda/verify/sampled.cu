@@ -17,7 +17,7 @@ struct WalkShared {
   TreeWalk walk;  // no registers are left to keep it in
   bool more;
 };
-static_assert(sizeof(WalkShared) <= 99 << 10);  // what every GPU from sm_80 on gives
+static_assert(sizeof(WalkShared) <= 99 << 10);  // the least shared memory of a CTA from sm_80 on
 
 __device__ __forceinline__ uint64_t seed_of(const VerifyParams& p, int64_t b) {
   return p.seeds == nullptr ? 0 : static_cast<uint64_t>(p.seeds[b]);
@@ -90,11 +90,7 @@ __global__ void __launch_bounds__(32) tokens_kernel(const __grid_constant__ Veri
 }  // namespace
 
 void CudaBackend::verify_sampled(const VerifyParams& p, const ExecContext& ctx) const {
-#if defined(PAGEDTREE_HAS_SM90A)
   const bool all = !walk_on_chip(p, ctx);
-#else
-  const bool all = true;
-#endif
   if (!all && p.sampling.temperature == nullptr) return;
   with_logit_dtype(dtype_under(p.options, p.logits.dtype), [&](auto dtype) {
     in_turns(p.options, p.batch, [&](int64_t first, int64_t count) {

@@ -47,19 +47,20 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
     walk_sm90_kernel(const __grid_constant__ VerifyParams p, int buffers) {
   auto& shared = ptx::shared<WalkOnChip>();
   TreeWalk walk(p, static_cast<int64_t>(ptx::cluster_index()));
-  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits, buffers);
+  LogitsSlice<kDType> slice(shared.draw.slice, shared.words, p.logits.vocab);
+  slice.begin(buffers);
   ChipDraw<kDType, kSampled> draw(slice, shared.draw, slice.words(buffers), sampling_of(p.sampling, walk.b),
                                   kSampled ? static_cast<uint64_t>(p.seeds[walk.b]) : 0,
                                   static_cast<int32_t>(p.logits.vocab));
   int at = 0;
   bool more = walk.num_nodes > 0;
-  if (more) slice.copy(p.logits, walk.row(), at);
+  if (more) slice.copy(logit_row(p.logits, walk.row()), at);
   begin_near(walk, shared.tree);
 #pragma unroll 1
   while (more) {
     Children children(walk);
     const bool sends_ahead = buffers > 1 && children.first >= 0;
-    if (sends_ahead) slice.copy(p.logits, walk.rows.begin + children.first, 1 - at);
+    if (sends_ahead) slice.copy(logit_row(p.logits, walk.rows.begin + children.first), 1 - at);
     bool bad = false;
     const int32_t token = draw.token(at, draw.greedy() ? 0 : position_at(root_position_of(p, walk.b), walk.depth), bad);
     if (token == draw.kTooMany) {
@@ -73,10 +74,10 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
     if (sends_ahead && child == children.first) {
       at = 1 - at;
     } else if (more) {
-      slice.copy(p.logits, walk.row(), at);
+      slice.copy(logit_row(p.logits, walk.row()), at);
     }
   }
-  for (int i = 0; i < 2; ++i) slice.wait(i);  // no copy arrives when its CTA has gone, nor is a CTA told anything then
+  for (int i = 0; i < 2; ++i) slice.wait(i);  // no CTA ends before its copies and the others' last values have come
   if (leads_cluster()) walk.finish();
   ptx::meet_cluster();
 }
@@ -85,14 +86,12 @@ __global__ void __launch_bounds__(kRowThreads, kChipCtas)
 
 bool walk_on_chip(const VerifyParams& p, const ExecContext& ctx) {
   if (!may_be_on_chip(p.logits, p.options)) return false;
-  bool walked = false;
-  with_logit_dtype(p.logits.dtype, [&](auto dtype) {
-    walked = p.sampling.temperature != nullptr ? launch_on_chip<ChipDraw<dtype, true>, WalkOnChip>(
-                                                     walk_sm90_kernel<dtype, true>, p.batch, p.logits, 2, p, ctx)
-                                               : launch_on_chip<ChipDraw<dtype, false>, WalkOnChip>(
-                                                     walk_sm90_kernel<dtype, false>, p.batch, p.logits, 2, p, ctx);
+  return with_logit_dtype(p.logits.dtype, [&](auto dtype) {
+    const bool sampled = p.sampling.temperature != nullptr;
+    return launch_on_chip<dtype, WalkOnChip>(sampled ? walk_sm90_kernel<dtype, true> : walk_sm90_kernel<dtype, false>,
+                                             p.batch, p.logits, 2, p, ctx,
+                                             sampled ? ChipDraw<dtype, true>::bytes : ChipDraw<dtype, false>::bytes);
   });
-  return walked;
 }
 
 }  // namespace pagedtree::cuda

@@ -47,7 +47,8 @@ def of_ways(name: str, file: str, line: str, broken: str) -> Mutant:
 
 
 def of_chip(name: str, file: str, line: str, broken: str) -> Mutant:
-    return Mutant(name, f"cuda/{file}", line, broken, (CASES,), "simt", "verify_sampled and (simt or clusters)")
+    only = "verify_sampled and (simt or clusters) or draws_on_chip"
+    return Mutant(name, f"cuda/{file}", line, broken, (CASES, "tests/ops/test_sampling_rows.py"), "simt", only)
 
 
 def of_rotary(name: str, file: str, line: str, broken: str, backend: str = "cpu") -> Mutant:
@@ -293,7 +294,7 @@ ON_CHIP = [
     of_chip("an exchange that is not waited for", "logits_slice.cuh",
             "    ptx::mbar_wait(&shared.told[at], turn >> 1 & 1);\n", ""),
     of_chip("tokens of other CTAs that are not waited for", "logits_slice.cuh",
-            "    ptx::mbar_wait(&shared_.gathered, gathers_++ & 1u);\n", ""),
+            "    ptx::mbar_wait(&shared_.gathered, turns_.lists++ & 1u);\n", ""),
     of_chip("a slice mended before it arrived", "draws_sm90.cuh", "    slice_.wait(buffer);\n    uint64_t", "uint64_t"),
 ]  # fmt: skip
 
@@ -425,15 +426,15 @@ TOP = [
     of_top("a threshold that too few tokens reach", "shared.best[count - 1]", "shared.best[count / 2]"),
     of_top("ties that no search looks at", "if (shared.too_many) {", "if (shared.too_many == 2) {"),
     of_top("groups that share threads", "int apart = 1 << bits >> 1;", "int apart = 16;"),
-    of_top("blocks of other CTAs", "of_block[(first + i) * ctas + rank] = sum", "of_block[(first + i) * ctas] = sum"),
+    of_top("blocks of other CTAs", "block = first + i * blocks.step", "block = blocks.first + i"),
     of_top("partial sums that are loaded twice", "load(token + kAhead * kSumPartials);", "load(token);"),
 ]
 
 WAYS = [
     of_ways("more noted than there is room for", "race", "count <= RaceNotes::kMost;", "count > 0;"),
-    of_ways("a draw by rounding", "kept_race", "if (before >= needed_at_least) flag = kFlag;", ""),
-    of_ways("the ties of the k-th left out", "kept_race", "(of_warp) & ~kIds;", "(of_warp);"),
-    of_ways("a list of notes cut off", "kept_race", "place < KeptNotes::kMost)", "place < 16)"),
+    of_ways("a draw by rounding", "kept_tokens", "if (before >= needed_at_least) flag = kFlag;", ""),
+    of_ways("the ties of the k-th left out", "kept_tokens", "(of_warp) & ~kIds;", "(of_warp);"),
+    of_ways("a list of notes cut off", "kept_tokens", "place < KeptNotes::kMost)", "place < 16)"),
     of_ways("ties at a threshold all kept", "filters", "if (ties == cut.at.count) return", "if (ties > 0) return"),
 ]
 

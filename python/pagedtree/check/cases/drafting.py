@@ -24,7 +24,7 @@ from pagedtree import (
 )
 from pagedtree.check.case import Case, Place, Results, within
 from pagedtree.check.cases.inputs import DTYPES, float32, int32, int64, normal, random_tree, seeded, words64
-from pagedtree.check.cases.verification import SAMPLINGS, hostile_rows
+from pagedtree.check.cases.verification import SAMPLINGS, engine, hostile_rows
 from pagedtree.drafting import DraftState
 from pagedtree.reference import drafting as loops
 from pagedtree.reference.tree import pack
@@ -49,6 +49,9 @@ def _expansions() -> Iterator[Case]:
         logits += torch.arange(vocab, dtype=torch.int64) * (2.0**-9 if dtype == "fp32" else 0.0)
         count = min(4, vocab)
         yield _expansion(f"topk/{dtype}/V {vocab}", logits.to(DTYPES[dtype]), count, count)
+    for dtype, vocab in (("fp32", 136), ("fp16", 1032), ("bf16", 33_000)):
+        rows = hostile_rows(vocab + 5, DTYPES[dtype])[:, :vocab]
+        yield _expansion(f"topk/on chip/{dtype}/V {vocab}", rows, 5, 5, active=vocab < 200, on_chip=True)
     yield _expansion("topk/hostile rows", hostile_rows(130, torch.float32), 5, 5)
     yield _expansion("topk/inactive sequences", hostile_rows(130, torch.bfloat16), 5, 5, active=True)
     yield _expansion("topk/no sequence", torch.zeros(0, 9, dtype=torch.float32), 3, 3)
@@ -73,7 +76,7 @@ def _expansions() -> Iterator[Case]:
 
 def _expansion(
     name: str, logits: Tensor, num_children: int, num_frontier: int, *, law: str = "topk",
-    params: dict[str, Any] | None = None, active: bool = False,
+    params: dict[str, Any] | None = None, active: bool = False, on_chip: bool = False,
 ) -> Case:  # fmt: skip
     """Grows two levels: the root of each sequence, then its frontier, with rows of the same kind."""
     batch = logits.shape[0]
@@ -85,8 +88,9 @@ def _expansion(
         sampled = {} if params is None else {"params": SamplingParams(**params), **place.put(streams)}
         state = start_draft(place.put(int64(range(batch))), max_kv_nodes=40, active=place.put(present))
         options = {"num_children": num_children, "law": law, **sampled}
-        state = expand_tree(state, place.put(logits), num_frontier=num_frontier, **options)
-        state = expand_tree(state, place.put(second), **options)
+        with engine(place, on_chip):
+            state = expand_tree(state, place.put(logits), num_frontier=num_frontier, **options)
+            state = expand_tree(state, place.put(second), **options)
         return state_results(state)
 
     def by_loops() -> Results:
@@ -96,7 +100,9 @@ def _expansion(
 
     streams = {"seeds": seeds, "positions": positions}
     probs = {f"draft_probs {i}": within(1e-9, 2e-5) for i in range(2)}
-    return Case(f"expand_tree/{name}", ("expand_tree",), run, by_loops, compare={"scores": SCORES, **probs})
+    compare = {"scores": SCORES, **probs}
+    backends = ("simt", "cuda") if on_chip else None
+    return Case(f"expand_tree/{name}", ("expand_tree",), run, by_loops, compare=compare, backends=backends)
 
 
 def state_results(state: DraftState) -> Results:

@@ -28,6 +28,7 @@ from pagedtree.check.cases.verification import (
     Problem,
     Sampling,
     Tree,
+    engine,
     forest,
     limited,
     problem_of,
@@ -69,6 +70,15 @@ def cases() -> Iterator[Case]:
                 hostile = _trees(chains, vocab, dtype=dtype, hostile=True)
                 name = f"{draft_law}/hostile rows/V {vocab}"
                 yield _rule(op, name, hostile, SAMPLINGS["all filters"], draft_law, own_coins=True, loops=False)
+            for i, dtype in enumerate(("fp32", "fp16", "bf16")):
+                problem, name = _trees(chains, 40, dtype=dtype), f"{draft_law}/on chip/{dtype}"
+                params = {"top_p": 0.9} if i == 1 and draft_law != "onehot" else None
+                yield _rule(op, name, problem, SAMPLINGS["all filters"], draft_law, draft_params=params, on_chip=True)
+            hostile = _trees(chains, 33_000, hostile=True)
+            name = f"{draft_law}/on chip/hostile rows/V 33000"
+            yield _rule(op, name, hostile, SAMPLINGS["top-p"], draft_law, own_coins=True, loops=False, on_chip=True)
+    for dtype in ("fp32", "fp16", "bf16"):
+        yield _typical(f"on chip/{dtype}", _trees(False, 40, dtype=dtype), SAMPLINGS["all filters"], on_chip=True)
     for name, problem in _problems(False, forbidden_row=-1).items():
         for sampling in ("plain", "greedy", "all filters"):
             yield _typical(f"{name}/{sampling}", problem, SAMPLINGS[sampling])
@@ -140,6 +150,7 @@ def _rule(
     loops: bool = True,
     even: bool = False,
     draft_params: Sampling | None = None,
+    on_chip: bool = False,
 ) -> Case:
     """own_coins: the op draws its coins from seeds and positions; else the coins are given.
 
@@ -157,6 +168,8 @@ def _rule(
     if draft_law == "swor" and not even:
         draft_rows = draft_rows.int()
     strided = torch.full((rows, probs.shape[1] + 5), math.nan, dtype=probs.dtype)[:, 2:-3].copy_(probs[order.argsort()])
+    if on_chip:
+        strided = strided.contiguous()
     streams = {"seeds": words64(problem.batch), "positions": words64(problem.batch, 1) >> 2}
     if own_coins and draft_law == "swor":
         streams["positions"] = (streams["positions"] >> 32).int()
@@ -172,7 +185,8 @@ def _rule(
         if draft_params is not None:
             keywords["draft_params"] = SamplingParams(**draft_params)
         params = SamplingParams(**place.put(sampling))
-        return function(*arguments, params, draft_law=draft_law, **keywords, **options)._asdict()
+        with engine(place, on_chip):
+            return function(*arguments, params, draft_law=draft_law, **keywords, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[Sequence[int], list[int]]:
         op_coins = OwnCoins(op, draft_law, tree, int(streams["seeds"][b]), int(streams["positions"][b]))
@@ -189,7 +203,8 @@ def _rule(
         final = op_coins.final(path[-1]) if own_coins else float(coins["final_coins"][b])
         return path, [*(tree.drafts[node] for node in path[1:]), first_above(bonus, final)]
 
-    return Case(f"{op}/{name}", (op,), run, (lambda: verdict_by_loops(problem, decide)) if loops else None)
+    by_loops = (lambda: verdict_by_loops(problem, decide)) if loops else None
+    return Case(f"{op}/{name}", (op,), run, by_loops, backends=("simt", "cuda") if on_chip else None)
 
 
 class OwnCoins:
@@ -239,12 +254,14 @@ def first_above(weights: Sequence[float], coin: float) -> int:
 
 
 def _typical(
-    name: str, problem: Problem, sampling: Sampling, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True
-) -> Case:
+    name: str, problem: Problem, sampling: Sampling, epsilon: float = 0.05, delta: float = 0.2, *, loops: bool = True,
+    on_chip: bool = False,
+) -> Case:  # fmt: skip
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
         params = SamplingParams(**place.put(sampling))
-        return verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options)._asdict()
+        with engine(place, on_chip):
+            return verify_typical(*arguments, params, epsilon=epsilon, delta=delta, **options)._asdict()
 
     def decide(b: int, tree: Tree) -> tuple[list[int], list[int]]:
         p = np.array([reference.distribution(row, **sampling) for row in tree.rows])
@@ -253,5 +270,5 @@ def _typical(
 
     return Case(
         f"verify_typical/{name}", ("verify_typical",), run,
-        (lambda: verdict_by_loops(problem, decide)) if loops else None,
+        (lambda: verdict_by_loops(problem, decide)) if loops else None, backends=("simt", "cuda") if on_chip else None,
     )  # fmt: skip

@@ -138,7 +138,7 @@ def token_of(row: np.ndarray, sampling: Sampling, seed: int, position: int) -> i
 
 
 @contextmanager
-def _engine(place: Place, on_chip: bool) -> Iterator[None]:
+def engine(place: Place, on_chip: bool) -> Iterator[None]:
     """on_chip: within it, Hopper's kernels read the rows that they can."""
     if not on_chip or place.backend == "cpu":
         yield
@@ -154,7 +154,7 @@ def _sample(name: str, logits: Tensor, samplings: dict[str, Sampling], on_chip: 
 
     def run(place: Place) -> Results:
         inputs, streams = place.put(logits), place.put({"seeds": seeds, "positions": positions})
-        with _engine(place, on_chip):
+        with engine(place, on_chip):
             return {
                 key: sample(inputs, SamplingParams(**place.put(sampling)), **streams)
                 for key, sampling in samplings.items()
@@ -358,7 +358,7 @@ def _walk(name: str, problem: Problem, sampling: Sampling | None = None, on_chip
 
     def run(place: Place) -> Results:
         arguments, options = problem.place(place)
-        with _engine(place, on_chip):
+        with engine(place, on_chip):
             if sampling is None:
                 return verify_greedy(*arguments, **options)._asdict()
             options |= place.put({"seeds": seeds, "positions": positions})

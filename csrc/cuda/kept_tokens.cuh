@@ -1,6 +1,6 @@
-// The race among the tokens that top-k, top-p and min-p keep of a row, which of most rows are few. The row is looked at
-// twice: for a bound that some hundred tokens reach, and for these. Every CTA lists them; a token's rank is how many of
-// the list are before it. A row with too many is left to the caller.
+// The tokens that top-k, top-p and min-p keep of a row, which of most rows are few. The row is looked at twice: for a
+// bound that some hundred tokens reach, and for these. Every CTA lists them; a token's rank is how many of the list are
+// before it. A row with too many is left to the caller.
 #pragma once
 
 #include "cuda/race.cuh"
@@ -17,12 +17,12 @@ __device__ __forceinline__ uint64_t fold(uint64_t value, Fold how) {
          __reduce_max_sync(~0u, static_cast<uint32_t>(value));
 }
 
-// The largest logit, and a bound that some tokens reach: the least of the largest logits of so many parts of what a CTA
-// reads, or more, for the CTA for which that is largest. Both as keys.
+// The largest logit, and a bound that some tokens reach: the least of the maxima of so many parts of a CTA's tokens, or
+// more parts; of CTAs the largest such bound counts. Both are keys.
 struct Range {
   uint32_t peak, bound;
 
-  // What CTAs exchange by halves, given a thread's largest logit as a key.
+  // A thread's value in the exchange by halves, from the key of its largest logit.
   static __device__ __forceinline__ uint64_t of_thread(uint32_t key, uint32_t parts) {
 #pragma unroll 1
     for (uint32_t lanes = 1; lanes < 32 && 2 * lanes * parts <= blockDim.x; lanes *= 2)
@@ -44,6 +44,7 @@ struct KeptNotes {
   static constexpr uint32_t kMost = 512;
   uint64_t own[kMost], all[kMost];  // of the CTA, of the cluster
   uint32_t weights[kMost];          // of all
+  uint32_t num_own;
 
   // Of the tokens before this rank in the order of the filters. A warp adds them.
   static __device__ __attribute__((noinline)) Sums before(const KeptNotes& notes, uint32_t size, uint64_t rank) {
@@ -60,24 +61,32 @@ struct KeptNotes {
   }
 };
 
-// The race among the tokens that top-k and top-p keep of a row, and min-p with them.
+// The tokens that top-k and top-p keep of a row, and min-p with them.
 template <typename Slice>
-struct KeptRace {
+struct KeptTokens {
   Slice& slice;
   KeptNotes& notes;
-  uint32_t& num_own;
   const Sampling sampling;
-  const uint64_t seed;
-  const int64_t position;
   const int32_t vocab;
   const float min_x;
   Scale scale;
+  // Of a list: its size, the least rank that the count keeps, and the masses before a token that keep it out, and that
+  // may if the row's mass errs.
+  uint32_t size = 0;
+  uint64_t least = 0, needed = 0, needed_at_least = 0;
 
-  static constexpr uint64_t kTooMany = 0, kNoneFinite = ~uint64_t{0};
+  // The listed tokens are shared out among warps.
+  const uint32_t first = ptx::cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32;
+  const uint32_t step = ptx::cluster_size() * (blockDim.x / 32);
+  uint32_t parts = 0;    // of the row, each with a token in the list
+  bool exactly = false;  // whether the row's mass does not err
+
+  static constexpr uint64_t kTooMany = 0, kNoneFinite = ~uint64_t{0}, kListed = 1, kTooFew = 2;
+  static constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;  // ranks of tokens have the flag
 
   // Notes this thread's tokens from `bound` on. Returns how many, and if `weighs` the mass of all; unless it is exact,
   // the sum over a row errs by less than error_of().
-  __device__ __forceinline__ Sums note(int buffer, float bound, bool weighs, bool exactly) const {
+  __device__ __forceinline__ Sums note(int buffer, float bound, bool weighs) const {
     const float least_x = max_of(sampling.joint ? -kInfinity : min_x, kWeightless), factor = log2_scale(scale);
     uint32_t count = 0;
     uint64_t exact = 0;
@@ -95,7 +104,7 @@ struct KeptRace {
         const float logit = slice.number(word, i), x = scale(logit);
         if (counts(most) && exactly) exact += weight_of<ScalarMath>(x >= least_x ? x : 2 * kWeightless);
         if (!(logit >= bound && x >= min_x)) continue;
-        if (const uint32_t place = atomicAdd(&num_own, 1u); place < KeptNotes::kMost)
+        if (const uint32_t place = atomicAdd(&notes.num_own, 1u); place < KeptNotes::kMost)
           notes.own[place] = ranked(logit, first + i);
         ++count;
       }
@@ -103,76 +112,110 @@ struct KeptRace {
     return {count, exact + static_cast<uint64_t>(rough * 2147483648.0)};
   }
 
-  // The best score as ranked() gives it.
-  __device__ __forceinline__ uint64_t best_of_row(int buffer, bool& bad) {
-    constexpr uint64_t kFlag = 1u << 31, kIds = 0xffffffffu;
-    const uint32_t lane = threadIdx.x % 32, ctas = ptx::cluster_size();
-    const uint32_t first = ptx::cluster_rank() * (blockDim.x / 32) + threadIdx.x / 32, step = ctas * (blockDim.x / 32);
+  // Lists the row's tokens from `bound` on, in every CTA. Returns the mass of each CTA's tokens.
+  __device__ __forceinline__ uint64_t gather(int buffer, float bound, bool weighs) {
+    const uint32_t lane = threadIdx.x % 32;
+    const auto [count, mass_of_cta] = slice.exchange(note(buffer, bound, weighs));
+    size = __reduce_add_sync(~0u, min_of(count, KeptNotes::kMost + 1));
+    if (size > KeptNotes::kMost) return 0;
+    slice.gather(notes.own, __shfl_sync(~0u, count, static_cast<int>(ptx::cluster_rank())),
+                 __reduce_add_sync(~0u, lane < ptx::cluster_rank() ? count : 0), size, notes.all);
+#pragma unroll 1
+    for (uint32_t i = threadIdx.x; i < size; i += blockDim.x)
+      notes.weights[i] = weight_of<ScalarMath>(max_of(scale(ranked_value(notes.all[i])), 2 * kWeightless));
+    __syncthreads();
+    return mass_of_cta;
+  }
+
+  // Lists the tokens that may be kept. Returns kListed, kTooFew to be called again, or why it could not.
+  __device__ __forceinline__ uint64_t list(int buffer, bool& bad) {
     const bool by_count = sampling.cuts_by_count(vocab), by_mass = sampling.top_p < 1.0f;
-    // Of each part a token is noted, and of n parts n log n or so in all. Of CTAs the one with the fewest decides.
-    uint32_t parts = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ctas)) - 1), 8, 32);
-    const uint32_t most_parts = 2 * parts;
-    if (by_count && sampling.top_k > 64) parts = most_parts;
-    bool exactly = !sampling.joint && min_x > kWeightless;
+    // Each part has a token in the list, which has about n log n tokens for n parts.
+    const uint32_t few = clamp_to<uint32_t>(64u >> (__ffs(static_cast<int>(ptx::cluster_size())) - 1), 8, 32);
+    if (parts == 0) parts = by_count && sampling.top_k > 64 ? 2 * few : few;
+    if (threadIdx.x == 0) notes.num_own = 0;
+    const auto range = slice.range_of_row(buffer, parts, bad);
+    if (range.peak <= order_key<ScalarMath>(-kInfinity)) return kNoneFinite;
+    scale.peak = logit_of_key<ScalarMath>(range.peak);
+    const bool by_rank = by_count || by_mass;
+    const float bound = by_rank ? max_of(logit_of_key<ScalarMath>(range.bound), -kMaxFloat) : -kMaxFloat;
+    const bool has_all = bound <= -kMaxFloat || scale(bound) < min_x;
+    const bool weighs = by_mass && (sampling.joint || !(by_count || has_all));
+    const uint64_t mass_of_cta = gather(buffer, bound, weighs);
+    if (size > KeptNotes::kMost) return kTooMany;
+    const auto all = notes.before(notes, size, 0);
+    const auto top_k = static_cast<uint32_t>(sampling.top_k);
+    bool suffices = has_all || (by_count && all.count >= top_k);
+    uint64_t mass = all.mass;
+    least = 0;
+    if (by_count && all.count > top_k) {
+      uint64_t of_warp = 0;  // the complement of the least that is kept
+#pragma unroll 1
+      for (uint32_t i = first; i < size; i += step) {
+        const uint64_t rank = notes.all[i] | kIds;
+        if (notes.before(notes, size, rank).count < top_k) of_warp = max_of(of_warp, ~rank);
+      }
+      least = ~slice.largest(of_warp) & ~kIds;
+      if (!sampling.joint) mass = notes.before(notes, size, least).mass;
+    }
+    if (by_mass) {
+      const uint64_t of_row = weighs ? warp_sum(mass_of_cta) : mass;
+      const uint64_t error = weighs && !exactly ? error_of(of_row, vocab) : 0;
+      needed = top_p_mass(sampling.top_p, of_row + error);
+      needed_at_least = top_p_mass(sampling.top_p, of_row - error);
+      suffices |= weighs && all.mass >= needed;
+    }
+    if (suffices) return kListed;
+    if (parts > few) return kTooMany;
+    parts = 2 * few;
+    return kTooFew;
+  }
+
+  // Whether a token is kept; sets the flag if the mass's error may decide.
+  __device__ __forceinline__ bool keeps(uint64_t rank, uint64_t& flag) const {
+    if (rank < least) return false;
+    if (!(sampling.top_p < 1.0f)) return true;
+    const uint64_t before = notes.before(notes, size, rank).mass;
+    if (before >= needed) return false;
+    if (before >= needed_at_least) flag = kFlag;
+    return true;
+  }
+
+  // The rank of the last token that is kept, once all of them are listed.
+  __device__ __forceinline__ uint64_t last_of_row(int buffer, bool& bad) {
+    exactly = !sampling.joint && min_x > kWeightless;
 #pragma unroll 1
     while (true) {
-      if (threadIdx.x == 0) num_own = 0;
-      const auto range = slice.range_of_row(buffer, parts, bad);
-      if (range.peak <= order_key<ScalarMath>(-kInfinity)) return kNoneFinite;
-      scale.peak = logit_of_key<ScalarMath>(range.peak);
-      const bool by_rank = by_count || by_mass;
-      const float bound = by_rank ? max_of(logit_of_key<ScalarMath>(range.bound), -kMaxFloat) : -kMaxFloat;
-      const bool has_all = bound <= -kMaxFloat || scale(bound) < min_x;
-      const bool weighs = by_mass && (sampling.joint || !(by_count || has_all));
-      const auto [count, mass_of_cta] = slice.exchange(note(buffer, bound, weighs, exactly));
-      const uint32_t size = __reduce_add_sync(~0u, min_of(count, KeptNotes::kMost + 1));
-      if (size > KeptNotes::kMost) return kTooMany;
-      slice.gather(notes.own, __shfl_sync(~0u, count, static_cast<int>(ptx::cluster_rank())),
-                   __reduce_add_sync(~0u, lane < ptx::cluster_rank() ? count : 0), size, notes.all);
+      const uint64_t listed = list(buffer, bad);
+      if (listed == kTooFew) continue;
+      if (listed != kListed) return listed;
+      uint64_t complement = 0, flag = 0;
 #pragma unroll 1
-      for (uint32_t i = threadIdx.x; i < size; i += blockDim.x)
-        notes.weights[i] = weight_of<ScalarMath>(max_of(scale(ranked_value(notes.all[i])), 2 * kWeightless));
-      __syncthreads();
+      for (uint32_t i = first; i < size; i += step) {
+        if (const uint64_t rank = notes.all[i]; keeps(rank, flag)) complement = max_of(complement, ~rank);
+      }
+      const uint64_t last = ~slice.largest(complement | flag);
+      if ((last & kFlag) != 0) return last;
+      exactly = true;
+    }
+  }
 
-      const auto all = notes.before(notes, size, 0);
-      const auto top_k = static_cast<uint32_t>(sampling.top_k);
-      bool suffices = has_all || (by_count && all.count >= top_k);
-      uint64_t least = 0, mass = all.mass, needed = ~uint64_t{0}, needed_at_least = needed;
-      if (by_count && all.count > top_k) {
-        uint64_t of_warp = 0;  // the complement of the least that is kept
+  // The best score of a race, as ranked() gives it.
+  __device__ __forceinline__ uint64_t best_of_row(int buffer, uint64_t seed, int64_t position, bool& bad) {
+    const uint32_t lane = threadIdx.x % 32;
+    exactly = !sampling.joint && min_x > kWeightless;
 #pragma unroll 1
-        for (uint32_t i = first; i < size; i += step) {
-          const uint64_t rank = notes.all[i] | kIds;
-          if (notes.before(notes, size, rank).count < top_k) of_warp = max_of(of_warp, ~rank);
-        }
-        least = ~slice.largest(of_warp) & ~kIds;
-        if (!sampling.joint) mass = notes.before(notes, size, least).mass;
-      }
-      if (by_mass) {
-        const uint64_t of_row = weighs ? warp_sum(mass_of_cta) : mass;
-        const uint64_t error = weighs && !exactly ? error_of(of_row, vocab) : 0;
-        needed = top_p_mass(sampling.top_p, of_row + error);
-        needed_at_least = top_p_mass(sampling.top_p, of_row - error);
-        suffices |= weighs && all.mass >= needed;
-      }
-      if (!suffices) {
-        if (parts == most_parts) return kTooMany;
-        parts = most_parts;
-        continue;
-      }
-
-      uint64_t best = 0, own = 0, flag = 0;  // the flag: the mass's error may decide
+    while (true) {
+      const uint64_t listed = list(buffer, bad);
+      if (listed == kTooFew) continue;
+      if (listed != kListed) return listed;
+      uint64_t best = 0, own = 0, flag = 0;
       uint32_t kept = 0;
 #pragma unroll 1
       for (uint32_t i = first;; i += step) {
         if (i < size) {
           const uint64_t rank = notes.all[i];
-          if (rank < least) continue;
-          if (by_mass) {
-            const uint64_t before = notes.before(notes, size, rank).mass;
-            if (before >= needed) continue;
-            if (before >= needed_at_least) flag = kFlag;
-          }
+          if (!keeps(rank, flag)) continue;
           if (lane == kept) own = rank;
           ++kept;
         }
@@ -192,10 +235,10 @@ struct KeptRace {
   }
 };
 
-// A row in memory that a CTA or a cluster reads, as KeptRace asks for it.
+// A row in memory that a CTA or a cluster reads, with the members of LogitsSlice that KeptTokens needs.
 template <DType kDType>
 struct RowSlice {
-  LogitReader<kDType>& row;
+  LogitReader<kDType> row;
   BlockShared& shared;
 
   __device__ Range range_of_row(int /*buffer*/, uint32_t parts, bool& bad) {

@@ -1,0 +1,56 @@
+// The rules over lists of kept tokens, whose rows are on chip.
+#include "cuda/draws_sm90.cuh"
+#include "cuda/verify/kept_rows.cuh"
+
+namespace pagedtree::cuda {
+namespace {
+
+struct KeptOnChip {
+  KeptShared kept;
+  SliceShared slice;
+  SliceTurns turns;
+  alignas(kWordBytes) uint4 words[1];  // of the row
+};
+
+// The row that the target's distribution has, copied here.
+template <DType kDType>
+struct RowOnChip {
+  KeptOnChip& shared;
+  LogitsSlice<kDType> slice;
+
+  __device__ RowOnChip(KeptShared& kept, bool /*is_known*/)
+      : shared(ptx::shared<KeptOnChip>()),
+        slice(shared.slice, shared.words, kept.distributions.target.row.vocab, shared.turns) {
+    slice.copy(kept.distributions.target.row, 0);
+    slice.wait(0);
+  }
+  __device__ ~RowOnChip() {
+    if (threadIdx.x == 0) shared.turns = slice.turns();
+  }
+};
+
+template <DType kDType, Rule kRule>
+__global__ void __launch_bounds__(kRowThreads, kRowCtas)
+    kept_sm90_kernel(const __grid_constant__ RatioParams p, int buffers) {
+  auto& shared = ptx::shared<KeptOnChip>();
+  LogitsSlice<kDType>(shared.slice, shared.words, p.verify.logits.vocab).begin(buffers);
+  if (threadIdx.x == 0) shared.turns = {};
+  walk_kept<kRule, RowOnChip<kDType>>(p);
+  ptx::meet_cluster();  // no CTA ends before the others have sent it their last values
+}
+
+}  // namespace
+
+template <Rule kRule>
+bool rules_on_chip(const RatioParams& p, const ExecContext& ctx) {
+  if (!may_be_on_chip(p.verify.logits, p.verify.options)) return false;
+  if (p.draft_sampling.temperature != nullptr && !may_be_on_chip(p.draft, {})) return false;
+  return with_logit_dtype(p.verify.logits.dtype, [&](auto dtype) {
+    return launch_on_chip<dtype, KeptOnChip>(kept_sm90_kernel<dtype, kRule>, p.verify.batch, p.verify.logits, 1, p,
+                                             ctx);
+  });
+}
+#define PT_ON_CHIP(op, Params, Name, ...) template bool rules_on_chip<Rule::k##Name>(const Params&, const ExecContext&);
+PT_EACH_WALK(PT_ON_CHIP, PT_ON_CHIP)
+
+}  // namespace pagedtree::cuda
