@@ -1,4 +1,4 @@
-// What was made of arguments that come again and again.
+// A cache of results for arguments that often repeat.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// For each address, what was made of the last arguments that came with it. For one thread.
+// Caches, per address, the result of the last arguments. Not thread-safe.
 template <typename Arguments, typename Made>
 class Latest {
  public:
