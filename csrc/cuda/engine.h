@@ -1,7 +1,7 @@
-// Which instructions attention multiplies with where nobody has chosen: wgmma where its self-test has passed.
+// Default matrix instructions of attention: wgmma where its self-test has passed.
 //
-// `python -m pagedtree check --engine wgmma` runs the test in a process of its own and keeps the verdict in a file of
-// the user's cache folder. The file begins with the names of GPU, driver and build, and one for others does not count.
+// `python -m pagedtree check --engine wgmma` runs the test in a separate process and caches the verdict in a file,
+// which names GPU, driver, and build. Verdicts for others do not count.
 #pragma once
 
 #include <string>
@@ -11,10 +11,10 @@
 
 namespace pagedtree::cuda {
 
-// What the kernels for wgmma need and do not have here; empty if they can run.
+// Returns the requirement of the wgmma kernels that this machine does not meet, or an empty string.
 std::string wgmma_needs(const DeviceLimits& limits);
 
-// The engine itself, or the one that kAuto stands for on the current device. The verdict is read once for each device.
+// Resolves kAuto for the current device. The verdict is read once per device.
 MatrixEngine resolved_engine(MatrixEngine asked, const DeviceLimits& limits);
 
 }  // namespace pagedtree::cuda
