@@ -130,9 +130,9 @@ class Problem:
         return 2 * self.heads * (self.head_dim + self.head_dim_v) * pairs
 
 
-def tree_way(p: Problem, *, has_mask: bool = True) -> Way:
+def tree_way(p: Problem, *, has_mask: bool = True, segment: int | None = None) -> Way:
     def plan() -> Tensor:
-        return pagedtree.attention_plan(p.seq_lens, p.trees.cu_nodes, **p.plan_arguments)
+        return pagedtree.attention_plan(p.seq_lens, p.trees.cu_nodes, **p.plan_arguments, segment=segment)
 
     mask, schedule = p.trees.mask if has_mask and not p.is_prefill else None, plan()
     where = p.page_table, p.seq_lens, p.trees.cu_nodes, mask
@@ -170,7 +170,13 @@ def paged_tree_wgmma(p: Problem) -> Way:
     return Way(by_wgmma(way.run), by_wgmma(way.plan))
 
 
-OURS = [paged_tree, paged_tree_causal, paged_tree_wgmma]
+@peer("pagedtree in segments", plans_on_device=True)
+def paged_tree_segments(p: Problem) -> Way:
+    """With segments of 2,048 keys: what the same bits in every batch cost."""
+    return tree_way(p, segment=2048)
+
+
+OURS = [paged_tree, paged_tree_causal, paged_tree_wgmma, paged_tree_segments]
 
 
 def unsupported(shape: Shape, device: torch.device) -> str | None:

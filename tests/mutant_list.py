@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mutant import CASES, Mutant
-from mutants_of_attention import ENGINE, JOINED, LATENT_WGMMA, WGMMA, WIDE
+from mutants_of_attention import ENGINE, JOINED, LATENT_WGMMA, SEGMENTS, WGMMA, WIDE
 from mutants_of_recurrent import DELTA_RULE
 
 __all__ = ["MUTANTS", "Mutant"]
@@ -459,4 +459,4 @@ ROTARY = [
 ]
 
 MUTANTS = TOP + LIMITS + CHOICE + RULES + REQUESTS + DRAFTED + WGMMA + WIDE + LATENT_WGMMA + DELTA_RULE + STATES
-MUTANTS += WAYS + ROTARY + ENGINE + JOINED + ON_CHIP
+MUTANTS += WAYS + ROTARY + ENGINE + JOINED + ON_CHIP + SEGMENTS

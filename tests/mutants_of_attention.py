@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from mutant import CASES, Mutant
 
-__all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "WGMMA", "WIDE"]
+__all__ = ["ENGINE", "JOINED", "LATENT_WGMMA", "SEGMENTS", "WGMMA", "WIDE"]
 
 ATTENTION = ("tests/ops/test_tree_attention.py", "tests/ops/test_mixed_batches.py", CASES)
 LATENT = ("tests/ops/test_tree_attention.py", CASES)
 SELF_TEST = ("tests/kernels/test_engine.py",)
+BITS, LOGITS = ("tests/ops/test_segments.py",), ("tests/generation/test_generate_segments.py",)
 
 
 def of_wgmma(name: str, file: str, line: str, broken: str) -> Mutant:
@@ -94,6 +95,20 @@ JOINED = [
     of_join("who goes is not counted", "join", "noted(atomicAdd(taken, kUpper));", ""),
     of_join("parts that nobody takes", "join", "next = tickets.take();", "next = tickets.count;"),
     of_join("states of the first rows", "join", "row - first_pair * 2;", "row % 2;"),
+]  # fmt: skip
+
+SEGMENTS = [
+    Mutant(
+        "cuts by the batch", "core/schedule.h",
+        "return kv_tile - static_cast<int32_t>(by_segment.remainder(static_cast<uint32_t>(kv_tile)));",
+        "return kv_tile;", BITS,
+    ),
+    Mutant("segments of a range as one", "core/schedule.h", "min_of(of.end, end_seen(shape, last)), of.begin + shape",
+           "min_of(of.end, end_seen(shape, last)), of.end + shape", BITS),
+    Mutant("tiles by max_seqlen_q", "cuda/attention/config.h", "p.segment > 0 ? INT32_MAX : p.max", "p.max", BITS,
+           "simt", "simt and not wgmma"),
+    Mutant("a prompt's chunks by its neighbours", "generation/scheduler.py", "segment is not None", "segment == 0",
+           LOGITS, "python", "logits and cpu"),
 ]  # fmt: skip
 
 WIDE = [

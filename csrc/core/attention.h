@@ -32,7 +32,7 @@ struct TreeAttentionParams {
   const float* sinks;           // [Hq] or null
   const float* k_scale;         // [Hkv], [1] with k_scale_stride 0, or null: 1
   const float* v_scale;         // likewise
-  int32_t* plan;                // [kPlanSize], see schedule.h
+  int32_t* plan;                // [plan_size(segment)], see schedule.h
   void* out;                    // [T, Hq, Dv]
   float* lse;                   // [T, Hq] or null
   void* scratch;                // Backend::tree_attention_scratch() bytes
@@ -46,6 +46,7 @@ struct TreeAttentionParams {
   int64_t num_pages;
   int64_t window;        // 0: none
   int64_t max_seqlen_q;  // a hint
+  int64_t segment;       // the plan's; 0: none
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;
@@ -63,12 +64,13 @@ struct AttentionPlanParams {
   const int32_t* seq_lens;      // [B]
   const int32_t* cu_seqlens_q;  // [B + 1]
   const int32_t* tree_lens;     // [B] or null: all queries are taken for causal
-  int32_t* plan;                // [kPlanSize] out
+  int32_t* plan;                // [plan_size(segment)] out
   int64_t batch;
   int64_t num_tokens;  // bound on T
   int64_t max_seq_len;
   int64_t window;        // 0: none
   int64_t max_seqlen_q;  // a hint
+  int64_t segment;       // keys, a multiple of kKvTile; 0: none
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t head_dim;

@@ -65,10 +65,15 @@ struct WorkShape {
   int32_t few_rows = 0;        // if a head has at most this many rows,
   int32_t few_rows_heads = 1;  // up to this many KV heads share a row tile
   WorkList list = WorkList::kAll;
+  int32_t segment = 0;  // KV tiles, see core/segments.h; 0: none
+  SmallDivisor by_segment;
   uint32_t least_rows = 0, more_rows = INT32_MAX;  // of its sequences: the fewest, how many more than these
 
   PT_HOST_DEVICE int m_tile_bits() const { return popcount32(static_cast<uint32_t>(m_tile) - 1); }  // a power of two
   PT_HOST_DEVICE bool takes(uint32_t rows) const { return rows - least_rows <= more_rows; }
+  PT_HOST_DEVICE int32_t segment_begin(int32_t kv_tile) const {
+    return kv_tile - static_cast<int32_t>(by_segment.remainder(static_cast<uint32_t>(kv_tile)));
+  }
 };
 
 PT_HOST_DEVICE int64_t max_seq_len_of(const AttentionPlanParams& p) { return p.max_seq_len; }
@@ -92,11 +97,17 @@ WorkShape work_shape(const Params& p, int32_t m_tile, WorkList list = WorkList::
   shape.group_size = p.group_size;
   shape.by_group_size = SmallDivisor(p.group_size);
   shape.m_tile = m_tile;
+  shape.segment = static_cast<int32_t>(p.segment / kKvTile);
+  shape.by_segment = SmallDivisor(shape.segment);
   shape.list = list;
   if (list == WorkList::kSmall) shape.more_rows = kSmallRows;
   if (list == WorkList::kLarge) shape.least_rows = kSmallRows + 1;
   return shape;
 }
+
+struct KvTiles {
+  int32_t begin, end;
+};
 
 // The work of one sequence; no row tiles if the sequence belongs to another list.
 struct SequenceWork {
@@ -119,6 +130,17 @@ struct SequenceWork {
   }
   PT_HOST_DEVICE int32_t end_seen(const WorkShape& shape, uint32_t row) const {
     return kv_tiles_of(max_of(end_of(shape, row), tree_len < 0 ? 0 : seq_len));
+  }
+  PT_HOST_DEVICE bool has_segments(const WorkShape& shape) const {
+    return shape.segment > 0 && kv_tiles > shape.segment;
+  }
+  // The first segment of these KV tiles in which a head's rows first..last may see keys; empty if there is none.
+  // Without segments it is all of them. Calls know tree_len for sure, plans do not.
+  PT_HOST_DEVICE KvTiles first_segment(const WorkShape& shape, uint32_t first, uint32_t last, KvTiles of) const {
+    if (!has_segments(shape)) return of;
+    of.begin = max_of(of.begin, shape.segment_begin(first_seen(shape, first)));
+    of.end = min_of(min_of(of.end, end_seen(shape, last)), of.begin + shape.segment);
+    return of;
   }
 
  private:
@@ -375,6 +397,7 @@ struct Cuts {
     start.count = end_cut - first_cut + 1;
     start.at = {sequence, start.head * work.m_tiles + start.m_tile,
                 i < first_cut ? 0 : clamp_to(wanted, first + min_piece, end - min_piece)};
+    start.at.kv_tile = shape.segment_begin(min_of(start.at.kv_tile + shape.segment / 2, work.kv_tiles - 1));
     return start;
   }
 };
@@ -480,8 +503,9 @@ PT_HOST_DEVICE WorkPosition range_start(const WorkShape& shape, const int32_t* r
   if (i == 0) return {0, 0, 0};
   const WorkPosition end = {static_cast<int32_t>(shape.batch), 0, 0};
   if (i >= num_ranges) return end;
-  const WorkPosition start = planned_start(ranges, i);
+  WorkPosition start = planned_start(ranges, i);
   if (start.sequence >= shape.batch) return end;
+  start.kv_tile = shape.segment_begin(start.kv_tile);
   const SequenceWork work = sequence_work(shape, start.sequence, sharers);
   return start.row_tile < work.row_tiles && start.kv_tile < work.kv_tiles ? start : start.next(work.row_tiles);
 }

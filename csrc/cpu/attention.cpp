@@ -42,7 +42,7 @@ void cut_ranges(const TreeAttentionParams& p, AttentionRanges& ranges) {
     ranges.starts[i] = range_start(ranges.shape, planned, ranges.count, i);
     if (i > 0 && ranges.starts[i].before(ranges.starts[i - 1])) ranges.starts[i] = ranges.starts[i - 1];
   }
-  ranges.piece_rows = piece_rows(p);
+  ranges.piece_rows = p.segment > 0 ? segments_of(p) * rows_of_heads(p) : piece_rows(p);
   ranges.head_dim_v = p.head_dim_v;
 }
 
@@ -65,14 +65,14 @@ void clear_padding(const TreeAttentionParams& p, int64_t begin, int64_t end) {
 // One list takes all sequences: on the CPU the empty rows of a tile cost nothing.
 void CpuBackend::attention_plan(const AttentionPlanParams& p, const ExecContext&) const {
   const WorkShape shape = work_of(p);
-  std::fill_n(p.plan, kPlanSize, 0);
+  std::fill_n(p.plan, plan_size(p.segment), 0);
   make_ranges(shape, kRangeLimits, ranges_of_list(p.plan, shape.list));
 }
 
 int64_t CpuBackend::tree_attention_scratch(const TreeAttentionParams& p, const ExecContext& ctx) const {
   const int64_t pieces = 2 * num_ranges_bound(p) * AttentionRanges::piece_floats(piece_rows(p), p.head_dim_v);
   return kScratchAlignment + max_of(ctx.num_threads, 1) * workspace_bytes(p) +
-         pieces * static_cast<int64_t>(sizeof(float));
+         (p.segment > 0 ? segments_bytes(p) : pieces * static_cast<int64_t>(sizeof(float)));
 }
 
 void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext& ctx) const {
@@ -107,8 +107,9 @@ void CpuBackend::tree_attention(const TreeAttentionParams& p, const ExecContext&
   });
   // Waking the other threads takes longer than to merge a few small pieces.
   const int64_t grain = max_of<int64_t>(kMergedFloats / max_of<int64_t>(ranges.piece_rows * p.head_dim_v, 1), 1);
-  parallel_for(ctx, ranges.count, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) isa.merge_pieces(p, ranges, static_cast<int32_t>(i));
+  const int64_t count = p.segment > 0 ? p.batch * p.num_kv_heads : ranges.count;
+  parallel_for(ctx, count, p.segment > 0 ? 1 : grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) isa.merge_pieces(p, ranges, i);
   });
 }
 

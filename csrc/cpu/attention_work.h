@@ -1,7 +1,7 @@
 // How attention.cpp hands work to the kernels of one instruction set.
 #pragma once
 
-#include "core/schedule.h"
+#include "core/segments.h"
 
 namespace pagedtree::cpu {
 
@@ -26,7 +26,8 @@ struct Piece {
 };
 
 // The ranges of a call and their pieces, two per range: kHead for the first piece of a range that begins
-// inside a row tile, kTail for the last piece of a range that ends inside a row tile that it began.
+// inside a row tile, kTail for the last piece of a range that ends inside a row tile that it began. With segments, each
+// has a place for every row of the call instead.
 struct AttentionRanges {
   enum End { kHead, kTail };
 
@@ -34,7 +35,7 @@ struct AttentionRanges {
   WorkPosition starts[kMaxRanges + 1];
   int32_t count;
   float* pieces;
-  int64_t piece_rows;  // capacity of a piece
+  int64_t piece_rows;  // capacity of a piece, or the rows of all segments
   int64_t head_dim_v;
 
   PT_HOST_DEVICE static constexpr int64_t piece_floats(int64_t rows, int64_t head_dim_v) {
@@ -44,6 +45,13 @@ struct AttentionRanges {
   PT_HOST_DEVICE Piece piece(int32_t range, End end) const {
     float* base = pieces + (2 * range + end) * piece_floats(piece_rows, head_dim_v);
     return {base, base + piece_rows * head_dim_v, base + piece_rows * (head_dim_v + 1)};
+  }
+  // The rows of a sequence's KV head in the segment that has the KV tile.
+  PT_HOST_DEVICE Piece segment(const TreeAttentionParams& p, int32_t kv_tile, int32_t kv_head,
+                               int64_t first_token) const {
+    const int64_t row = row_in_segments(p, shape, kv_tile, kv_head, first_token);
+    return {pieces + row * head_dim_v, pieces + piece_rows * head_dim_v + row,
+            pieces + piece_rows * (head_dim_v + 1) + row};
   }
 };
 

@@ -28,7 +28,7 @@ struct RotaryHeads {
 struct IsaKernels {
   const char* name;
   void (*attend)(const TreeAttentionParams&, const AttentionRange&);
-  void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int32_t range);
+  void (*merge_pieces)(const TreeAttentionParams&, const AttentionRanges&, int64_t range);
   void (*merge_states)(const MergeStatesParams&, int64_t begin, int64_t end);  // rows token * H + head
   void (*sample)(const SampleParams&, int64_t r, RowScratch& scratch);
   void (*token_logprobs)(const TokenLogprobsParams&, int64_t r, RowScratch& scratch);

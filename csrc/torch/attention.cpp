@@ -7,7 +7,7 @@
 
 #include "core/engine.h"
 #include "core/head_dims.h"
-#include "core/schedule.h"
+#include "core/segments.h"
 #include "torch/ops.h"
 #include "torch/prepared.h"
 #include "torch/values.h"
@@ -79,6 +79,7 @@ int64_t check_scale(const Check& check, const OptionalTensor& scale, const Tenso
   return scale->size(0) == 1 ? 0 : 1;
 }
 
+constexpr int64_t kMostSegmentBytes = int64_t{1} << 30;
 constexpr float kDefaultScale = std::numeric_limits<float>::quiet_NaN();  // until the head size is known
 
 // What a call says of its step, which is the same in all layers of the same kind: references, or kept tensors.
@@ -145,8 +146,13 @@ TreeAttentionParams step_params(const Check& check, const StepArguments& a, int6
   check.that(std::isfinite(a.softcap) && a.softcap >= 0.0, "softcap", "finite and at least 0 (0: none)", a.softcap);
   check.that(a.window >= 0, "window", "at least 0 (0: none)", a.window);
   if (a.plan.has_value()) {
-    check.tensor(*a.plan, "plan", {ScalarType::Int}, {{"plan", kPlanSize}});
+    check.tensor(*a.plan, "plan", {ScalarType::Int}, {"plan"});
+    const int64_t segment_tiles = a.plan->size(0) - kPlanSize;
+    if (segment_tiles < 0 || segment_tiles > INT32_MAX / kKvTile) {
+      check.fail("plan", "of shape [" + std::to_string(kPlanSize) + " + segment / 64]", Check::text(a.plan->sizes()));
+    }
     p.plan = mutable_pointer<int32_t>(*a.plan);
+    p.segment = segment_tiles * kKvTile;
   }
 
   p.window = a.window;
@@ -267,6 +273,13 @@ void run_attention(const Check& check, const Backend& backend, TreeAttentionPara
                    const Tensor& v_cache, Tensor& out) {
   check.tensor(out, "out", {q.scalar_type()}, {{"T", q.size(0)}, {"Hq", q.size(1)}, {"Dv", v_cache.size(3)}},
                Strides::kLastContiguous);
+  // The most segments whose scratch is allowed, or one, which needs none.
+  const int64_t most = max_of<int64_t>(kMostSegmentBytes / max_of<int64_t>(segment_bytes(p), 1), 1);
+  if (segments_of(p) > most) {
+    const int64_t least = ceil_div(ceil_div(max_seq_len_of(p), most), int64_t{kKvTile}) * kKvTile;
+    check.fail("segment", "at least " + std::to_string(least) + " in attention_plan, for scratch of at most 1 GiB",
+               p.segment);
+  }
   p.out = out.mutable_data_ptr();
   set_strides(out, p.out_token_stride, p.out_head_stride);
   const CallContext ctx = context_for(q);
@@ -386,7 +399,7 @@ Tensor tree_attention_without_lse(PT_ATTENTION_PARAMETERS) {
 
 Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_t num_q_heads, int64_t num_kv_heads,
                       int64_t head_dim, int64_t page_size, int64_t max_seqlen_q, const OptionalTensor& tree_lens,
-                      std::optional<int64_t> head_dim_v, bool latent, int64_t window) {
+                      std::optional<int64_t> head_dim_v, bool latent, int64_t window, std::optional<int64_t> segment) {
   const Check check("attention_plan", seq_lens);
   AttentionPlanParams params{};
   params.batch = check.offsets(cu_seqlens_q, "cu_seqlens_q", params.cu_seqlens_q);
@@ -401,10 +414,14 @@ Tensor attention_plan(const Tensor& seq_lens, const Tensor& cu_seqlens_q, int64_
   check.that(page_size >= 1, "page_size", "at least 1", page_size);
   check.that(max_seqlen_q >= 0, "max_seqlen_q", "at least 0", max_seqlen_q);
   check.that(window >= 0, "window", "at least 0 (0: none)", window);
+  params.segment = segment.value_or(0);
+  const bool is_segment = params.segment > 0 && params.segment <= INT32_MAX && params.segment % kKvTile == 0;
+  check.that(is_segment || !segment.has_value(), "segment", "a multiple of 64, at least 64 and below 2^31",
+             params.segment);
   params.tree_lens = check.read<int32_t>(tree_lens, "tree_lens", {{"B", params.batch}});
   if (value_checks_enabled()) check_offsets(check, host_values<int32_t>(cu_seqlens_q), "cu_seqlens_q", INT32_MAX);
 
-  Tensor plan = made(seq_lens, {kPlanSize}, params.plan);
+  Tensor plan = made(seq_lens, {plan_size(params.segment)}, params.plan);
   params.num_tokens = std::numeric_limits<int32_t>::max();
   params.max_seq_len = std::numeric_limits<int32_t>::max();
   params.window = window;
@@ -471,7 +488,7 @@ constexpr Op kOps[] = {
     {"attention_plan",
      "(Tensor seq_lens, Tensor cu_seqlens_q, *, SymInt num_q_heads, SymInt num_kv_heads,"
      " SymInt head_dim, SymInt page_size, SymInt max_seqlen_q, Tensor? tree_lens=None,"
-     " SymInt? head_dim_v=None, bool latent=False, SymInt window=0) -> Tensor",
+     " SymInt? head_dim_v=None, bool latent=False, SymInt window=0, SymInt? segment=None) -> Tensor",
      PT_BOX(&attention_plan)},
     {"merge_states", "(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor out, Tensor lse)",
      PT_BOX(&merge_states)},

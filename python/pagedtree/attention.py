@@ -68,8 +68,8 @@ def tree_attention(
         sinks: fp32 [Hq], one more logit in each row's denominator.
         k_scale, v_scale: fp32 scalar or [Hkv], finite factors of an fp8 cache (others: unspecified results of their
             heads); v_scale's default in a latent call is k_scale.
-        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only. A CUDA
-            call writes to it and restores it: calls that share it run in stream order.
+        plan: the tensor of `attention_plan` for these lengths; a plan for other lengths costs speed only, and the
+            promise of its segment. A CUDA call writes to it and restores it: calls that share it run in stream order.
         out: [T, Hq, Dv] of q's dtype, written and returned; last dimension contiguous.
         return_lse: also return lse.
 
@@ -90,8 +90,9 @@ def tree_attention(
             scores = {j: scale * q[b, i, h] @ K[b, j] for j in range(s) if sees(j) and in_window(j)}
             out = sum(exp(scores[j]) * V[b, j] for j in scores) / (sum(exp(scores)) + exp(sink[h]))
 
-    Raises ValueError for wrong shapes, dtypes, devices, strides or a negative window or softcap; with PAGEDTREE_CHECK=1
-    also for offsets, lengths and page ids out of range, a mask narrower than its trees and bits that are ignored.
+    Raises ValueError for wrong shapes, dtypes, devices, strides, a negative window or softcap, or a plan whose segment
+    would take more than 1 GiB of scratch; with PAGEDTREE_CHECK=1 also for offsets, lengths and page ids out of range, a
+    mask narrower than its trees and bits that are ignored.
 
     Sources: FlashAttention (Dao et al., 2022, 2023), FlashDecoding (key split), PagedAttention (Kwon et al., 2023),
     tree attention (SpecInfer, Miao et al., 2023), latent attention (DeepSeek-V2, 2024).
@@ -211,6 +212,7 @@ def attention_plan(
     head_dim_v: int | None = None,
     latent: bool = False,
     window: int = 0,
+    segment: int | None = None,
 ) -> Tensor:
     """Cuts the work of `tree_attention` into ranges of equal cost, for all layers of a step that have the same window.
 
@@ -221,16 +223,24 @@ def attention_plan(
         head_dim_v: V's, default head_dim. latent: whether the calls' v_cache is a view of k_cache.
         max_seqlen_q: the hint of the calls; on CUDA another hint means other tiles.
         window: the calls' window, 0: none. Models with two kinds of layers make two plans a step.
+        segment: keys, a multiple of 64, at least 64. The bits of a sequence's rows are then the same in every batch, at
+            every place in it, with any neighbours, padding, page numbers and threads, on one backend and engine: cuts
+            are at keys segment, 2 segment, ... of each sequence, tiles depend on its own rows, heads and dtypes, and
+            parts are joined in their order. Only for the lengths that the plan was made for. None: off.
 
-    Returns an int32 tensor of a fixed size on the device of seq_lens, to pass as plan=; it does not depend on the mask
-    or the dtype. A plan for another window, lengths or heads is correct but slower. Nothing is read on the host.
-    An aborted call voids it.
+    Returns an int32 tensor of a fixed size (with a segment, segment / 64 longer) on the device of seq_lens, to pass as
+    plan=; it does not depend on the mask or the dtype. A plan for another window, lengths or heads is correct but
+    slower. Nothing is read on the host. An aborted call voids it.
+
+    The price of a segment: a sequence with more keys writes and reads (Dv + 2) * 4 bytes for each row, head and
+    segment; scratch is T * Hq * ceil(max_pages * page_size / segment) times that. A sequence of few segments keeps few
+    CTAs or threads busy. CUDA takes two launches more, and always the tile for 32 rows, or the largest for more.
 
     The order (sequence, row tile, key tile), as in Stream-K (Osama et al., 2023) and FlashMLA's scheduler, is cut into
     ranges of equal cost: one per visible key tile, plus a constant per piece of a row tile. The plan holds their
     starts. On CUDA two to eight CTAs share a range if heads have several row tiles and more keys than L2 holds.
 
-    Raises ValueError for wrong shapes, dtypes or sizes; with PAGEDTREE_CHECK=1 also for offsets that descend.
+    Raises ValueError for wrong shapes, dtypes, sizes or segment; with PAGEDTREE_CHECK=1 also for offsets that descend.
     """
     return call(
         ops.attention_plan,
@@ -245,6 +255,7 @@ def attention_plan(
         head_dim_v=head_dim_v,
         latent=latent,
         window=window,
+        segment=segment,
     )
 
 
@@ -285,8 +296,8 @@ def _tree_attention_without_lse_fake(
 
 
 @register_fake("attention_plan")
-def _attention_plan_fake(seq_lens: Tensor, *args: object, **kwargs: object) -> Tensor:
-    return seq_lens.new_empty((PLAN_SIZE,))
+def _attention_plan_fake(seq_lens: Tensor, *args: object, segment: int | None = None, **kwargs: object) -> Tensor:
+    return seq_lens.new_empty((PLAN_SIZE + (0 if segment is None else segment // 64),))
 
 
 @register_fake("merge_states")

@@ -56,6 +56,8 @@ def with_prepared_step(return_lse: bool = True, **arguments: Any) -> Tensor:
 FORMS: dict[str, Callable[..., Any]] = {"tree_attention": with_prepared_step, "compact_kv": prepared_compact}
 TURNED = "of a cache [pages, Hkv, page_size, D] pass cache.transpose(1, 2)"
 ONE, TWO = torch.ones(1), torch.ones(2)
+# A segment of 64 keys, and room for 2^23.
+SCRATCH: Changes = {"plan": lambda t: t.new_zeros(len(t) + 1), "page_table": lambda t: t.new_zeros(2**21).expand(2, -1)}
 
 # What is said of what is wrong in a call: which argument "must be" what; "..." for anything.
 REFUSALS: Table = {
@@ -88,6 +90,7 @@ REFUSALS: Table = {
         ({"k_scale": ONE}, "`k_scale` None for a cache that is not torch.float8_e4m3fn"),
         ({"v_scale": TWO}, "`v_scale` None for a cache that is not torch.float8_e4m3fn"),
         ({"plan": lambda t: t[:5]}, "`plan` of shape ..., got [5]"),
+        (SCRATCH, "`segment` at least 128 in attention_plan, for scratch of at most 1 GiB, got 64"),
         ({"out": lambda t: t[..., :32]}, "`out` of shape [8, 4, 64] ..., got [8, 4, 32]"),
         ({"out": Tensor.half}, "`out` of dtype torch.bfloat16, got torch.float16"),
     ],
@@ -112,6 +115,8 @@ REFUSALS: Table = {
         ({"page_size": 0}, "`page_size` at least 1, got 0"),
         ({"max_seqlen_q": -1}, "`max_seqlen_q` at least 0, got -1"),
         ({"window": -1}, "`window` at least 0 ..., got -1"),
+        ({"segment": 0}, "`segment` a multiple of 64, at least 64 ..., got 0"),
+        ({"segment": 96}, "`segment` a multiple of 64, at least 64 ..., got 96"),
         ({"seq_lens": lambda t: t[:1]}, "`seq_lens` of shape"),
         ({"tree_lens": Tensor.float}, "`tree_lens` of dtype torch.int32"),
         ({"head_dim": 576}, "`head_dim_v` of head size 512 with K's 576, got 576"),

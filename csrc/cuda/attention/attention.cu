@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cuda/attention/instances.h"
+#include "cuda/attention/join_segments.cuh"
 #include "cuda/attention/plain.h"
 #include "cuda/attention/schedule.cuh"
 #include "cuda/backend.h"
@@ -64,7 +65,7 @@ unsigned schedule_threads(int64_t count) {
 void CudaBackend::attention_plan(const AttentionPlanParams& params, const ExecContext& ctx) const {
   const DeviceLimits limits = device_limits();
   const AttentionPlanParams p = with_engine(params, limits);
-  PlanLists lists(p.batch);
+  PlanLists lists(p.batch, plan_size(p.segment));
   int64_t most = p.batch;
   for (const WorkList list : kWorkLists) {
     const ListTile item = list_tile(p, list, limits.max_shared_bytes);
@@ -81,6 +82,7 @@ int64_t CudaBackend::tree_attention_scratch(const TreeAttentionParams& params, c
   if (is_plain(params)) return 0;
   const DeviceLimits limits = device_limits();
   const TreeAttentionParams p = with_engine(params, limits);
+  if (p.segment > 0) return kAlignment + segments_bytes(p);
   int64_t bytes = kAlignment;
   for (const auto& [list, tile] : lists_of(p, limits.max_shared_bytes)) {
     bytes += aligned(pieces_of(work_shape(p, tile.m_tile, list), tile, limits).bytes());
@@ -96,14 +98,18 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
   if (is_plain(p)) return plain_attention(p, ctx.stream);
   const ListTiles lists = lists_of(p, limits.max_shared_bytes);
   int64_t scratch = aligned(reinterpret_cast<intptr_t>(p.scratch));
+  CallShape call{};
   for (const auto& [list, tile] : lists) {
     const Residency resident = residency(tile, static_cast<int>(element_size(p.kv_dtype)), limits.max_shared_bytes);
-    CallShape call{};
     call.work = work_shape(p, tile.m_tile, list);
     call.pieces = pieces_of(call.work, tile, limits);
     call.pieces.memory = reinterpret_cast<float*>(scratch);
     call.pieces.plan = ranges_of_list(p.plan, list);
-    scratch += aligned(call.pieces.bytes());
+    if (p.segment > 0) {
+      call.pieces.segment_rows = segments_of(p) * rows_of_heads(p);
+    } else {
+      scratch += aligned(call.pieces.bytes());
+    }
     call.stages = resident.stages;
     call.q_aligned = is_aligned(p.q, p.q_token_stride, p.q_head_stride);
     if (call.q_aligned && p.scale >= 0.0f && p.k_scale == nullptr) call.q_factor = score_factor(p, p.scale);
@@ -111,6 +117,10 @@ void CudaBackend::tree_attention(const TreeAttentionParams& params, const ExecCo
     const int shared_bytes = max_of(resident.shared_bytes, tile.join_bytes(call.pieces.capacity));
     launcher_of(p, tile)(p, call, static_cast<unsigned>(call.pieces.capacity), shared_bytes, ctx.stream);
   }
+  if (segments_of(p) == 1) return;
+  const auto join = p.q_dtype == DType::kFloat16 ? join_segments_kernel<__half> : join_segments_kernel<__nv_bfloat16>;
+  launch_behind(join, dim3(static_cast<unsigned>(ceil_div<int64_t>(rows_of_heads(p), kSegmentRows))),
+                dim3(kSegmentRows * 32), 0, ctx.stream, p, call);
 }
 
 }  // namespace pagedtree::cuda

@@ -3,6 +3,7 @@
 
 #include <vector_types.h>
 
+#include "core/segments.h"
 #include "cuda/attention/row_tile.cuh"
 
 namespace pagedtree::cuda {
@@ -33,6 +34,7 @@ struct Pieces {
   int32_t capacity;
   int32_t rows;
   int32_t head_dim_v;
+  int64_t segment_rows = 0;  // of all segments: then memory has their outputs [segment_rows, head_dim_v] and states
 
   PT_HOST_DEVICE int64_t floats() const { return int64_t{rows} * (head_dim_v + 2); }
   PT_HOST_DEVICE int64_t bytes() const {
@@ -50,6 +52,12 @@ struct Pieces {
   __device__ __forceinline__ Piece of(const Share& share, bool is_first) const {
     const PieceOrder& order = cuts(share.cta)[is_first].order;
     return of(order.first + order.number * share.sharers, is_first);
+  }
+  // Of the tile's rows, in the segment that has the KV tile. Every row of the call has its place in each segment.
+  __device__ __forceinline__ Piece of_segment(const AttentionParams& p, const WorkShape& work, const TileRows& tile,
+                                              int32_t kv_tile) const {
+    const int64_t row = row_in_segments(p, work, kv_tile, tile.kv_head, tile.first_token) + tile.first_row;
+    return {reinterpret_cast<float2*>(memory + segment_rows * head_dim_v) + row, memory + row * head_dim_v};
   }
   // The last words of the CTA's entry; 0 between calls.
   PT_HOST_DEVICE unsigned* ticket(int32_t cta, bool is_first) const {

@@ -182,10 +182,10 @@ struct ListTile {
 };
 
 // The tile for the sequences of a list; `p` is a TreeAttentionParams or AttentionPlanParams. Its max_seqlen_q is a hint
-// to the host.
+// to the host, but with segments a sequence's tile depends on its list alone.
 template <typename Params>
 constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_bytes) {
-  const int64_t all_rows = min_of<int64_t>(p.max_seqlen_q, INT32_MAX) * p.group_size;
+  const int64_t all_rows = min_of<int64_t>(p.segment > 0 ? INT32_MAX : p.max_seqlen_q, INT32_MAX) * p.group_size;
   const int64_t rows = list == WorkList::kSmall ? min_of(all_rows, kSmallRows) : all_rows;
   return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, rows, max_shared_bytes)};
 }
@@ -203,8 +203,11 @@ struct ListTiles {
 // shorter.
 template <typename Params>
 constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
-  const int64_t longest = min_of(p.max_seqlen_q, p.num_tokens);
+  const int64_t longest = p.segment > 0 ? p.num_tokens : min_of(p.max_seqlen_q, p.num_tokens);
   const auto tile_of = [&](WorkList list) { return list_tile(p, list, max_shared_bytes); };
+  if (p.segment > 0) {
+    return {{tile_of(WorkList::kSmall), tile_of(WorkList::kLarge)}, longest * p.group_size <= kSmallRows ? 1 : 2};
+  }
   if (longest * p.group_size <= kSmallRows || p.num_tokens >= p.batch * longest) return {{tile_of(WorkList::kAll)}, 1};
   return {{tile_of(WorkList::kSmall), tile_of(WorkList::kLarge)}, 2};
 }

@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
       const bool is_whole = walk.is_whole();
       if (!is_whole && ptx::thread_index() == 0) note_own_cut(walk, call.pieces);
       __syncthreads();
-      const Piece piece = is_whole ? Piece{} : pieces_of<I>(call).of(walk.share, walk.at.kv_tile == 0);
-      const uint32_t first_row = walk.is_by_query() ? walk.tile.first_row % I::kMTile : 0;
+      const Piece piece = is_whole ? Piece{} : place_of<I>(p, call, walk.share, walk);
+      const uint32_t first_row = walk.is_by_query() && call.work.segment == 0 ? walk.tile.first_row % I::kMTile : 0;
       const bool is_poisoned =
           join<I>(parts, walk.tile.rows, is_whole, ToOutput<typename I::T>{p, walk.tile, call.out_aligned},
                   ToPiece{piece, I::kHeadDimV, first_row});

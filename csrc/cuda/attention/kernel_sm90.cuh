@@ -31,7 +31,7 @@ __device__ __forceinline__ void consume_range(const AttentionParams& p, const Ca
                       ToOutput<typename I::T>{p, tile, call.out_aligned});
       } else {
         store_rows<I>(sums, totals, consumer.row(), consumer.column(), rows,
-                      ToPiece{pieces_of<I>(call).of(shared.walks[0].share, given->at.kv_tile == 0), I::kHeadDimV});
+                      ToPiece{place_of<I>(p, call, shared.walks[0].share, *given), I::kHeadDimV});
       }
       trace<I>(shared, kOutputEnds);
     }

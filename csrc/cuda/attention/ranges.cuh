@@ -80,13 +80,14 @@ struct Walk : RowPiece {
                    first_row = record.first_row + static_cast<uint32_t>(own.part() * m_tile);
     const auto b = static_cast<uint32_t>(record.begin.sequence);
     // All of it is compared at once: a branch on a part would come before the loads of the others.
-    const bool is_sound =
-        (kShares || plan[1] <= 1) & (record.kind == RangeRecord::kind_of(shape, m_tile, own.sharers)) &
-        (record.num_kv_heads == p.num_kv_heads) & below(b, p.batch) & below(record.kv_head, p.num_kv_heads) &
-        below(record.begin.row_tile, INT32_MAX) & below(first_row, rows) & below(record.begin.kv_tile, record.kv_end) &
-        !below(kv_tiles_of(INT32_MAX), record.kv_end) & !below(own.range, record.number) &
-        below(record.number, record.count) &
-        !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
+    const bool is_sound = (shape.segment == 0) & (kShares || plan[1] <= 1) &
+                          (record.kind == RangeRecord::kind_of(shape, m_tile, own.sharers)) &
+                          (record.num_kv_heads == p.num_kv_heads) & below(b, p.batch) &
+                          below(record.kv_head, p.num_kv_heads) & below(record.begin.row_tile, INT32_MAX) &
+                          below(first_row, rows) & below(record.begin.kv_tile, record.kv_end) &
+                          !below(kv_tiles_of(INT32_MAX), record.kv_end) & !below(own.range, record.number) &
+                          below(record.number, record.count) &
+                          !below(capacity - own.range * own.sharers, (record.count - record.number) * own.sharers);
     if (!is_sound) return;
     const int32_t first = cta - record.number * own.sharers;
     // Lanes read an offset each: see rows_of_search(). All is loaded before any of it is used.
@@ -121,6 +122,7 @@ struct Walk : RowPiece {
     const int32_t count = planned_ranges(planned, call.pieces.capacity / share.sharers);
     WorkPosition start = range == 0 ? WorkPosition{} : planned_start(planned, range);
     if (range >= count || start.sequence >= shape.batch) start = {static_cast<int32_t>(shape.batch), 0, 0};
+    start.kv_tile = shape.segment_begin(start.kv_tile);
     if (start.kv_tile > 0) {
       const auto most = static_cast<int32_t>(shape.max_seq_len);
       const bool is_inside = start.kv_tile < kv_tiles_of(min_of(shape.seq_lens[start.sequence], most));
@@ -159,20 +161,25 @@ struct Walk : RowPiece {
   }
 
   // Goes to the next row tile that has rows for the CTA, from the begin of the range on or behind the one that it is
-  // at.
+  // at; with segments to the next of these.
   __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
                                           bool is_behind) {
     if (order.count != 0 || !is_behind) find(p, call, is_behind);
     const bool is_whole_tile = is_behind && !is_by_query();
     order.count = 0;
-    if (is_whole_tile && next_in_head(p, shape.m_tile)) return;
+    if (is_whole_tile && shape.segment == 0 && next_in_head(p, shape.m_tile)) return;
     tile.rows = 0;
     for (WorkPosition now = at; now.before(stop); is_behind = false) {
-      const SequenceWork work = sequence_work(shape, now.sequence, share.sharers);
-      if (!is_behind && now.row_tile < work.row_tiles) {
+      SequenceWork work = sequence_work(shape, now.sequence, share.sharers);
+      if ((!is_behind || shape.segment > 0) && now.row_tile < work.row_tiles) {
         tile = row_tile(p, work, now.sequence, now.row_tile, shape.m_tile, share.part());
-        kv_end = now.same_row(stop) ? stop.kv_tile : work.kv_tiles;
-        at = now;
+        work.tree_len = tile.tree_len;
+        const KvTiles tiles =
+            work.first_segment(shape, tile.first_row, tile.first_row + tile.rows - 1,
+                               {is_behind ? kv_end : now.kv_tile, now.same_row(stop) ? stop.kv_tile : work.kv_tiles});
+        at = {now.sequence, now.row_tile, tiles.begin};
+        kv_end = tiles.end;
+        if (tiles.begin >= tiles.end) tile.rows = 0;
         if (tile.rows > 0) return;
       }
       now = now.next(work.row_tiles);  // a sequence without any may lie between two others
@@ -218,9 +225,18 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
   return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
 }
 
-// Writes down that the CTA has a piece of the row tile.
+// Where the result of a piece goes that is not a whole row tile.
+template <typename I>
+__device__ __forceinline__ Piece place_of(const AttentionParams& p, const CallShape& call, const Share& share,
+                                          const RowPiece& piece) {
+  const Pieces pieces = pieces_of<I>(call);
+  if (call.work.segment > 0) return pieces.of_segment(p, call.work, piece.tile, piece.at.kv_tile);
+  return pieces.of(share, piece.at.kv_tile == 0);
+}
+
+// Writes down that the CTA has a piece of the row tile. Segments are joined by a kernel of their own.
 __device__ __forceinline__ void note_cut(Walk& walk, const Pieces& pieces) {
-  if (walk.is_by_query()) return;
+  if (walk.is_by_query() || pieces.segment_rows > 0) return;
   const bool is_first = walk.at.kv_tile == 0;
   walk.is_cut[is_first] = true;
   pieces.cuts(walk.share.cta)[is_first] = {walk.tile, walk.is_planned() ? walk.order : order_of(walk, pieces)};

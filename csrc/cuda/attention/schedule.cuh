@@ -28,9 +28,10 @@ struct PlanLists {
     RangeLimits limits;
   } lists[std::size(kWorkLists)];
   int32_t run, runs;  // sequences of a thread; threads that have some
+  int32_t plan_size;
   SmallDivisor by_sharers[kMostSharers + 1];
 
-  explicit PlanLists(int64_t batch) {
+  PlanLists(int64_t batch, int64_t size) : plan_size(static_cast<int32_t>(size)) {
     run = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(batch, kScheduleThreads), 1));
     runs = static_cast<int32_t>(max_of<int64_t>(ceil_div<int64_t>(batch, run), 1));
     for (int32_t sharers = 1; sharers <= kMostSharers; ++sharers) by_sharers[sharers] = SmallDivisor(sharers);
@@ -50,6 +51,9 @@ __global__ void __launch_bounds__(kScheduleThreads, 1)
   const auto thread = static_cast<int32_t>(threadIdx.x), batch = static_cast<int32_t>(shape.batch),
              tokens = static_cast<int32_t>(shape.num_tokens);
   if (thread == 0) shared.costs[0] = 0;
+  if (blockIdx.x == 0) {
+    for (int32_t i = kPlanSize + thread; i < lists.plan_size; i += static_cast<int32_t>(blockDim.x)) plan[i] = 0;
+  }
 
   Cuts cuts;
   RangeRecord record;

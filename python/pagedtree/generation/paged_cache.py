@@ -19,14 +19,21 @@ class PagedCache:
 
     A page has the same number in every layer. `fork` shares whole written pages; later tokens are computed again.
 
-    states: of recurrent layers, if any. pages_in_use, peak_pages: pages held now, and at most so far. pages_taken: how
-    often a page was taken from the pool, not shared.
+    segment: of the plans of attention over it. states: of recurrent layers, if any. pages_in_use, peak_pages: pages
+    held now, and at most so far. pages_taken: how often a page was taken from the pool, not shared.
     """
 
-    def __init__(self, num_pages: int, page_size: int, device: torch.device, is_recurrent: bool = False) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        device: torch.device,
+        is_recurrent: bool = False,
+        segment: int | None = None,
+    ) -> None:
         if page_size < 1 or num_pages < 1:
             raise ValueError(f"paged cache: expected num_pages and page_size >= 1, got {num_pages} and {page_size}")
-        self.num_pages, self.page_size, self.device = num_pages, page_size, device
+        self.num_pages, self.page_size, self.device, self.segment = num_pages, page_size, device, segment
         self.peak_pages = self.pages_taken = 0
         self.states = RecurrentStates(device) if is_recurrent else None
         self._layers: dict[int, tuple[Tensor, Tensor | None]] = {}

@@ -116,7 +116,7 @@ class PagedStep:
         kind = part, *shape.values(), window
         if kind not in self._plans:
             planned = {name: keys[name] for name in ("seq_lens", "cu_seqlens_q", "tree_lens", "max_seqlen_q")}
-            self._plans[kind] = attention_plan(**planned, **shape, window=window)
+            self._plans[kind] = attention_plan(**planned, **shape, window=window, segment=self.cache.segment)
         return self._plans[kind]
 
 

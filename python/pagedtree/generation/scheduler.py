@@ -102,6 +102,10 @@ class Scheduler:
         budget = max(self.max_batch_tokens - len(batch.decode) * max_nodes, self.cache.page_size)
         for sequence in running:
             chunk = min(self._unread(sequence), budget)
+            if self.cache.segment is not None and not sequence.is_decoding:
+                # Whatever the others leave: up to the next multiple, or not in this pass.
+                own = min(self._unread(sequence), self.cache.segment - sequence.cached % self.cache.segment)
+                chunk = own if own <= budget or not batch.prefill else 0
             if not sequence.is_decoding and chunk > 0:
                 batch.prefill.append((sequence, chunk))
                 budget -= chunk

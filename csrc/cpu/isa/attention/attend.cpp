@@ -119,6 +119,39 @@ void keep_row(const TreeAttentionParams& p, const Piece& piece, int64_t row, con
   piece.sum[row] = state.sum;
 }
 
+// Computes a row tile over KV tiles of which the result is written at once, or kept as one piece.
+void attend_row_tile(const TreeAttentionParams& p, const AttentionRange& range, const RowTile& tile, KvTiles keys,
+                     const Workspace& ws) {
+  const AttentionRanges& ranges = *range.ranges;
+  const auto attend_part = [&](const RowTile& part) {
+    attend_tiles(p, part, tile.rows <= kFewRows, keys.begin, keys.end, ws);
+    for (int32_t h = 0; h < part.heads; ++h) {
+      for (int32_t r = 0; r < part.rows; ++r) {
+        const int64_t in_tile = part.first_row - tile.first_row + r;
+        const float* out = ws.out + (h * part.rows + r) * p.head_dim_v;
+        const RowState& state = ws.states[h * part.rows + r];
+        if (keys.begin == 0 && keys.end == tile.work.kv_tiles) {
+          finish_row(p, part.only(h), r, out, state.maximum, state.sum);
+        } else if (p.segment > 0) {
+          const Piece piece = ranges.segment(p, keys.begin, part.kv_head + h, tile.work.tokens.begin);
+          keep_row(p, piece, part.first_row + r, out, state);
+        } else {
+          const auto side = keys.begin > 0 ? AttentionRanges::kHead : AttentionRanges::kTail;
+          keep_row(p, ranges.piece(range.index, side), int64_t{h} * tile.rows + in_tile, out, state);
+        }
+      }
+    }
+  };
+  attend_part(tile);
+  if (!is_poisoned(p, tile, ws)) return;
+  // Once more, each token by itself: a row's bits do not depend on the rows beside it.
+  RowTile part = tile;
+  for (int64_t left = tile.rows; left > 0; part.first_row += part.rows, left -= part.rows) {
+    part.rows = static_cast<int32_t>(min_of(left, p.group_size - part.first_row % p.group_size));
+    attend_part(part);
+  }
+}
+
 }  // namespace
 
 void attend(const TreeAttentionParams& p, const AttentionRange& range) {
@@ -133,33 +166,19 @@ void attend(const TreeAttentionParams& p, const AttentionRange& range) {
     const int32_t first = b == start.sequence ? start.row_tile : 0;
     const int32_t last = b == stop.sequence ? stop.row_tile : work.row_tiles - 1;
     for (int32_t index = first; index <= last && index < work.row_tiles; ++index) {
-      const int64_t begin = b == start.sequence && index == start.row_tile ? start.kv_tile : 0;
-      const int64_t end = b == stop.sequence && index == stop.row_tile ? stop.kv_tile : work.kv_tiles;
+      const int32_t begin = b == start.sequence && index == start.row_tile ? start.kv_tile : 0;
+      const int32_t end = b == stop.sequence && index == stop.row_tile ? stop.kv_tile : work.kv_tiles;
       if (begin >= end) continue;
       const RowTile tile = row_tile(p, ranges.shape, b, index);
-      const auto attend_part = [&](const RowTile& part) {
-        attend_tiles(p, part, tile.rows <= kFewRows, begin, end, ws);
-        for (int32_t h = 0; h < part.heads; ++h) {
-          for (int32_t r = 0; r < part.rows; ++r) {
-            const int64_t row = int64_t{h} * tile.rows + part.first_row - tile.first_row + r;
-            const float* out = ws.out + (h * part.rows + r) * p.head_dim_v;
-            const RowState& state = ws.states[h * part.rows + r];
-            if (begin > 0 || end < work.kv_tiles) {
-              const auto side = begin > 0 ? AttentionRanges::kHead : AttentionRanges::kTail;
-              keep_row(p, ranges.piece(range.index, side), row, out, state);
-            } else {
-              finish_row(p, part.only(h), r, out, state.maximum, state.sum);
-            }
-          }
-        }
+      SequenceWork seen = work;
+      seen.tree_len = static_cast<int32_t>(tree_length(p, b, static_cast<int32_t>(work.tokens.size()), work.seq_len));
+      const auto first_row = static_cast<uint32_t>(tile.first_row),
+                 last_row = static_cast<uint32_t>(tile.first_row + tile.rows - 1);
+      const auto next = [&](int32_t from) {
+        return seen.first_segment(ranges.shape, first_row, last_row, {from, end});
       };
-      attend_part(tile);
-      if (!is_poisoned(p, tile, ws)) continue;
-      // Once more, each token by itself: a row's bits do not depend on the rows beside it.
-      RowTile part = tile;
-      for (int64_t left = tile.rows; left > 0; part.first_row += part.rows, left -= part.rows) {
-        part.rows = static_cast<int32_t>(min_of(left, p.group_size - part.first_row % p.group_size));
-        attend_part(part);
+      for (KvTiles keys = next(begin); keys.begin < keys.end; keys = next(keys.end)) {
+        attend_row_tile(p, range, tile, keys, ws);
       }
     }
   }

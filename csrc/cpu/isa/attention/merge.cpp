@@ -34,9 +34,41 @@ void merge_row(const char* a, float factor_a, const char* b, float factor_b, cha
   }
 }
 
+// Row r's result over pieces [begin, end) in order, in each of which it is row `row`.
+template <typename PieceOf>
+void join_row(const TreeAttentionParams& p, const RowTile& tile, int64_t r, int64_t row, int32_t begin, int32_t end,
+              const PieceOf& piece_of) {
+  alignas(kScratchAlignment) float out[kMaxHeadDimV];
+  float top = -kInfinity, sum = 0.0f;
+  for (int32_t i = begin; i < end; ++i) top = __builtin_fmaxf(top, piece_of(i).maximum[row]);
+  for (int64_t d = 0; d < p.head_dim_v; d += kLanes) store(out + d, splat(0.0f));
+  for (int32_t i = begin; i < end; ++i) {
+    const Piece piece = piece_of(i);
+    const float weight = weight_of(piece.maximum[row], top);
+    sum += weight * piece.sum[row];
+    add_scaled(out, piece.out + row * p.head_dim_v, p.head_dim_v, weight);
+  }
+  finish_row(p, tile, r, out, top, sum);
+}
+
+void join_segments(const TreeAttentionParams& p, const AttentionRanges& ranges, int64_t item) {
+  const auto sequence = static_cast<int32_t>(item / p.num_kv_heads),
+             kv_head = static_cast<int32_t>(item % p.num_kv_heads);
+  const SequenceWork work = sequence_work(ranges.shape, sequence);
+  if (!work.has_segments(ranges.shape)) return;
+  const int64_t tree_len = tree_length(p, sequence, static_cast<int32_t>(work.tokens.size()), work.seq_len);
+  const RowTile tile{sequence, kv_head, work, 1, 0, static_cast<int32_t>(work.rows)};
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    const SeenSegments seen(ranges.shape, query_visibility(p, work, tree_len, r / p.group_size));
+    join_row(p, tile, r, r, seen.begin, seen.end,
+             [&](int32_t i) { return ranges.segment(p, i * ranges.shape.segment, kv_head, work.tokens.begin); });
+  }
+}
+
 }  // namespace
 
-void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, int32_t range) {
+void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, int64_t range) {
+  if (p.segment > 0) return join_segments(p, ranges, range);
   const WorkPosition stop = ranges.starts[range + 1];
   const WorkPosition row_start = {stop.sequence, stop.row_tile, 0};
   if (stop.kv_tile == 0 || row_start.before(ranges.starts[range])) return;  // nothing cut, or begun by another range
@@ -51,17 +83,8 @@ void merge_pieces(const TreeAttentionParams& p, const AttentionRanges& ranges, i
   }
 
   const RowTile tile = row_tile(p, ranges.shape, stop.sequence, stop.row_tile);
-  alignas(kScratchAlignment) float out[kMaxHeadDimV];
   for (int32_t r = 0; r < tile.heads * tile.rows; ++r) {
-    float top = -kInfinity, sum = 0.0f;
-    for (int32_t i = 0; i < count; ++i) top = __builtin_fmaxf(top, pieces[i].maximum[r]);
-    for (int64_t d = 0; d < p.head_dim_v; d += kLanes) store(out + d, splat(0.0f));
-    for (int32_t i = 0; i < count; ++i) {
-      const float weight = weight_of(pieces[i].maximum[r], top);
-      sum += weight * pieces[i].sum[r];
-      add_scaled(out, pieces[i].out + r * p.head_dim_v, p.head_dim_v, weight);
-    }
-    finish_row(p, tile.only(r / tile.rows), r % tile.rows, out, top, sum);
+    join_row(p, tile.only(r / tile.rows), r % tile.rows, r, 0, count, [&](int32_t i) { return pieces[i]; });
   }
 }
 

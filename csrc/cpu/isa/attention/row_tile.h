@@ -61,6 +61,14 @@ struct TileVisibility {
   int64_t plain_begin, plain_end;  // every row sees every key inside
 };
 
+// What query i of a sequence sees, of which tree_length() is `tree_len`.
+static inline Visibility query_visibility(const TreeAttentionParams& p, const SequenceWork& work, int64_t tree_len,
+                                          int64_t i) {
+  if (tree_len < 0) return causal_visibility(work.seq_len, work.tokens.size(), i, p.window);
+  const int32_t* words = p.tree_mask + (work.tokens.begin + i) * p.mask_stride;
+  return tree_visibility(work.seq_len, tree_len, words, p.mask_words, p.window);
+}
+
 static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVisibility& seen) {
   const SequenceWork& work = tile.work;
   const int64_t n = work.tokens.size();
@@ -70,13 +78,7 @@ static inline void see(const TreeAttentionParams& p, const RowTile& tile, TileVi
   seen.lowest = seen.plain_end = work.seq_len;
   seen.highest = seen.plain_begin = 0;
   for (int32_t i = 0; i < seen.count; ++i) {
-    Visibility& v = seen.tokens[i];
-    if (tree_len < 0) {
-      v = causal_visibility(work.seq_len, n, first + i, p.window);
-    } else {
-      const int32_t* words = p.tree_mask + (work.tokens.begin + first + i) * p.mask_stride;
-      v = tree_visibility(work.seq_len, tree_len, words, p.mask_words, p.window);
-    }
+    const Visibility v = seen.tokens[i] = query_visibility(p, work, tree_len, first + i);
     seen.lowest = min_of<int64_t>(seen.lowest, v.lowest());
     seen.highest = max_of<int64_t>(seen.highest, v.highest());
     seen.plain_begin = max_of<int64_t>(seen.plain_begin, v.begin);

@@ -370,13 +370,13 @@ def _attention(
 # Plans ----------------------------------------------------------------------------------------------------------------
 
 
-def plan_of(given: dict[str, Any], max_seqlen_q: int = 21, window: int = 0) -> Tensor:
+def plan_of(given: dict[str, Any], max_seqlen_q: int = 21, window: int = 0, segment: int | None = None) -> Tensor:
     k_cache, v_cache = given["k_cache"], given["v_cache"]
     (_, heads, head_dim), (_, page_size, kv_heads, _) = given["q"].shape, k_cache.shape
     return attention_plan(
         given["seq_lens"], given["cu_seqlens_q"], num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         head_dim_v=v_cache.shape[3], latent=k_cache.data_ptr() == v_cache.data_ptr(), page_size=page_size,
-        max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"], window=window,
+        max_seqlen_q=max_seqlen_q, tree_lens=given["tree_lens"], window=window, segment=segment,
     )  # fmt: skip
 
 
@@ -385,6 +385,9 @@ def _plans() -> Iterator[Case]:
 
     def stale(given: dict[str, Any]) -> Tensor:
         return plan_of({**given, "seq_lens": given["seq_lens"].flip(0)}, 1)
+
+    def in_segments(given: dict[str, Any]) -> Tensor:
+        return plan_of(given, segment=128)
 
     def garbage(given: dict[str, Any]) -> Tensor:
         plan = plan_of(given)
@@ -395,6 +398,8 @@ def _plans() -> Iterator[Case]:
 
     yield _attention("its own plan", batch, plan=plan_of)
     yield _attention("a stale plan", batch, plan=stale)
+    for dtype in ("fp16", "bf16"):
+        yield _attention(f"segments/{dtype}", replace(batch, dtype=dtype), plan=in_segments)
     yield _attention("garbage for a plan's records", batch, plan=garbage)
     latent = replace(batch, head_dim=576, head_dim_v=512, latent=True, heads=(3, 1))
     yield _attention("a latent cache's plan", latent, plan=plan_of)
@@ -402,30 +407,34 @@ def _plans() -> Iterator[Case]:
     for name, plan_batch in batches.items():
         yield _plan(name, plan_batch)
     yield _plan("window", Batch([5, 300], [4000, 2500]), window=700)
+    yield _plan("segments", Batch([5, 300], [4000, 2500]), segment=192)
 
 
 TRUTHS = [
     "cuts where keys are seen",
     "has room for three lists",
+    "cuts at segments",
     "cuts in order",
     "cuts the batch",
     "begins with the first query",
 ]
 
 
-def _plan(name: str, batch: Batch, window: int = 0) -> Case:
+def _plan(name: str, batch: Batch, window: int = 0, segment: int | None = None) -> Case:
     """The number of ranges depends on the device; on every device they must partition all of the work, in order."""
 
     def run(place: Place) -> Results:
         inputs = batch.build(place)
-        plan = plan_of(inputs, window=window).cpu().view(3, 1025, -1)
-        lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in plan.tolist()]
+        plan = plan_of(inputs, window=window, segment=segment).cpu()
+        entries_of = plan[: 3 * 16 * 1025].view(3, 1025, -1).tolist()
+        lists = [[tuple(entry[:3]) for entry in entries[1 : 1 + entries[0][0]]] for entries in entries_of]
         queries = inputs["cu_seqlens_q"].diff().tolist()
         first = next((b for b, n in enumerate(queries) if n), 0)
         ends = [(64 * kv, int(inputs["seq_lens"][b])) for starts in lists for b, _, kv in starts if kv > 0]
         truths = [
             all(key < s and (window == 0 or key > s - 300 - window) for key, s in ends),
-            plan.numel() == 3 * 16 * 1025,
+            plan.numel() == 3 * 16 * 1025 + (segment or 0) // 64,
+            all(key % (segment or 64) == 0 for key, _ in ends),
             all(starts == sorted(starts) and len(starts) <= 1024 for starts in lists),
             all(min(x) >= 0 and x[0] <= len(queries) for starts in lists for x in starts),
             (first, 0, 0) in [starts[0] for starts in lists if starts],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -91,6 +92,7 @@ def generate(
     max_sequences: int | None = None,
     share_prefix: bool | None = None,
     cuda_graph: bool = False,
+    segment: int | None = None,
     shards: VocabShards | None = None,
     callback: Callable[[int, list[int]], object] | None = None,
     on_step: Callable[[StepResult], None] | None = None,
@@ -147,6 +149,10 @@ def generate(
         cuda_graph: replays a CUDA graph of the decode step where no sequence needs prefill; one for 1, 2, 4, 8, ...
             sequences. Drafters: None, `NgramDrafter` (remember=0), `MedusaDrafter`, `ModelDrafter`, `EagleDrafter`,
             `MtpDrafter`.
+        segment: of `attention_plan`: the attention of a request depends on its own text alone, not on the batch; with
+            seeds, so does its text, if the model's other layers and the drafts do not depend on it either. Prompts are
+            read in chunks that end at multiples of it; evicted text, too, where generated tokens may differ in their
+            last bits. Needs tree=None.
         shards: of the model's output layer (`tensor_parallel`); all ranks call `generate` together, with the same
             arguments and seeds. Rules "greedy", "sampled" and "rejection"; the drafter may be a
             `pagedtree.distributed.DraftGroup`.
@@ -210,13 +216,19 @@ def generate(
     params = read.on_params(SamplingParams() if config.is_sampled else params)
     every_option = [read.on_options(option, i // n) for i, option in enumerate(every_option)]
     least = [min(max(count, read.min_new_tokens[i // n]), max_new_tokens) for i, count in enumerate(least)]
+    if segment is not None:
+        arguments.check_segment(segment, tree, share_prefix)
+        share_prefix = False
     adapted = as_drafter(drafter)
     draft_config = getattr(adapted.model, "config", None)
     things, drafter = (model, model.config, drafter, adapted.model, draft_config, *adapted.networks), adapted
     rule = check_rule(rule, params, drafter.draft_law, drafter.is_chain, shards is not None)
-    sequences = prompts.sequences(max_new_tokens, page_size)
+    sequences = prompts.sequences(max_new_tokens, math.lcm(page_size, segment or 1))
     _limit_lengths(packed, sequences)
-    max_batch_tokens = max(max_batch_tokens, check_rotation(packed.model, sequences, packed.is_recurrent))
+    at_once = check_rotation(packed.model, sequences, packed.is_recurrent)
+    if segment is not None and at_once:
+        raise ValueError("segment: expected None for prompts that must be read at once, as rotary frequencies change")
+    max_batch_tokens = max(max_batch_tokens, at_once)
     params = arguments.sequence_params(params, len(prompts), n)
     requests = option_rows(sequences, every_option, eos_ids, least, params, num_logits, packed.device)
     if requests.is_used:
@@ -228,7 +240,7 @@ def generate(
     if streamer is not None and len(sequences) != 1:
         raise ValueError(f"streamer: expected one sequence, as in transformers, got {len(sequences)}")
     num_pages = _num_pages(num_pages, page_size, sequences, drafter, max_sequences)
-    cache = PagedCache(num_pages, page_size, packed.device, packed.is_recurrent)
+    cache = PagedCache(num_pages, page_size, packed.device, packed.is_recurrent, segment)
     queue = Scheduler(sequences, cache, max_batch_tokens, max_sequences)
     queue.check_capacity(drafter.max_nodes or 1)
     if packed.is_recurrent and drafter.max_nodes > MAX_RECURRENT_NODES:

@@ -45,6 +45,16 @@ def at_least_one(**sizes: int) -> None:
             raise ValueError(f"{name}: expected at least 1, got {size}")
 
 
+def check_segment(segment: int, tree: str | None, share_prefix: bool | None) -> None:
+    """Raises ValueError for a segment that plans do not take, and for what looks at the batch."""
+    if integer("segment", segment) < 64 or segment % 64:
+        raise ValueError(f"segment: expected a multiple of 64, at least 64, or None, got {segment}")
+    if tree is not None:
+        raise ValueError(f"tree: expected None with segment, as the best tree depends on the batch, got {tree!r}")
+    if share_prefix:
+        raise ValueError("share_prefix: expected None or False with segment, as it depends on the batch, got True")
+
+
 def _is_switch(value: Any) -> bool:
     return bool(np.isscalar(value) and value in (True, False))
 
@@ -96,15 +106,15 @@ class Prompts:
     def width(self) -> int | None:
         return None if self.tensor is None else self.tensor.shape[1]
 
-    def sequences(self, max_new_tokens: int, page_size: int) -> list[GeneratedSequence]:
-        """Returns the outcomes, which share whole pages of a prompt; the last prompt token is always computed."""
+    def sequences(self, max_new_tokens: int, unit: int) -> list[GeneratedSequence]:
+        """Returns the outcomes, which share multiples of `unit` tokens of a prompt; the last one is always computed."""
         return [
             GeneratedSequence(
                 index=b * self.n + j,
                 group=b,
                 tokens=list(prompt),
                 max_length=len(prompt) + max_new_tokens,
-                shared_len=(len(prompt) - 1) // page_size * page_size if self.n > 1 else 0,
+                shared_len=(len(prompt) - 1) // unit * unit if self.n > 1 else 0,
             )
             for b, prompt in enumerate(self.tokens)
             for j in range(self.n)
