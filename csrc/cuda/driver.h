@@ -1,4 +1,3 @@
-// Checks of the NVIDIA driver.
 #pragma once
 
 #include <string>

@@ -30,7 +30,6 @@ std::string beginning_of(const std::string& path) {
   return {text, count};
 }
 
-// Appends the library's build id in hexadecimal.
 void append_build_id(const char* notes, size_t bytes, std::string& to) {
   const auto aligned = [](size_t size) { return (size + 3) / 4 * 4; };
   for (size_t at = 0; at + sizeof(ElfW(Nhdr)) <= bytes;) {
@@ -108,7 +107,7 @@ bool is_hopper(const DeviceLimits& limits) {
 
 // File with the verdict for the current device.
 struct VerdictFile {
-  std::string path;  // empty without a cache folder
+  std::string path;       // empty without a cache folder
   std::string beginning;  // of its text
 
   static VerdictFile of_current_device() {
@@ -144,7 +143,7 @@ MatrixEngine resolved_engine(MatrixEngine asked, const DeviceLimits& limits) {
 struct EngineFacts {
   const char* error;  // message or null
   const char* needs;  // wgmma_needs()
-  const char* path;  // as in VerdictFile
+  const char* path;   // as in VerdictFile
   const char* beginning;
   int32_t has_passed;  // as the file says now
 };

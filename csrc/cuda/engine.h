@@ -1,7 +1,5 @@
-// Default matrix instructions of attention: wgmma where its self-test has passed.
-//
-// `python -m pagedtree check --engine wgmma` runs the test in a separate process and caches the verdict in a file,
-// which names GPU, driver, and build. Verdicts for others do not count.
+// Default matrix instructions of attention: wgmma if its self-test, `python -m pagedtree check --engine wgmma`, has
+// passed. The verdict is cached in a file that names GPU, driver, and build, and counts only for them.
 #pragma once
 
 #include <string>

@@ -1,5 +1,4 @@
-// Runs each function of pagedtree::ptx on given words. `python -m pagedtree check` compares the results of a GPU and of
-// simt with the instruction's definition.
+// Runs each function of pagedtree::ptx on given words, for `python -m pagedtree check` to compare with its definition.
 #include <cstring>
 #include <iterator>
 #include <type_traits>
@@ -165,7 +164,7 @@ struct Barrier {  // each warp reads the other's words
   }
 };
 
-struct BarrierArrive {  // the second warp reads the first's words; the first does not wait and reads its own
+struct BarrierArrive {  // the second warp waits for the first's words
   static __device__ void run(const uint32_t* in, uint32_t* out) {
     const Shared& s = filled(in);
     if (threadIdx.x < 32) {
@@ -207,7 +206,6 @@ __global__ void __launch_bounds__(kThreads) instruction_kernel(const __grid_cons
   for (int i = 0; i < kOut; ++i) call.out[(blockIdx.x * kThreads + threadIdx.x) * kOut + i] = out[i];
 }
 
-// `cluster`: CTAs per cluster, or 1.
 template <typename Function>
 const char* run(const uint32_t* in, uint32_t* out, void* stream, int32_t* cluster) {
   return error_of([=] {

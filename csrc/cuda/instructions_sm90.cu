@@ -12,11 +12,10 @@
 // Outside an anonymous namespace: tests find a GPU's PTX by simt's kernel names.
 namespace pagedtree::cuda::hopper {
 
-constexpr int kThreads = 128, kOut = 128;  // a warpgroup; result words per thread
-constexpr int kSteps = 4, kStepWords = 4;  // mma in sequence; words of a register operand
+constexpr int kThreads = 128, kOut = 128;     // a warpgroup; result words per thread
+constexpr int kSteps = 4, kStepWords = 4;     // mma in sequence; words of a register operand
 constexpr int kImageChunks = 80 * 1024 / 16;  // of shared memory, 16 bytes each
 
-// Input words.
 struct Words {
   uint32_t numbers[kThreads];  // further operands
   uint32_t own[kThreads][kSteps][kStepWords];

@@ -17,7 +17,6 @@ constexpr int64_t kVectorBytes = 16;
 
 // ---- elements: neighbours in one access
 
-// An element as raw bits.
 template <DType kDType>
 struct Stored {
   uint16_t bits;
@@ -49,7 +48,6 @@ struct Neighbours {
   T at[kCount];
 };
 
-// The word of one access.
 template <int kBytes>
 using Unit = std::conditional_t<
     kBytes % 16 == 0, uint4,
@@ -84,7 +82,6 @@ __device__ __forceinline__ void store_neighbours(T* to, const Neighbours<T, kCou
   }
 }
 
-// Quantizes and stores.
 template <DType kDType, int kCount>
 __device__ __forceinline__ void store_codes(uint8_t* to, const Neighbours<Stored<kDType>, kCount>& numbers,
                                             const Quantizer& quantizer) {
@@ -100,13 +97,11 @@ __device__ __forceinline__ Quantizer quantizer_of(const AppendSide& side, int64_
   return Quantizer(side.scale == nullptr ? 1.0f : side.scale[head * side.scale_stride]);
 }
 
-// Returns the offset of a slot's first element.
 __device__ __forceinline__ int64_t cache_offset(const AppendSide& side, const Divisor& page_size, int64_t slot) {
   const int64_t page = page_size.quotient(slot);
   return page * side.cache_page_stride + page_size.remainder(slot, page) * side.cache_slot_stride;
 }
 
-// True if all are multiples of 16 bytes.
 bool are_aligned(std::initializer_list<int64_t> bytes) {
   return std::all_of(bytes.begin(), bytes.end(), [](int64_t value) { return value % kVectorBytes == 0; });
 }
@@ -202,8 +197,7 @@ __device__ __forceinline__ void rotate_head(const RopeAppendParams& p, int64_t a
   }
 }
 
-// CTA (token, part). Threads along x share a head; y and the parts iterate over the token's Hq heads of Q, Hkv of K,
-// and Hkv of V. append_kv has no Q and no rotation.
+// CTA (token, part). x: one head; y and parts: the token's heads of Q, K, and V. append_kv has no Q and no rotation.
 template <DType kDType, int kCount>
 __global__ void __launch_bounds__(kRopeThreads)
     rope_append_kernel(const __grid_constant__ RopeAppendParams p, const __grid_constant__ Divisor page_size) {
@@ -241,7 +235,6 @@ __global__ void __launch_bounds__(kRopeThreads)
   }
 }
 
-// True if rows and angles allow accesses of 16 bytes, `elements` each.
 bool is_aligned(const RopeAppendParams& p, int64_t elements) {
   const int64_t size = element_size(p.append.dtype), angle_size = element_size(p.cos_sin_dtype);
   bool aligned = p.rotary_start % elements == 0 && p.rotary_dim / 2 % elements == 0 && p.head_dim % elements == 0 &&
@@ -295,7 +288,6 @@ struct CompactShared {
   // Then Move moves[path_width - 1], for path nodes j + 1; from.page is -1 if a row stays.
 };
 
-// Returns the byte offset of a unit within its row.
 __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const RowLayout& layout, int64_t unit) {
   const int64_t run = layout.units_a_run.quotient(unit), rest = layout.sizes_2.quotient(run);
   const int64_t i0 = layout.sizes_1.quotient(rest), i1 = layout.sizes_1.remainder(rest, i0);
@@ -303,7 +295,6 @@ __device__ __forceinline__ int64_t unit_offset(const CacheView& cache, const Row
          layout.units_a_run.remainder(unit, run) * layout.unit_bytes;
 }
 
-// Loads a unit into the first bytes of a vector.
 __device__ __forceinline__ uint4 load_unit(const uint8_t* from, int32_t bytes) {
   if (bytes == 16) return *reinterpret_cast<const uint4*>(from);
   return make_uint4(bytes == 4 ? *reinterpret_cast<const uint32_t*>(from) : *from, 0, 0, 0);

@@ -49,8 +49,7 @@ __device__ __forceinline__ void climb_block(TreeShared& tree, int32_t node, int3
   tree.above[node] = static_cast<int16_t>(above);
 }
 
-// Writes depths, by one warp, block after block. Depth is -1 if the path is broken or exceeds max_depth. Returns true
-// if all nodes are reachable.
+// Writes depths, by one warp. Depth is -1 if the path is broken or too long. Returns true if all are reachable.
 __device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
                                              int32_t num_nodes) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x);
@@ -87,7 +86,6 @@ __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShare
   __syncwarp();
 }
 
-// Writes children and siblings, by one warp.
 __device__ __forceinline__ void write_links(const BuildTreesParams& p, TreeShared& tree, int64_t begin,
                                             int32_t num_nodes) {
   TreeOutput trees{};

@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// A warp's accumulators for rows quad and quad + 8 of each block of 16: the unnormalized output (the warp's columns),
-// the maximum in base 2, and this lane's part of the sum of 2^(score - maximum).
+// A warp's accumulators for rows quad and quad + 8 of each block of 16: unnormalized output (the warp's columns),
+// base-2 maximum, and this lane's part of the sum of 2^(score - maximum).
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kWarpColumns / 8][4];
@@ -30,7 +30,6 @@ struct Accumulator {
   }
 };
 
-// Per row: quad and quad + 8 of each block.
 template <typename I>
 using RowFactors = float[I::kAtoms][2];
 
@@ -94,7 +93,6 @@ __device__ __forceinline__ void cap_scores(float cap, Scores<I>& dots, RowFactor
   }
 }
 
-// Sets masked scores to -inf.
 template <int kTiles, int kWords>
 __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const VisibleKeys<kWords>& keys,
                                             uint32_t lane) {
@@ -114,7 +112,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kTiles][4], const Vi
   }
 }
 
-// Applies the scales to scores of rows with large maxima. These scales become 1.
+// Scales the scores of rows with large maxima; these scales become 1.
 template <typename I>
 __device__ __forceinline__ void round_scores(Scores<I>& scores, const Accumulator<I>& sums, RowFactors<I>& scales) {
 #pragma unroll
@@ -150,9 +148,9 @@ __device__ __forceinline__ void find_tops(const Scores<I>& scores, RowFactors<I>
   }
 }
 
-// Online softmax: updates the maxima with top_of(a, half), turns scores into P = 2^(score - maximum), and sets the
-// `factors` that rescale `out`. Returns true if a maximum of the warp changed. For e4m3, P is half: a maximum lowered
-// by 15 scales P by 2^15, so that small probabilities do not underflow.
+// Online softmax: updates the maxima from top_of(a, half), turns scores into P = 2^(score - maximum), and sets the
+// `factors` that rescale `out`. Returns true if a maximum of the warp changed. e4m3: P is half; maxima lowered by 15
+// scale P by 2^15 against underflow.
 template <typename I, typename Top>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowFactors<I>& scales, Accumulator<I>& sums,
                                       RowFactors<I>& factors) {
@@ -173,7 +171,7 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
       huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
     }
   }
-  // Rounding of such a maximum could make 2^(score - maximum) overflow: the scores are rounded as well.
+  // The rounding of such a maximum could overflow 2^(score - maximum), unless the scores are rounded as well.
   if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, sums, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
@@ -203,7 +201,6 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, RowFactors<I>& scales, 
   return weigh<I>(scores, [&](int a, int half) { return find_top<I>(scores, a, half); }, scales, sums, factors);
 }
 
-// With maxima over several warps.
 template <typename I>
 __device__ __forceinline__ bool weigh(Scores<I>& scores, const RowFactors<I>& tops, RowFactors<I>& scales,
                                       Accumulator<I>& sums, RowFactors<I>& factors) {
@@ -232,8 +229,7 @@ __device__ __forceinline__ void pack_weights(const float (&weights)[kTiles][4], 
   }
 }
 
-// Returns the mask of a V fragment's register. V rows that no row attends to may hold NaN, which P = 0 would not
-// cancel.
+// Returns the mask of a V register: fully masked V rows may hold NaN, which P = 0 would not cancel.
 template <int kWords>
 __device__ __forceinline__ uint32_t kept_values(const uint32_t (&seen)[kWords], uint32_t lane, uint32_t key,
                                                 uint32_t i) {
@@ -272,8 +268,8 @@ __device__ __forceinline__ void add_values(const Scores<I>& weights, uint32_t v,
   }
 }
 
-// Processes the warp's part of a stage. Returns false if its keys are masked for all rows. Calls `start_copies` between
-// S and softmax: earlier, the copies would delay the reads of shared memory.
+// Processes the warp's part of a stage; returns false if fully masked. Calls `start_copies` between S and softmax:
+// earlier, the copies would delay reads of shared memory.
 template <bool kMasked, typename I, typename StartCopies>
 __device__ __forceinline__ bool attend_stage(const AttentionParams& p, Shared<I>& shared, Stage<I>& stage,
                                              uint32_t thread, int32_t first_key, float factor, Accumulator<I>& sums,

@@ -1,10 +1,9 @@
-// Hopper, MLA: 64 rows against latent stages, whose rows are keys and, without their last columns, values. Two groups
-// of four warps share the rows. Each computes S of alternate stages, they exchange P, and each accumulates half of the
-// columns over all stages. So each stage is read once, and 512 output columns fit in registers (FlashMLA's division and
-// order):
+// Hopper, MLA: 64 rows against latent stages, which are keys and, without their last columns, values. Two groups of
+// four warps share the rows. Each computes S of alternate stages, exchanges P, and accumulates half of the columns over
+// all stages. So each stage is read once, and 512 output columns fit in registers (FlashMLA's division and order):
 //
-//    group 0: S0   P0   publish max | O += P0 V0            acquire P1, publish P0 | O += P1 V1
-//    group 1: S1   acquire max   P1, publish P1 with max | O += P1 V1   acquire P0 | O += P0 V0
+//   group 0: S0   P0   publish max | O += P0 V0            acquire P1, publish P0 | O += P1 V1
+//   group 1: S1   acquire max   P1, publish P1 with max | O += P1 V1   acquire P0 | O += P0 V0
 //
 // One group's exponentials overlap the other's products. Maxima flow one way: group 1's cover both stages.
 #pragma once
@@ -30,7 +29,6 @@ class LatentConsumer : public ConsumerBase<I> {
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 % 4 * 16; }
   __device__ __forceinline__ uint32_t column() const { return group_ * I::kWarpColumns; }
 
-  // Attends to the work tile's kv range.
   __device__ __forceinline__ void attend(const GivenTile& given, Accumulator<I>& sums) {
     const RowTile& tile = given.tile;
     const KeyBounds& bounds = given.bounds;
@@ -127,7 +125,7 @@ class LatentConsumer : public ConsumerBase<I> {
       ptx::wgmma_ss<typename I::M, I::kShape.keys>(scores[0], rows + at, keys + at, part > 0 || step > 0);
     }
   }
-  // Broadcast from one lane, for descriptors in uniform registers.
+  // Broadcast, for descriptors in uniform registers.
   __device__ __forceinline__ unsigned char* stage_of(const RingPlace& place) const {
     return shared_.stage(__shfl_sync(kWholeWarp, place.stage, 0));
   }
@@ -154,8 +152,7 @@ class LatentConsumer : public ConsumerBase<I> {
       if (ptx::thread_index() % 4 == 0) of_row(group_, half) = sums.maximum[0][half];
     }
   }
-  // Acquires the other group's maxima; `factors` rescale P and O to them. Returns true if a maximum of the warp
-  // changed.
+  // Acquires the other group's maxima and the `factors` that rescale P and O. Returns true if one of the warp changed.
   __device__ __forceinline__ bool take_maxima(unsigned barrier, Accumulator<I>& sums, RowFactors<I>& factors) const {
     ptx::barrier_sync(barrier, I::kConsumers);
     bool changed = false;
@@ -182,8 +179,7 @@ class LatentConsumer : public ConsumerBase<I> {
     }
     ptx::barrier_arrive(kWeightsGiven + 1 - group_, I::kConsumers);
   }
-  // Acquires the other group's P. Group 0 also acquires its maxima and publishes P rescaled to them. Returns true if
-  // `out` must be rescaled.
+  // Acquires the other group's P; group 0 also its maxima, and publishes P under them. Returns true to rescale `out`.
   __device__ __forceinline__ bool exchange(Scores<I>& scores, WeightFragments<I>& others, Accumulator<I>& sums,
                                            RowFactors<I>& rescales) const {
     if (group_ == 1) {
@@ -200,7 +196,6 @@ class LatentConsumer : public ConsumerBase<I> {
     give_weights(scores);
     return changed;
   }
-  // Group 1's side of the exchange.
   __device__ __forceinline__ void take_weights(WeightFragments<I>& weights) const {
     ptx::barrier_sync(kWeightsGiven + 1, I::kConsumers);
     read_weights(weights);
@@ -217,7 +212,7 @@ class LatentConsumer : public ConsumerBase<I> {
     }
   }
 
-  // Adds the sums of both groups. Afterwards a row's first lane has the total, the other lanes 0.
+  // Sums both groups: a row's first lane has the total, the other lanes 0.
   __device__ __forceinline__ void share_sums(Accumulator<I>& sums) const {
     const uint32_t lane = ptx::thread_index() % 32;
     float own[2];

@@ -1,5 +1,4 @@
-// Hopper consumers: a warpgroup's 64 rows against the stages of the ring. S = Q K^T reads both operands from shared
-// memory; O += P V has P in registers.
+// Hopper consumers: a warpgroup's 64 rows. S = Q K^T with both operands in shared memory; O += P V with P in registers.
 #pragma once
 
 #include "cuda/attention/attend.cuh"
@@ -7,8 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// Prepares `count` of this warp's Q rows in shared memory for wgmma, from `row` of the tile: negated for a negative
-// scale, as score factors are positive, and each scaled into the operand type's range. Writes the factors that undo it.
+// Prepares `count` of this warp's Q rows in shared memory for wgmma, from `row`: negated for a negative scale, as score
+// factors are positive, and each scaled into the operand type's range. Writes the factors that undo it.
 template <typename I>
 __device__ __forceinline__ void adjust_q_rows(uint32_t row, uint32_t count, bool negate, float factor, unsigned char* q,
                                               Sm90Shared<I>& shared) {
@@ -82,7 +81,7 @@ __device__ __forceinline__ void start_values(Accumulator<I>& sums, const WeightF
   ptx::wgmma_commit();
 }
 
-// Returns the warpgroup, broadcast from one lane so that the compiler treats it as warp-uniform.
+// Returns the warpgroup, broadcast so that the compiler treats it as warp-uniform.
 __device__ __forceinline__ uint32_t group_of_warp() { return __shfl_sync(kWholeWarp, ptx::thread_index() / 128, 0); }
 
 // Ping-pong: two warpgroups alternate at issuing products, so that one's softmax overlaps the other's tensor cores.
@@ -105,7 +104,6 @@ struct Turns {
   }
 };
 
-// Common base of the consumers.
 template <typename I>
 class ConsumerBase {
  public:
@@ -124,15 +122,13 @@ class ConsumerBase {
   }
 
  protected:
-  // Returns the index of the current Q buffer.
   __device__ __forceinline__ uint32_t place() const { return (taken_ - 1) % I::kQs; }
   // Releases Q and the per-row data.
   __device__ __forceinline__ void give_back() const {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.is_used[place()]);
   }
-  // Computes the score factors of the warp's rows from `row`, and prepares Q if needed. Groups that share rows prepare
-  // half each.
+  // Computes the rows' score factors, and prepares Q if needed. Groups that share rows prepare half each.
   template <typename Meet>
   __device__ __forceinline__ void adjust_q(const RowTile& tile, uint32_t row, uint32_t sharer, unsigned char* q,
                                            const Meet& meet, RowFactors<I>& factors) const {
@@ -148,7 +144,7 @@ class ConsumerBase {
         for (uint32_t half = 0; half < 2; ++half) {
           factors[0][half] = shared_.of_rows[sharer][row + half * 8 + ptx::thread_index() % 32 / 4];
         }
-        __syncwarp();  // after all reads, before the next tile overwrites them
+        __syncwarp();  // after all reads
       }
     } else {
       ptx::fence_proxy_async();  // makes cp.async's writes visible to wgmma
@@ -160,7 +156,6 @@ class ConsumerBase {
     // cp.async: the producer cannot fence after its completion, so that readers must. TMA needs no fence.
     if (!I::kDecodes && !(plain && maps_.box > 0)) ptx::fence_proxy_async();
   }
-  // Releases a part of a stage.
   __device__ __forceinline__ void release(int stage, int part = 0) {
     __syncwarp();
     if (ptx::thread_index() % 32 == 0) ptx::mbar_arrive(&shared_.empty[stage][part]);
@@ -189,7 +184,6 @@ class Consumer : public ConsumerBase<I> {
   }
   __device__ __forceinline__ void finish() { turns_.end(); }
 
-  // The warp's first row and column.
   __device__ __forceinline__ uint32_t row() const { return ptx::thread_index() / 32 * 16; }
   __device__ __forceinline__ uint32_t column() const { return 0; }
 
@@ -291,10 +285,9 @@ class Consumer : public ConsumerBase<I> {
   }
 
  private:
-  // Waits for the next stage; `plain`: unmasked.
   __device__ __forceinline__ int next_stage(bool plain) {
     wait_for(place_, 0, plain);
-    // Broadcast from one lane, for descriptors in uniform registers.
+    // Broadcast, for descriptors in uniform registers.
     const int stage = __shfl_sync(kWholeWarp, place_.stage, 0);
     place_.advance(call_.stages);
     return stage;
@@ -312,7 +305,6 @@ class Consumer : public ConsumerBase<I> {
   Turns<I> turns_;
 };
 
-// Returns another lane's result row.
 template <typename Row>
 __device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
   const auto to = __shfl_sync(kWholeWarp, reinterpret_cast<uintptr_t>(row.to), static_cast<int>(lane));
@@ -321,7 +313,7 @@ __device__ __forceinline__ Row row_of_lane(Row row, uint32_t lane) {
   return row;
 }
 
-// True if results of the warp may be poisoned (see join()). All rows share the stages, hence one row per lane suffices.
+// True if results may be poisoned (see join()). All rows share the stages, hence one row per lane suffices.
 template <typename I>
 __device__ __forceinline__ bool is_poisoned(const Accumulator<I>& sums, const float (&totals)[2]) {
   float even = 0.0f, odd = 0.0f;
@@ -333,8 +325,7 @@ __device__ __forceinline__ bool is_poisoned(const Accumulator<I>& sums, const fl
   return even + odd != 0.0f && (totals[0] == totals[0] || totals[1] == totals[1]);
 }
 
-// Epilogue: stores the warp's rows in `rows`, from `first_row`, and columns from `first_column`. For 16-bit outputs
-// lanes exchange pairs, so that each stores four neighbours.
+// Epilogue: stores the warp's rows in `rows`. For 16-bit outputs lanes exchange pairs: each stores four neighbours.
 template <typename I, typename Target>
 __device__ __forceinline__ void store_rows(const Accumulator<I>& sums, const float (&totals)[2], uint32_t first_row,
                                            uint32_t first_column, const RowSpan& rows, const Target& target) {

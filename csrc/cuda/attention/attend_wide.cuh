@@ -1,8 +1,6 @@
-// Wide values (MLA on mma.sync): one stage of keys against all rows of the tile.
-//
-// Q K^T is divided among four warps by keys (halves) and depth (halves), so that K is read from shared memory once.
-// Partners exchange partial sums, and each warp owns the scores of 8 keys. P V is divided by columns; P goes through
-// shared memory, as each warp needs all of it.
+// Wide values (MLA on mma.sync): one stage of keys against all rows of the tile. Q K^T is divided among four warps by
+// halves of keys and of depth, so that K is read from shared memory once; partners add their sums, and each warp owns 8
+// keys. P V is divided by columns, with P in shared memory.
 #pragma once
 
 #include "cuda/attention/attend.cuh"
@@ -59,8 +57,7 @@ __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared
   }
 }
 
-// Softmax; writes P to shared memory. Synchronizes once inside; callers synchronize before they read P. Returns as the
-// softmax of attend.cuh.
+// Softmax with P in shared memory; returns like it. Synchronizes once; callers synchronize before they read P.
 template <typename I>
 __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
                                                 float factor, Scores<I>& scores, Accumulator<I>& sums,

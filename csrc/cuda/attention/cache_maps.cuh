@@ -11,7 +11,7 @@ namespace pagedtree::cuda {
 // are neighbours, else pages. A box has all panels of a stage's group and `box` slots of a page.
 struct CacheMaps {
   ptx::TensorMap k, v;
-  int box;  // slots; 0: pages, strides, or the driver rule out TMA
+  int box;                                      // slots; 0: TMA cannot read the caches
   int32_t head_panels, page_heads, head_pages;  // steps between heads or pages, in panels and pages of the map
 
   template <typename I>
@@ -43,8 +43,7 @@ struct CacheMaps {
     const int64_t heads = divides ? cache.page_stride / cache.head_stride : 0;
     return heads >= p.num_kv_heads ? heads : 0;
   }
-  // Limits of TMA: strides are multiples of 16 bytes below 2^40, sizes have 32 bits. The stride of a size of 1 is
-  // unused.
+  // TMA's limits: strides are multiples of 16 bytes below 2^40, sizes 32 bits. A size of 1 needs no stride.
   static int64_t stride_bytes(int64_t size, int64_t stride) { return size == 1 ? 16 : stride * 2; }
   static bool fits(const AttentionParams& p, const PagedCache& cache, int64_t page_heads) {
     const auto is_stride = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0 && bytes < int64_t{1} << 36; };

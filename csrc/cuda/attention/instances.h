@@ -8,7 +8,6 @@ namespace pagedtree::cuda {
 using AttentionLauncher = void (*)(const AttentionParams& params, const CallShape& call, unsigned grid,
                                    int shared_bytes, void* stream);
 
-// Return the launcher of a tile shape.
 AttentionLauncher half_attention(const TileShape& shape);
 AttentionLauncher half_float8_attention(const TileShape& shape);
 AttentionLauncher bfloat16_attention(const TileShape& shape);

@@ -1,7 +1,6 @@
-// Split-KV merge of row tiles that several CTAs share. A CTA that has stored its partial results polls briefly for the
-// others, which need not be resident. When all have arrived, the polling CTAs claim parts of the tile's columns and
-// merge them over all partial results. The last CTA to arrive never polls, so every part is claimed. The sum's order is
-// fixed, whoever merges.
+// Split-KV merge of row tiles that several CTAs share. A CTA whose partial results are stored polls briefly for the
+// others, which need not be resident. Once all have arrived, polling CTAs claim parts of the columns and merge them
+// over all partial results. The last one to arrive never polls, so every part is claimed. The order of sums is fixed.
 #pragma once
 
 #include "cuda/attention/output.cuh"
@@ -33,7 +32,6 @@ struct Tickets {
   // Asynchronous: noted() consumes the result.
   __device__ __forceinline__ uint32_t take() const { return atomicAdd(taken, 1u); }
   __device__ __forceinline__ void go() const { noted(atomicAdd(taken, kUpper)); }
-  // Returns the claimed part.
   __device__ __forceinline__ uint16_t noted(uint32_t before) const {
     if (before % kUpper + before / kUpper + 1 == 2 * count) *arrived = *taken = 0;
     return static_cast<uint16_t>(before);
@@ -43,8 +41,8 @@ struct Tickets {
   static constexpr uint32_t kUpper = 1u << 16;
 };
 
-// Merges part `part` of a row tile: neighbouring columns, in units of four from the first row. All partial results are
-// copied to `memory` (TileShape::join_bytes()) at once; `meanwhile` runs during the copies.
+// Merges part `part` of a row tile: columns in units of four from the first row. All partial results are copied to
+// `memory` (TileShape::join_bytes()) at once; `meanwhile` runs during the copies.
 template <typename I, typename PieceOf, typename Meet, typename Meanwhile>
 __device__ __forceinline__ void join_part(const PieceOf& piece_of, uint32_t count, uint32_t part,
                                           const ToOutput<typename I::T>& output, void* memory, uint32_t num_threads,

@@ -7,8 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// Attends to KV tiles [begin, end); overloads attend_tiles() of kernel.cuh. Three barriers per 32 keys: K has arrived;
-// the maxima are known; P is written and V has arrived.
+// Attends to KV tiles [begin, end). Three barriers per 32 keys: K has arrived; maxima are known; P and V have arrived.
 template <typename I>
   requires(I::kShape.is_wide())
 __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const CallShape& call, const RowTile& tile,

@@ -11,8 +11,7 @@ __device__ __forceinline__ float weight_of(float maximum, float of_all) {
   return maximum == -kInfinity ? 0.0f : ptx::ex2(maximum - of_all);
 }
 
-// In shared memory: partial results of warps that share keys; or, where warps share columns, these columns and a state
-// per warp's keys, with equal maxima.
+// In shared memory: partial results of warps that share keys, or columns of warps that share them, with equal maxima.
 template <typename I>
 struct WarpParts {
   Shared<I>& shared;
@@ -56,7 +55,6 @@ struct WarpParts {
   }
 };
 
-// Merged state of a row.
 template <typename I>
 struct JoinedState {
   static constexpr uint32_t kParts = I::kShape.key_warps * I::kShape.column_warps;
@@ -79,8 +77,7 @@ struct JoinedState {
   }
 };
 
-// Destinations: target.row(...).store(column, values), with any threads per row. `has_first`: the thread stores column
-// 0 and the row's state.
+// Destinations: target.row(...).store(column, values). `has_first`: the thread stores column 0 and the row's state.
 struct ToPiece {
   Piece piece;
   uint32_t head_dim_v;
@@ -218,7 +215,6 @@ __device__ __attribute__((noinline)) void clear_rare_padding(const AttentionPara
   clear_padding<I>(p, cta, I::kThreads);
 }
 
-// True if such rows exist.
 __device__ __forceinline__ bool has_padding(const AttentionParams& p) {
   return p.batch == 0 || p.cu_seqlens_q[0] > 0 || p.cu_seqlens_q[p.batch] < p.num_tokens;
 }

@@ -1,6 +1,5 @@
-// Reference-quality attention: exact rather than fast, as engines' tests compare text in fp32. One CTA per row (query
-// and head); masked keys are not read. Warps alternate over blocks of 32 keys, each with a softmax state, merged at the
-// end.
+// Attention that is exact rather than fast: engines' tests compare text in fp32. One CTA per row (query and head);
+// masked keys are not read. Warps alternate over blocks of 32 keys, each with a softmax state, merged at the end.
 #include "cuda/attention/plain.h"
 #include "cuda/tile/element.cuh"
 #include "cuda/tile/launch.cuh"
@@ -28,7 +27,6 @@ __device__ __forceinline__ float rescaled(float own, float maximum) {
   return own == -kInfinity ? 0.0f : expf(own - maximum);
 }
 
-// Returns the keys visible to a query of sequence b.
 __device__ __forceinline__ Visibility plain_visibility(const AttentionParams& p, int64_t b, int64_t token) {
   const NodeRange queries = node_range(p.cu_seqlens_q, p.batch, b, p.num_tokens);
   const auto count = static_cast<int32_t>(queries.size());
@@ -39,8 +37,8 @@ __device__ __forceinline__ Visibility plain_visibility(const AttentionParams& p,
   return tree_visibility(seq_len, tree_len, p.tree_mask + token * p.mask_stride, p.mask_words, p.window);
 }
 
-// Calls body(k, row) for each visible key first_key + k. `row` is its first element, or null if its page is invalid:
-// then it reads as zeros. `page` is of the lane's key.
+// Calls body(k, row) for visible keys first_key + k; `row` is null (zeros) for an invalid page, `page` the lane's
+// key's.
 template <typename Kv, typename Body>
 __device__ __forceinline__ void for_each_key(const AttentionParams& p, const PagedCache& cache, int64_t kv_head,
                                              uint32_t visible, uint32_t first_key, int32_t page, const Body& body) {

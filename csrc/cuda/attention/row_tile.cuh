@@ -15,9 +15,9 @@ struct AttentionParams : TreeAttentionParams {
   };
   Part parts[3];  // page ids per sequence, K and V per head
   SmallDivisor by_group_size, by_page_size;
-  uint32_t pages_end;  // valid page numbers are below it
+  uint32_t pages_end;                 // valid page numbers are below it
   int32_t keys_in_window, mask_bits;  // clamped to 2^31 - 1
-  float factor;  // q.k * scale to base-2 scores; with softcap, to x of tanh(x) times 2 log2 e
+  float factor;                       // q.k * scale to base-2 scores; softcap: to the exponent of tanh
 
   explicit AttentionParams(const TreeAttentionParams& p)
       : TreeAttentionParams(p),
@@ -51,7 +51,7 @@ __device__ __forceinline__ WorkShape work_of(const WorkShape& shape) {
   return known;
 }
 
-// A CTA's index among those that share a range's row tiles; `cta` is its index in the launch.
+// A CTA's index among the CTAs that share a range's row tiles; `cta` is its index in the launch.
 struct Share {
   int32_t sharers, cta, range;
 
@@ -72,7 +72,7 @@ struct RowSpan {
 struct TileRows {
   uint32_t rows;
   int32_t kv_head;
-  uint32_t first_row;  // within the head's (query, group head) rows
+  uint32_t first_row;   // within the head's (query, group head) rows
   int32_t first_token;  // of the sequence
 
   __device__ __forceinline__ uint32_t query_of(const AttentionParams& p, uint32_t row) const {
@@ -97,7 +97,6 @@ struct RowTile : TileRows {
   int32_t tree_len = -1;  // -1: causal
 
   __device__ __forceinline__ int32_t kv_tiles() const { return kv_tiles_of(seq_len); }
-  // True if windows apply to its tree.
   __device__ __forceinline__ bool has_windows(const AttentionParams& p) const {
     return tree_len >= 0 && p.keys_in_window < INT32_MAX;
   }
@@ -138,7 +137,6 @@ __device__ inline __attribute__((noinline)) TreeWindow rare_tree_window(const in
   return tree_window(words, num_words, num_bits, tree_start, window);
 }
 
-// Returns a row's visible keys.
 __device__ __forceinline__ Visibility row_visibility(const AttentionParams& p, const RowTile& tile, uint32_t row) {
   Visibility seen = tile.visibility(p, row, {});
   if (tile.has_windows(p)) {

@@ -20,12 +20,11 @@ struct InstanceOf {
   static constexpr int kThreads = kShape.threads();
   static constexpr int kWarpKeys = kShape.warp_keys();
   static constexpr int kWarpColumns = kHeadDimV / kShape.column_warps;  // of the output
-  static constexpr int kAtoms = kShape.warp_rows() / 16;  // blocks of 16 rows per warp
+  static constexpr int kAtoms = kShape.warp_rows() / 16;                // blocks of 16 rows per warp
   static constexpr int kWords = ceil_div(kWarpKeys, kMaskWordBits);
   static_assert(kMTile > 0 && kMTile <= kThreads && kAtoms * 16 * kShape.row_warps == kMTile && kWarpKeys % 8 == 0);
 };
 
-// An instance of the mma.sync kernel.
 template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
 struct Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kMmaSync, kHeadDim, kHeadDimV, kMTile)> {
   using QRows = Panels<kHeadDim * 2, kMTile>;
@@ -57,7 +56,6 @@ struct KeyReader {
   const char* parts[3];  // page ids, K, V of the head
   int32_t seq_len;
 
-  // By three threads, a part each.
   __device__ __forceinline__ void open(const AttentionParams& p, const RowTile& tile, int32_t length, uint32_t thread) {
     if (thread >= 3) return;
     const auto index = static_cast<uint32_t>(thread == 0 ? tile.sequence : tile.kv_head);
@@ -128,8 +126,7 @@ __device__ __forceinline__ uint32_t largest_magnitude(uint32_t pair) {
   return largest;
 }
 
-// Power of two that scales a bf16 row's largest magnitude into [2^14, 2^15). Then half is exact for magnitudes down to
-// 2^-32 of the largest. Rows with infinities are not scaled.
+// Scales a bf16 row's maximum into [2^14, 2^15) by a power of two: half is exact down to 2^-32 of it. Skips infinities.
 struct RowScale {
   uint32_t exponent;  // biased, of fp32
 
@@ -148,8 +145,8 @@ struct RowScale {
   }
 };
 
-// Loads Q, negated if `negate` so that score factors are positive. `factors` gets a factor per row if rows are scaled;
-// else all have `factor`. Columns past K's are not stored. Up to 64 bytes per thread are in flight.
+// Loads Q, negated if `negate` so that score factors are positive. Writes `factors` per row if rows are scaled; else
+// `factor` is for all. Columns past K's are not stored. Up to 64 bytes per thread are in flight.
 template <typename I>
 __device__ __forceinline__ void load_q_rows(const AttentionParams& p, const RowTile& tile, uint32_t thread,
                                             bool aligned, bool negate, float factor, unsigned char* q, float* factors) {

@@ -1,6 +1,6 @@
-// Hopper: the ring of stages and the producer warps that fill it. A stage has K or V of 64 or 128 keys, in order of
-// use: K0 K1 V0 K2 V1 ..., and the last V at the end of a row tile. A latent stage is both K and V and arrives in
-// parts, so that its first columns are multiplied while the others are in flight.
+// Hopper: the ring of stages and its producer warps. A stage has K or V of 64 or 128 keys, in order of use: K0 K1 V0 K2
+// V1 and so on, the last V at a row tile's end. A latent stage is both and arrives in parts: its first columns are used
+// while the others are in flight.
 #pragma once
 
 #include "cuda/attention/cache_maps.cuh"
@@ -9,13 +9,12 @@
 
 namespace pagedtree::cuda {
 
-// An instance of the wgmma kernel.
 template <typename T, typename Kv, int kHeadDim, int kMTile, int kHeadDimV = kHeadDim>
 struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)> {
   using Base = InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDim, kHeadDimV, kMTile)>;
-  static constexpr int kConsumers = Base::kShape.warps() * 32;  // threads
+  static constexpr int kConsumers = Base::kShape.warps() * 32;           // threads
   static constexpr int kProducers = Base::kShape.producer_warps() * 32;  // threads
-  static constexpr int kGroupRows = 64;  // rows of a warpgroup
+  static constexpr int kGroupRows = 64;                                  // rows of a warpgroup
   // Softmax overlaps P V, unless registers do not suffice for both; then two groups alternate instead.
   static constexpr bool kWeighsBesideValues = kHeadDim < 256 || kMTile == kGroupRows;
   static constexpr bool kDecodes = kIsFloat8<Kv>;
@@ -29,14 +28,14 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   // Parts of a stage with separate barriers: a latent row's V columns in halves, and its other columns.
   static constexpr int kParts = kLatent ? 3 : 1;
   static constexpr int kPartPanels = kLatent ? 4 : kHeadDim / 64;  // the last part has the rest
-  static constexpr int kTiles = Base::kShape.keys / kKvTile;  // KV tiles per stage
+  static constexpr int kTiles = Base::kShape.keys / kKvTile;       // KV tiles per stage
   static constexpr uint32_t kQs = Base::kShape.num_qs();
   // Stage layout: eight keys' rows of kTogether panels of 64 columns, then the next eight keys', so that one box has
   // all panels. Latent stages arrive in parts and have one panel after another.
   static constexpr uint32_t kTogether = kLatent ? 1 : kHeadDim / 64;
   static constexpr uint32_t kEightKeys = kTogether * 1024;  // bytes between groups of eight keys
   static constexpr uint32_t kPanelStep = kLatent ? Base::kShape.keys * 128 : 1024;  // bytes between panels
-  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;  // per stage
+  static constexpr uint32_t kPanelBytes = Base::kShape.keys * 128;                  // per stage
   using QRows = Panels<kHeadDim * 2, kGroupRows>;
   static_assert(kHeadDim % 64 == 0 && (!kLatent || kHeadDim / 64 == 2 * kPartPanels + 1));
   static_assert(kMTile <= kProducers && kMTile % kGroupRows == 0 && Base::kAtoms == 1);
@@ -67,7 +66,6 @@ struct GivenTile : RowPiece {
   }
 };
 
-// Loads eight unaligned columns of Q.
 __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
   uint4 words{};
 #pragma unroll 1
@@ -80,13 +78,13 @@ __device__ __forceinline__ uint4 load_chunk(const uint16_t* from) {
 // Q and the stages follow in memory.
 template <typename I>
 struct alignas(1024) Sm90Shared {
-  Walk walks[I::kShape.producer_warps()];  // one iterator per warp; the first also has the cuts to join
-  GivenTile given[2 * I::kQs];  // includes one in the epilogue
+  Walk walks[I::kShape.producer_warps()];  // per warp; the first has the cuts
+  GivenTile given[2 * I::kQs];             // includes one in the epilogue
   TreeWindow given_rows[I::kQs][I::kMTile];
   KeyReader readers[I::kShape.producer_warps()];
   uint64_t full[I::kShape.max_stages()][I::kParts], empty[I::kShape.max_stages()][I::kParts];
-  uint64_t is_given[I::kQs], is_used[I::kQs];  // a Q with given_rows
-  unsigned is_poisoned;  // true if a row tile is: see join()
+  uint64_t is_given[I::kQs], is_used[I::kQs];   // a Q with given_rows
+  unsigned is_poisoned;                         // true if a row tile is: see join()
   RowSpan counted[I::kShape.producer_warps()];  // per warp; GivenTile::counted of single queries
   uint32_t seen[2][I::kShape.producer_warps()][I::kWords];
   KeyRow rows[I::kLatent ? 1 : 2][I::kShape.keys];  // two stages: V comes after the next K
@@ -96,7 +94,6 @@ struct alignas(1024) Sm90Shared {
   // Exchanged between groups with the same rows; first used for score factors.
   float of_rows[I::kShape.column_warps][I::kLatent || I::kScalesRows ? I::kMTile : 1];
 
-  // Returns a group's rows of Q number `given`.
   __device__ __forceinline__ unsigned char* q(uint32_t group, uint32_t given = 0) {
     return reinterpret_cast<unsigned char*>(this) + I::kShape.header_bytes() + given % I::kQs * I::kShape.q_bytes() +
            group * I::QRows::kBytes;
@@ -107,8 +104,8 @@ struct alignas(1024) Sm90Shared {
   }
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
-  // Called by one thread. Producer threads arrive at `full`, consumer warps at `empty`. Two groups release a latent
-  // part: the one that used it as keys, and the one that used it as values.
+  // Called by one thread. Producer threads arrive at `full`, consumer warps at `empty`. A latent part is released by
+  // the group that used it as keys and by the one that used it as values.
   __device__ __forceinline__ void init_barriers(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
@@ -171,15 +168,14 @@ struct TreeWindows {
   }
 };
 
-// Producer: publishes row tiles and fills the ring for them. Unmasked stages use TMA where maps exist; others are
-// copied row by row.
+// Producer: publishes row tiles and fills the ring. Unmasked stages use TMA where maps exist, others cp.async per row.
 template <typename I>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const AttentionParams& params, const CallShape& call, const CacheMaps& maps,
                                       Sm90Shared<I>& of_cta)
       : p_(params), call_(call), maps_(maps), shared_(of_cta) {}
-  bool by_query = false;  // true in a second pass over the range, one query at a time: see join()
+  bool by_query = false;  // true in the pass by query: see join()
 
   // A tile without rows ends the range.
   __device__ __forceinline__ void produce(Walk& own, const TreeWindows& windows) {
@@ -187,8 +183,8 @@ class Producer {
     const KeyBounds bounds = windows.bounds(p_, tile, own.kv_end);
     StageRange stages = StageRange::of<I>(bounds, own.at.kv_tile, own.kv_end);
     stages.first = min_of(stages.first, stages.end);
-    KeyReader& reader = shared_.readers[thread() / 32];  // in memory: producers have few registers
-    __syncwarp();  // after all reads of the previous reader
+    KeyReader& reader = shared_.readers[thread() / 32];    // in memory: producers have few registers
+    __syncwarp();                                          // after all reads of the previous reader
     reader.open(p_, tile, bounds.highest, thread() % 32);  // later keys are zero
     __syncwarp();
     KeyBounds boxes = bounds;
@@ -288,7 +284,7 @@ class Producer {
   // Recomputed to save a register. Producer threads follow the consumers.
   __device__ __forceinline__ static uint32_t thread() { return ptx::thread_index() - I::kConsumers; }
 
-  // A warp finds the addresses of its own rows: kRowsAtOnce neighbouring keys per step.
+  // The keys whose addresses a warp finds: it copies kRowsAtOnce neighbours per step.
   static constexpr uint32_t kOwnKeys = kKeys / I::kShape.producer_warps();
   static constexpr uint32_t kRowsAtOnce = I::kDecodes ? 8 : 4;
 
@@ -301,8 +297,7 @@ class Producer {
   __device__ __forceinline__ RowSpan counted(const RowTile& tile) const {
     return by_query ? shared_.counted[thread() / 32] : RowSpan{0, tile.rows};
   }
-  // True if a stored row attends to the key, so that its V is read. Each thread computes its row's mask. Synchronizes
-  // the producers.
+  // True if a stored row attends to the key. Each thread computes its row's mask. Synchronizes the producers.
   __device__ __forceinline__ bool any_row_sees(const RowTile& tile, const KeyBounds& bounds, const TreeWindow& row,
                                                int32_t first_key, int32_t key) {
     if (tile.tree_len < 0 && !by_query) return first_key + key >= bounds.lowest;
@@ -321,8 +316,7 @@ class Producer {
     return (any >> key % kMaskWordBits & 1u) != 0;
   }
 
-  // One box per thread: some slots of one panel. Neighbouring boxes are in different warps, as a warp issues its boxes
-  // serially, at about 100 cycles each.
+  // One box per thread, neighbours in different warps: a warp issues its boxes serially, about 100 cycles each.
   __device__ __forceinline__ static uint32_t own_box() {
     constexpr uint32_t kStarters = PAGEDTREE_STARTERS, kNone = 1u << 16;
     const bool starts = kStarters == I::kShape.producer_warps() || thread() / 32 < kStarters;
@@ -361,15 +355,14 @@ class Producer {
 
   // A thread's chunks per panel: every kRowsAtOnce * producer_warps()th key.
   static constexpr uint32_t kWidth = 32 / kRowsAtOnce, kStep = I::kProducers / kWidth, kSteps = kKeys / kStep;
-  // Byte offset of the thread's first chunk. e4m3 codes go where the first half of their fp16 values will be: each
-  // thread decodes its own copies in place.
+  // Offset of the first chunk. Codes go where the first half of their fp16 values will be: each thread decodes in
+  // place.
   __device__ __forceinline__ static uint32_t first_chunk() {
     const uint32_t row = thread() / kWidth;
     return row / 8 * I::kEightKeys + PanelRows::offset(row % 8, thread() % kWidth * (8 / kWidth));
   }
   static constexpr uint32_t kStepBytes = kStep / 8 * I::kEightKeys;
 
-  // Fills the next stage with K or V rows.
   __device__ __forceinline__ void fill_rows(const KeyRow (&rows)[kKeys], const char* KeyRow::* which,
                                             bool decodes_later = false) {
     const uint32_t to = ptx::smem_addr(shared_.stage(place_.stage)) + first_chunk();
@@ -454,7 +447,7 @@ class Producer {
   RingPlace place_;
   uint32_t given_ = 0;  // row tiles published
   uint32_t calls_ = 0;  // of any_row_sees()
-  int copied_ = 0;  // parts not yet decoded
+  int copied_ = 0;      // parts not yet decoded
 };
 
 }  // namespace pagedtree::cuda

@@ -5,8 +5,8 @@
 
 namespace pagedtree::cuda {
 
-// One lane per row of a tile, one mask bit per key of a stage. Stages follow in memory. V's columns have the offsets of
-// K's first ones, as panels do not depend on their number.
+// One lane per row, one mask bit per key of a stage. Stages follow in memory. V has the offsets of K's first columns,
+// as panels do not depend on their number.
 template <typename I>
   requires(I::kShape.is_wide())
 struct alignas(128) Shared<I> {
@@ -38,8 +38,8 @@ __device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, 
   return lane < tile.rows ? row_visibility(p, tile, lane).visible32(first_key) : 0;
 }
 
-// Ring of alternating K and V stages, or of latent stages. Each warp copies 8 keys; its lanes loaded their page ids one
-// stage earlier.
+// Ring of alternating K and V stages, or latent ones. Each warp copies 8 keys, whose page ids it loaded a stage
+// earlier.
 template <typename I>
 class WideRing {
  public:
@@ -76,7 +76,6 @@ class WideRing {
   static constexpr int kKeys = I::kShape.keys;
 
   __device__ __forceinline__ int32_t sides() const { return p_.latent ? 1 : 2; }
-  // Returns the first key of the next stage to issue.
   __device__ __forceinline__ int32_t first_key() const { return next_ / sides() * kKeys; }
   __device__ __forceinline__ static uint32_t key_of_lane() {
     const uint32_t thread = ptx::thread_index();
@@ -135,8 +134,8 @@ class WideRing {
   Shared<I>& shared_;
   const int stages_;
   int filled_ = 0, used_ = 0;  // slots of the next copy and wait
-  int32_t next_, end_;  // stages; K and V count separately
-  int32_t page_;  // of the lane's key in stage next_
+  int32_t next_, end_;         // stages; K and V count separately
+  int32_t page_;               // of the lane's key in stage next_
 };
 
 }  // namespace pagedtree::cuda

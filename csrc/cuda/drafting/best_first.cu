@@ -33,7 +33,6 @@ __device__ __forceinline__ RankedChild search_level(const BestFirstTreeParams& p
   return {ScalarMath::bits<float>(best), static_cast<int32_t>(__reduce_min_sync(~0u, rank))};
 }
 
-// True if this depth's candidates need a search.
 __device__ __forceinline__ bool is_unordered(const BestFirstTreeParams& p, const BestFirstTree& tree, int32_t depth) {
   return depth < reachable_levels(p) && tree.out_of_order[depth] != 0;
 }
@@ -148,8 +147,7 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
 }
 
 // Best-first search: the next node is the best child of all nodes so far, hence one warp per sequence. Unordered levels
-// need two passes over K candidates per node, the parent's and its own. The tree has at most 32 * kSlots nodes; below
-// 32 slots candidates are in shared memory.
+// need two passes over K candidates per node. At most 32 * kSlots nodes; below 32 slots, candidates are copied.
 template <int kSlots>
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
   constexpr bool kCopied = kSlots < kLanes;

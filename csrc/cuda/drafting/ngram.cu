@@ -14,7 +14,7 @@ constexpr int64_t kTokensOfCta = 4096;
 struct NgramShared {
   BlockShared block;
   int64_t pattern[kMaxNgram];  // newest first
-  int32_t pattern_size;  // newer than the last negative token
+  int32_t pattern_size;        // newer than the last negative token
   // Places found per warp of the cluster; then their exclusive prefix sums and the total.
   int32_t found[kMaxCluster * kWarps + 1];
   uint32_t wanted[2][kWarps];  // lanes per warp with a path to add
@@ -28,7 +28,6 @@ struct alignas(16) TokenPair {
   int64_t older, newer;
 };
 
-// Loads the pattern, by the first warp.
 __device__ __forceinline__ void load_pattern(NgramShared& shared, const NgramTexts& texts, int32_t max_ngram) {
   if (threadIdx.x >= 32) return;
   const int32_t count = texts.most_tokens(max_ngram), lane = static_cast<int32_t>(threadIdx.x);
@@ -51,11 +50,10 @@ struct NumberedText {
   int64_t first_place;
 };
 
-// Appends the places in [begin, end) that directly follow `token` to the `count` listed ones, by one warp. Returns the
-// new count.
+// Appends the places in [begin, end) directly after `token` to `count` listed ones, by one warp. Returns the new count.
 __device__ __forceinline__ int32_t list_places(const NumberedText& text, int64_t begin, int64_t end, int64_t token,
                                                int32_t* places, int32_t count) {
-  constexpr int kLoads = 8;  // in flight
+  constexpr int kLoads = 8;                                     // in flight
   const int64_t last_place = text.first_place + text.size - 2;  // after the first token
   begin = max_of(begin, text.first_place);
   end = min_of(end, last_place + 1);
@@ -116,8 +114,7 @@ __device__ __forceinline__ int32_t match_length(const NgramShared& shared, const
   return most;
 }
 
-// Finds the places after the last token and their match lengths. Each warp of the cluster searches its share of the
-// texts and publishes its count to the first CTA.
+// Finds the places after the last token and match lengths, each warp in its share. Publishes counts to the first CTA.
 __device__ __forceinline__ void find_places(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                             const NgramTexts& texts) {
   const WarpRun run = run_of_warp(static_cast<int32_t>(texts.num_places()));
@@ -147,7 +144,7 @@ struct FoundPlaces {
   const int32_t* places;
   const uint8_t* lengths;
   const int32_t* before_warp;  // [warps + 1]: places of preceding warps
-  int64_t run_length;  // places searched per warp
+  int64_t run_length;          // places searched per warp
   int32_t begin, end;
   int32_t first_warp;  // with place `begin`
 
@@ -163,7 +160,6 @@ struct FoundPlaces {
   }
 };
 
-// Returns this thread's share, by all threads of the first CTA.
 __device__ __forceinline__ FoundPlaces part_of_thread(const NgramProposeParams& p, int64_t b, NgramShared& shared,
                                                       const NgramTexts& texts) {
   const int32_t warps = static_cast<int32_t>(ptx::cluster_size()) * kWarps, thread = static_cast<int32_t>(threadIdx.x);
@@ -193,7 +189,7 @@ __device__ __forceinline__ int32_t zeros_below(uint32_t bits) { return popcount3
 
 // A thread's iterator over places of one match length, and the trie's depth along their continuation.
 struct PlaceWalk {
-  int32_t at, warp;  // of FoundPlaces
+  int32_t at, warp;    // of FoundPlaces
   bool wants = false;  // `rest` begins with a token that the trie lacks
   TextPlace place = {};
   TriePath path = {};
@@ -201,7 +197,6 @@ struct PlaceWalk {
   int64_t token = -1;
   int32_t left = 0;
 
-  // Descends the trie.
   __device__ __forceinline__ void walk(const DraftTrie& trie) {
     trie.walk(place, path);
     rest = place.text + place.end + path.depth;
@@ -254,7 +249,7 @@ __device__ __forceinline__ int32_t add_path(DraftTrie& trie, const PlaceWalk& mi
 }
 
 // Inserts the continuations of places with this match length, in order. All threads search for places that add a node.
-// The first warp with one adds those of its lanes, and skips places that add nothing: the trie only grows.
+// The first warp with one adds the places of its lanes and skips places that add nothing: the trie only grows.
 __device__ __forceinline__ void insert_places(NgramShared& shared, DraftTrie& trie, RepeatCheck& check,
                                               const NgramTexts& texts, const FoundPlaces& found, int32_t n,
                                               uint32_t& step) {
@@ -316,7 +311,6 @@ __device__ __forceinline__ void grow_trie(const NgramProposeParams& p, int64_t b
   }
 }
 
-// Writes every `step`th padding row from `begin`.
 __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64_t begin, int64_t step) {
 #pragma unroll 1
   for (int64_t row = begin; row < p.batch * p.max_nodes; row += step) {

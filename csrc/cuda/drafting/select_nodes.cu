@@ -16,8 +16,7 @@ struct KeptTree {
   int16_t *parents, *last_child;
 };
 
-// Writes the keys of a tree, by one warp, 32 nodes at a time in order. Pointer jumping covers a path within them in
-// five steps.
+// Writes the keys of a tree, by one warp, 32 nodes at a time; pointer jumping covers them in five steps.
 __device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t* keys, const NodeRange& rows) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());
   const float of_root = size > 0 ? own_survival(p.survival[rows.begin]) : 0.0f;
@@ -79,14 +78,12 @@ __device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, cons
   }
 }
 
-// Writes the end and validity of tree b, by one thread.
 __device__ __forceinline__ void write_tree(const SelectNodesParams& p, int64_t b, int64_t end) {
   p.trees.cu_nodes[b + 1] = static_cast<int32_t>(min_of(end, p.capacity));
   p.trees.valid[b] = p.valid[b] != 0;
 }
 
-// Clears the keys of rows that are not selected; a root's key is the largest. A thread handles every `step`th row.
-// Returns its count of kept rows.
+// Clears the keys of dropped rows, every `step`th per thread; a root's key is the largest. Returns its kept rows.
 __device__ __forceinline__ uint64_t drop_rows(uint32_t* keys, const Selection& chosen, const NodeRange& rows,
                                               int64_t from, int64_t step) {
   constexpr int kLoads = 4;  // in flight
@@ -176,7 +173,6 @@ struct FewShared {
   int32_t counts[kFewTrees];  // kept nodes per tree
 };
 
-// One warp per tree or trees.
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) few_nodes_kernel(const __grid_constant__ SelectNodesParams p) {
   auto& shared = ptx::shared<FewShared>();
   const int32_t thread = static_cast<int32_t>(threadIdx.x), lane = thread % 32, batch = static_cast<int32_t>(p.batch);

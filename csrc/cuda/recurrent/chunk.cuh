@@ -7,7 +7,7 @@ namespace pagedtree::cuda {
 
 constexpr int kWarps = 8;
 constexpr int kColumns = 32;  // of the state, one per lane
-constexpr int kBlock = 8;  // tokens per forward substitution
+constexpr int kBlock = 8;     // tokens per forward substitution
 static_assert(kWarps * 32 >= kMaxRecurrentNodes && kWarps == kBlock);
 
 // Padding against bank conflicts of mma operands.
@@ -24,12 +24,12 @@ struct Chunk {
   int32_t words;  // per mask
   int32_t weight_stride;
   int32_t head, key_head;
-  int32_t column;  // of the lane
-  float* state;  // [Dk padded with zeros to kStep, kStateStride]
+  int32_t column;      // of the lane
+  float* state;        // [Dk padded with zeros to kStep, kStateStride]
   float* u;            // [capacity, kColumns]
-  float* weights;  // [A or C, group, weight_stride] for the token's ancestors
-  float* reads;  // [key or query, group, kReadStride]: S0.T @ (D(n, 0) * row)
-  uint32_t* masks;  // [capacity, words]: path with the token itself; 0 if unreachable
+  float* weights;      // [A or C, group, weight_stride] for the token's ancestors
+  float* reads;        // [key or query, group, kReadStride]: S0.T @ (D(n, 0) * row)
+  uint32_t* masks;     // [capacity, words]: path with the token itself; 0 if unreachable
   float* query_norms;  // [group], aliases the scratch of link()
 
   __device__ Chunk(const DeltaRuleParams& params, int32_t capacity, int32_t of_group, int32_t of_head, int32_t of_lane);
@@ -79,7 +79,6 @@ __device__ __forceinline__ Chunk::Chunk(const DeltaRuleParams& params, int32_t c
   query_norms = reinterpret_cast<float*>(shared.jumps);
 }
 
-// Offsets of token i's key, query, and decays.
 __device__ __forceinline__ int64_t key_row(const Chunk& t, int32_t i) {
   return t.shared.rows[i] * t.p.k_token_stride + t.key_head * t.p.k_head_stride;
 }

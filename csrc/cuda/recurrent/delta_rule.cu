@@ -1,8 +1,7 @@
 // Gated delta rule over tokens with parents (docs/notes/recurrent.md):
-//      u[n]   = beta[n] (v[n] - S0.T (D(n, 0) k[n]) - sum over ancestors m of A[n, m] u[m])
-//      out[n] = scale (S0.T (D(n, 0) q[n]) + sum over the path of C[n, m] u[m])
-// One CTA per sequence, value head, and 32 columns of the state (chunk.cuh). Short inputs: few_tokens.cuh,
-// short_tokens.cuh.
+//     u[n]   = beta[n] (v[n] - S0.T (D(n, 0) k[n]) - sum over ancestors m of A[n, m] u[m])
+//     out[n] = scale (S0.T (D(n, 0) q[n]) + sum over the path of C[n, m] u[m])
+// One CTA per sequence, value head, and 32 state columns (chunk.cuh); short inputs: few_tokens.cuh, short_tokens.cuh.
 #include "cuda/backend.h"
 #include "cuda/recurrent/few_tokens.cuh"
 #include "cuda/recurrent/products.cuh"
@@ -79,7 +78,6 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
   if (p.out == nullptr) copy_state<true>(t, state_index_of(p.tokens, b));
 }
 
-// Clears rows without a node.
 __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count) {
   const int64_t at = int64_t{blockIdx.x} * 256 + threadIdx.x;
   if (at < count) out[at] = 0;
@@ -93,7 +91,6 @@ int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   return group;
 }
 
-// Launches the products of decays that the next kernel reads.
 void find_path_decays(const DeltaRuleParams& p, int32_t capacity, const ExecContext& ctx) {
   const int32_t blocks = ceil_div(p.key_dim, kSignChannels), warps = decay_warps(capacity);
   const int64_t jobs = p.tokens.batch * p.num_heads * blocks;

@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-constexpr int kFewTokens = 64;  // maximum
+constexpr int kFewTokens = 64;               // maximum
 constexpr int kTile = 8, kTurn = 2 * kTile;  // tokens per mma row tile and per turn
 constexpr int kFewWarps = 4;
 // Strides of rows and weights: 8 rows without bank conflicts.
@@ -20,7 +20,7 @@ struct FewShared : LinkedTokens<kFewTokens> {
 
 // The launch-sized arrays behind FewShared.
 struct FewSizes {
-  int32_t rows{};  // padded to whole turns
+  int32_t rows{};                            // padded to whole turns
   int32_t data{}, weights{}, u{}, decays{};  // byte offsets
   int32_t bytes{};
 
@@ -45,10 +45,10 @@ struct FewTokens {
   int32_t count, rows;
   int32_t head, key_head;
   int32_t first_column;  // of the CTA
-  uint16_t* data;  // [key or query, rows, kRowStride], zero-padded
-  float* weights;  // [A or C, kTurn, kWeightStride] for the tokens of the turn
+  uint16_t* data;        // [key or query, rows, kRowStride], zero-padded
+  float* weights;        // [A or C, kTurn, kWeightStride] for the tokens of the turn
   float* u;              // [kFewWarps, rows, kFewColumns]
-  float* decays;  // [rows, kRowStride]: P[n] per channel
+  float* decays;         // [rows, kRowStride]: P[n] per channel
 
   __device__ FewTokens(const DeltaRuleParams& params, const Sequence& sequence, int32_t capacity, int32_t of_head,
                        int32_t of_columns)
@@ -77,7 +77,6 @@ struct FewTokens {
   __device__ PathDecays path_decays(int32_t i) const { return {decays + i * kRowStride, p.key_dim}; }
 };
 
-// Clears the CTA's columns of output rows begin .. end - 1.
 __device__ __forceinline__ void clear_rows(const DeltaRuleParams& p, int32_t head, int32_t first_column, int64_t begin,
                                            int64_t end) {
   constexpr int32_t kThreads = kFewWarps * kFewColumns / 8;  // per row
@@ -147,7 +146,6 @@ __device__ __forceinline__ void copy_tokens(const FewTokens& t) {
   ptx::cp_async_commit();
 }
 
-// Computes the norms of keys and queries, one row per warp.
 template <bool kAdvances>
 __device__ __forceinline__ void find_norms(const FewTokens& t) {
   const int32_t lane = threadIdx.x % 32;
@@ -184,7 +182,7 @@ __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
         add_key_product<T>(sums, own, keys);
       }
     }
-    float of_rows[2][2];  // [key or query, key j]; stored last, so that each decay is computed once
+    float of_rows[2][2];  // [key or query, key j]; stored last: decays are computed once
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int32_t m = block * kTile + pair * 2 + j;
@@ -210,8 +208,7 @@ struct FewSums {
   Four left[2]{}, out[2]{};
 };
 
-// Computes S0.T @ (D(n, 0) * row) for the turn. The rows of a product are the keys and queries of a tile, or the keys
-// of both tiles.
+// Computes S0.T @ (D(n, 0) * row). A product has the keys and queries of a tile, or the keys of both tiles.
 template <typename T, bool kAdvances, bool kChannelDecay, StateWords kWords>
 __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumns<kWords>& state, int32_t begin,
                                            FewSums& sums) {
@@ -222,7 +219,7 @@ __device__ __forceinline__ void read_state(const FewTokens& t, const StateColumn
     // Opaque to the compiler, which would hoist both tf32 parts of the whole state into registers.
     const uint32_t high_bits = kHighBits | ptx::thread_index() >> 31;
     const int32_t first = begin + product * kTile + quad, second = kAdvances ? first + kTile : first;
-    float high[2][4]{}, low[2][4]{};  // column n of the product is 2 x + n
+    float high[2][4]{}, low[2][4]{};  // [n]: columns 2 x + n
 #pragma unroll
     for (int step = 0; step < kFewSteps; ++step) {
       if (step * kStep >= t.p.key_dim) break;
@@ -292,8 +289,7 @@ __device__ __forceinline__ void add_weighed(const FewTokens& t, const float* u, 
   }
 }
 
-// Solves the turn's triangular system, per warp for its columns: first earlier turns, then this turn. Sums follow each
-// path from the root.
+// Solves the turn's triangular system, per warp for its columns. Sums follow each path from the root.
 template <bool kAdvances>
 __device__ __forceinline__ void solve_turn(const FewTokens& t, int32_t begin, FewSums& sums) {
   const uint32_t thread = ptx::thread_index();

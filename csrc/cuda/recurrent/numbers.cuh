@@ -33,7 +33,7 @@ __device__ __forceinline__ float decay_between(int64_t later, int64_t earlier) {
 
 // ---- products
 
-constexpr int kStep = 16;  // channels of two products; a lane has 4 neighbours
+constexpr int kStep = 16;           // channels of two products; a lane has 4 neighbours
 constexpr int kPassChannels = 128;  // channels summed before the next pass
 
 constexpr uint32_t kHighBits = 0xffffe000u;  // bits that tf32 keeps
@@ -65,7 +65,6 @@ __device__ __forceinline__ void add_key_product(float (&sums)[4], const TokenPai
   ptx::mma_m16n8k16<T>(sums, a, keys.x, keys.y);
 }
 
-// The row operands of a step's two products with the state.
 struct StepRows {
   float a[2][4];
 };

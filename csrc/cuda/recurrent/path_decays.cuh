@@ -1,8 +1,7 @@
-// Decays per channel: products of decays along paths, computed by a separate kernel.
-//
-// P[n] is the product from the chunk's first token to n. On a path D(n, m) = P[n] / P[m], so rows are k[n] P[n] and
-// q[n] P[n], and keys are k[m] / P[m]. Products fall along a path, so this is in range if P[n] >= kLeastProduct in all
-// channels. Other tokens store some products with a minus sign and traverse their path (walks.cuh).
+// Decays per channel: products of decays along paths, by a separate kernel. P[n] is the product from the chunk's first
+// token to n. On a path D(n, m) = P[n] / P[m], so rows are k[n] P[n] and q[n] P[n], and keys are k[m] / P[m]. Products
+// fall along a path, so this is in range if P[n] >= kLeastProduct in all channels. Other tokens store some products
+// with a minus sign and traverse their path (walks.cuh).
 #pragma once
 
 #include "cuda/recurrent/paths.cuh"

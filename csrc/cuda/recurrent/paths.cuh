@@ -5,8 +5,7 @@
 
 namespace pagedtree::cuda {
 
-// tokens_to_replay() by a warp. Lanes check different nodes, so that no load depends on another or on the path's
-// length.
+// tokens_to_replay() by a warp: lanes check different nodes, so that no load depends on another or the path's length.
 __device__ __forceinline__ int32_t replayed_tokens(const RecurrentBatch& p, int64_t b) {
   const NodeRange rows = node_range(p.cu_nodes, p.batch, b, p.num_rows);
   if (p.accept_index == nullptr) return state_index_of(p, b) < 0 ? 0 : static_cast<int32_t>(rows.size());
@@ -42,29 +41,25 @@ struct Sequence {
     total = writes ? replayed_tokens(tokens, b) : end - begin;
     if (is_tree) total = min_of(total, tokens.max_nodes);
   }
-  // Returns the row of token i.
   __device__ int32_t row(int32_t i) const {
     return begin + (tokens.accept_index != nullptr ? tokens.accept_index[b * tokens.accept_stride + i] : i);
   }
-  // Returns the parent within the chunk.
   __device__ int16_t parent(int32_t i) const {
     return static_cast<int16_t>(is_tree ? linked_parent(tokens, begin, i) : i - 1);
   }
 };
 
-// Tokens in shared memory.
 template <int kMost>
 struct LinkedTokens {
   int64_t sums[kMost];  // fixed-point sums of g along the path
   int32_t rows[kMost];
-  float betas[kMost];  // default 1
-  float norms[kMost];  // factors of the keys
+  float betas[kMost];      // default 1
+  float norms[kMost];      // factors of the keys
   int16_t parents[kMost];  // -1: none, -2: unreachable
-  int16_t jumps[kMost];  // scratch of link()
+  int16_t jumps[kMost];    // scratch of link()
 };
 
-// Computes path masks and sums of g by pointer jumping, one thread per token. Each round merges the path of the current
-// ancestor, which doubles the reach.
+// Computes path masks and sums of g by pointer jumping, one thread per token. Each round doubles the reach.
 template <int kMost>
 __device__ __forceinline__ void link(const DeltaRuleParams& p, const Sequence& sequence, LinkedTokens<kMost>& tokens,
                                      uint32_t* masks, int32_t words, int32_t head, int32_t count) {

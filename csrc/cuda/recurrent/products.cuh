@@ -52,7 +52,6 @@ __device__ __forceinline__ RowTile load_rows(const Chunk& t, int32_t i, int32_t 
   return rows;
 }
 
-// Multiplies the rows by 8 columns of the state.
 template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& rows, int32_t first, int32_t tile,
                                                float (&sum)[4]) {
@@ -78,7 +77,6 @@ __device__ __forceinline__ void multiply_state(const Chunk& t, const RowTile& ro
   for (int j = 0; j < 4; ++j) sum[j] = joined(sum[j], low[j]);
 }
 
-// Multiplies the rows by the keys of a block.
 template <bool kChannelDecay>
 __device__ __forceinline__ void multiply_keys(const Chunk& t, const RowTile& rows, int32_t first, int32_t block,
                                               int32_t count, float (&sum)[4]) {

@@ -50,7 +50,6 @@ struct ShortTokens {
   __device__ __forceinline__ int64_t sum_of(int32_t i) const { return __shfl_sync(~0u, sum, i); }
 };
 
-// Issues the copies of keys and queries.
 template <bool kAdvances>
 __device__ __forceinline__ void copy_rows(const DeltaRuleParams& p, ShortShared& shared, int32_t head,
                                           const ShortTokens& tokens) {
@@ -97,8 +96,7 @@ struct ShortSums : FewSums {
   float weights[2][2][2][2];  // [tile, key or query, of, j]
 };
 
-// Computes the products with state and keys. The rows of a product are the keys and queries of a tile, or the keys of
-// both tiles.
+// Computes products with state and keys. Rows are the keys and queries of a tile, or the keys of both tiles.
 template <typename T, bool kAdvances, StateWords kWords>
 __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortShared& shared,
                                           const ShortTokens& tokens, const StateColumns<kWords>& state,
@@ -108,8 +106,8 @@ __device__ __forceinline__ void find_sums(const DeltaRuleParams& p, const ShortS
 #pragma unroll
   for (int product = 0; product < (kAdvances ? 1 : 2); ++product) {
     if (product == 1 && !is_long) break;
-    float high[2][4]{}, low[2][4]{};  // column n of the product is 2 x + n
-    float with_keys[2][4]{};  // per tile
+    float high[2][4]{}, low[2][4]{};  // [n]: columns 2 x + n
+    float with_keys[2][4]{};          // per tile
 #pragma unroll
     for (int step = 0; step < kFewSteps; ++step) {
       if (step * kStep >= p.key_dim) break;

@@ -1,14 +1,12 @@
-// Solves the triangular system of a group in blocks of 8 tokens. Each warp sums a token's earlier blocks, one warp
-// substitutes within the block, and each warp completes its token's output. Sums follow each path from the root,
-// whatever the blocks.
+// Solves a group's triangular system in blocks of 8 tokens. Each warp sums a token's earlier blocks, one warp
+// substitutes within the block, each warp completes its token's output. Sums follow each path from the root.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
 
 namespace pagedtree::cuda {
 
-// Forward substitution by one warp, one column per lane: u of tokens begin .. begin + 7. reads hold their v minus
-// prediction.
+// Forward substitution by one warp, a column per lane: u of tokens begin .. begin + 7. reads hold v minus prediction.
 __device__ __forceinline__ void substitute(const Chunk& t, int32_t begin, int32_t row, int32_t count) {
   const int32_t lane = threadIdx.x % 32;
   const bool with_beta = t.p.beta != nullptr;

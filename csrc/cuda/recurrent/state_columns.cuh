@@ -6,7 +6,7 @@
 namespace pagedtree::cuda {
 
 constexpr int kFewChannels = kPassChannels, kFewSteps = kFewChannels / kStep;  // maximum
-constexpr int kFewColumns = 16;  // per warp; a lane has 4 neighbours for a token of each tile
+constexpr int kFewColumns = 16;                                                // per warp; a lane has 4 neighbours
 
 // Direction of 16-byte words in memory.
 enum class StateWords { kOfColumns, kOfChannels };
@@ -15,7 +15,7 @@ enum class StateWords { kOfColumns, kOfChannels };
 template <StateWords kWords>
 struct StateColumns {
   float x[kFewSteps][4][2];
-  float* begin;  // null if none
+  float* begin;      // null if none
   int32_t channels;  // from the lane's first one
 
   __device__ __forceinline__ StateColumns(const DeltaRuleParams& p, int64_t b, int32_t head, int32_t first_column) {
@@ -26,7 +26,6 @@ struct StateColumns {
                                                : p.state + index * p.state_strides[0] + head * p.state_strides[1] +
                                                      channel * p.state_strides[2] + column * p.state_strides[3];
   }
-  // Copies a step's words to or from memory.
   template <bool kStores>
   __device__ __forceinline__ void copy(const DeltaRuleParams& p, int step, float (&of)[4][2]) {
     if (begin == nullptr || step * kStep >= channels) return;

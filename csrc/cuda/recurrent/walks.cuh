@@ -1,5 +1,4 @@
-// Tokens whose decays per channel leave the range of products: a warp traverses the token's path upward and multiplies
-// its key and query by each decay.
+// Tokens whose decays per channel leave the range of products: a warp multiplies key and query up the token's path.
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"
@@ -59,7 +58,6 @@ __device__ __forceinline__ void walk(const DeltaRuleParams& p, int32_t head, con
   }
 }
 
-// Handles the walking tokens of a group or turn.
 template <typename Tokens>
 __device__ __forceinline__ void weigh_by_walks(const Tokens& t, int32_t begin, int32_t count) {
   for (int32_t row = threadIdx.x / 32; row < t.group && begin + row < count; row += blockDim.x / 32) {

@@ -1,5 +1,5 @@
-// Reductions, scans, and sorts over a CTA or a cluster. Every thread calls and receives the result. CTAs are
-// one-dimensional, of whole warps. A cluster calls ptx::meet_cluster() once before.
+// Reductions, scans, and sorts over a CTA or a cluster, by all threads. CTAs are one-dimensional, of whole warps. A
+// cluster calls ptx::meet_cluster() once before.
 #pragma once
 
 #include "core/common.h"
@@ -85,7 +85,6 @@ __device__ __forceinline__ uint64_t sum_before_warp(BlockShared& shared, uint64_
   return before;
 }
 
-// Returns the same over the warps of a cluster.
 __device__ __forceinline__ uint64_t sum_before_warp_of_cluster(BlockShared& shared, uint64_t of_warp, uint64_t& total) {
   uint64_t before = sum_before_warp(shared, of_warp, total);
   if (ptx::cluster_size() == 1) return before;
@@ -126,8 +125,7 @@ __device__ __forceinline__ int32_t rank_in_block(BlockShared& shared, bool flag,
   return static_cast<int32_t>(before) + popcount32(lanes & ((1u << (threadIdx.x % 32)) - 1));
 }
 
-// A warp's share of `size` items, in order of the cluster's warps. `length`, a multiple of 32, is that of all runs but
-// the last.
+// A warp's share of `size` items. All runs but the last have `length` items, a multiple of 32.
 struct WarpRun {
   int32_t length, begin, end;
 };

@@ -1,5 +1,4 @@
-// Division by a divisor that the host knows before the launch. The GPU has no 64-bit division instruction; the compiler
-// calls a function of some hundred instructions.
+// Division by a divisor known at launch: the compiler's 64-bit division is a call of some hundred instructions.
 #pragma once
 
 #include <cstdint>

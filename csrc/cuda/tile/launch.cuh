@@ -20,11 +20,10 @@
 
 namespace pagedtree::cuda {
 
-// Limits of the current device.
 struct DeviceLimits {
   int num_sms;
   int max_shared_bytes;  // per CTA
-  int capability;  // 90 for 9.0
+  int capability;        // 90 for 9.0
 };
 
 // Returns the grid in which each of `count` items has a thread.
@@ -32,8 +31,7 @@ inline dim3 grid_of(int64_t count, int threads) { return dim3(static_cast<unsign
 
 #if defined(__CUDACC__)
 
-// True for errors of an earlier kernel. They leave the device unusable for this process, and every later call returns
-// them.
+// True for errors of an earlier kernel, which leave the device unusable: all later calls of the process return them.
 inline bool is_of_earlier_kernel(cudaError_t status) {
   switch (status) {
     case cudaErrorECCUncorrectable:
@@ -66,7 +64,6 @@ inline int current_device() {
   return device;
 }
 
-// A kernel on the current device.
 using KernelOnDevice = std::pair<int, const void*>;
 
 template <typename... Params>
@@ -114,8 +111,8 @@ int code_version(void (*kernel)(Params...)) {
   return attributes_of(kernel).ptxVersion;
 }
 
-// Returns the largest usable cluster: 16 if the GPU grants it to CTAs that fill an SM, else the portable 8. Returns 1
-// if the loaded code has no clusters.
+// Returns the largest usable cluster: 16 if granted to CTAs that fill an SM, else the portable 8; 1 if the code has
+// none.
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
   if (code_version(kernel) < 90) return 1;
@@ -180,7 +177,6 @@ void launch_with(const cudaLaunchAttribute* attribute, void (*kernel)(Params...)
   check_kernel(cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...), kernel);
 }
 
-// Launches clusters of this many CTAs along x.
 template <typename... Params, typename... Arguments>
 void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned cluster, size_t shared_bytes,
                      void* stream, Arguments&&... arguments) {

@@ -1,7 +1,6 @@
-// Loads the operands of mma.m16n8k16, 16-bit or e4m3, from shared memory. quad = lane / 4, pair = lane % 4.
-//
-// e4m3 uses the same ldmatrix: one 16-bit element is a pair of neighbouring codes. This permutes 16 columns. In K they
-// are terms of a dot product, and Q has the same permutation. In V they are output columns (accumulator_columns()).
+// Loads the operands of mma.m16n8k16, 16-bit or e4m3, from shared memory. quad = lane / 4, pair = lane % 4. e4m3 uses
+// the same ldmatrix: one 16-bit element is a pair of neighbouring codes. This permutes 16 columns. In K they are terms
+// of a dot product, and Q has the same permutation. In V they are output columns (accumulator_columns()).
 #pragma once
 
 #include "cuda/tile/swizzle.cuh"
@@ -42,8 +41,7 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
 template <typename T, typename Kv>
 using Multiplied = std::conditional_t<kIsFloat8<Kv>, __half, T>;
 
-// GPUs before sm_89 have no e4m3 conversion. Shifting a code's bits into a half gives 1 / 256 of its value. Scores and
-// outputs are rescaled instead of every element.
+// Before sm_89: shifting a code's bits into a half gives 1 / 256 of its value. Scores and outputs are rescaled.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr bool kConvertsFloat8 = false;
 #else
@@ -151,8 +149,7 @@ __device__ __forceinline__ ValueFragments load_v(uint32_t base, uint32_t lane, u
   return v;
 }
 
-// Returns pair `i` (0 or 1) of the lane's neighbouring output columns {first, first + 1}, in row quad + 8 * half. Two
-// accumulators hold 16 columns.
+// Returns pair `i` (0 or 1) of the lane's output columns {first, first + 1} in row quad + 8 * half, of 16 columns.
 struct ColumnPair {
   uint32_t first;
   float values[2];

@@ -1,5 +1,4 @@
-// Instructions without a C++ name, one function each. simt implements them in C++, so that the kernels' own source runs
-// on the CPU.
+// Instructions without a C++ name, one function each. simt has them in C++: the kernels' source runs on the CPU.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -6,8 +6,8 @@
 
 namespace pagedtree::cuda {
 
-// The quotient is correctly rounded wherever the code depends on it. The compiler's division has a branch per number,
-// which serializes a thread's numbers; here they overlap.
+// Correctly rounded wherever the code depends on it. The compiler's division branches and serializes a thread's
+// numbers.
 class Quantizer {
  public:
   __device__ __forceinline__ explicit Quantizer(float scale)
@@ -34,8 +34,8 @@ class Quantizer {
 
  private:
   // Multiplies by the reciprocal and corrects twice by the remainder (Markstein, IBM Journal of Research and
-  // Development, 1990). Magnitudes above `limit_` get the largest code, and so does `limit_`. Far smaller ones get code
-  // 0 despite an inexact remainder. The remainder of a zero has no sign, hence copysign.
+  // Development, 1990). Magnitudes are clamped to `limit_`, which gets the largest code. Far smaller ones get code 0
+  // despite an inexact remainder. A zero's remainder has no sign, hence copysign.
   __device__ __forceinline__ float quotient(float value) const {
     const float bounded = fabsf(value) > limit_ ? copysignf(limit_, value) : value;
     const float first = bounded * reciprocal_;

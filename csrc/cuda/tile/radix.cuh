@@ -17,8 +17,7 @@ struct Totals {
 // Each lane adds to one of several columns, which avoids most conflicts of atomics. Few items need few columns.
 constexpr unsigned kMaxColumns = 16, kFewColumns = 4;
 using Columns = uint32_t[kBins * kMaxColumns];
-// Masses are added as 16-bit halves, so that no 32-bit column overflows at kMaxVocab. The upper halves' columns follow
-// the lower ones'.
+// Masses are added as 16-bit halves, upper columns after lower ones, so that 32 bits do not overflow at kMaxVocab.
 using MassColumns = uint32_t[2 * kBins * kMaxColumns];
 static_assert(kMaxVocab / kMaxColumns * 0xffff <= 0xffffffff);
 
@@ -67,8 +66,8 @@ __device__ __forceinline__ Totals sum_of_columns(const RadixShared& shared, cons
 }
 
 // Sums counts and masses per `digit`, over the cluster, of items whose keys begin with `prefix`. items.each(least, f)
-// calls f(key, index) for this thread's items; it may skip keys below `least`. Keys are > 0. With `among` > 0, only
-// items with that key count, keyed by the complement of their index. `masses` (MassColumns) may be null.
+// calls f(key, index) for this thread's items, maybe not for keys below `least`. Keys are > 0. `among` > 0: only items
+// with that key, by the complement of their index. `masses` (MassColumns) may be null.
 template <typename Items, typename Weight>
 __device__ __forceinline__ void tabulate(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
                                          int digit, uint32_t prefix, uint32_t among = 0) {
@@ -148,9 +147,9 @@ __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
   return key << rest | (negative ? (1u << rest) - 1 : 0u);
 }
 
-// Returns the cut at which count or mass reach target(sums of all items). A target of 0 stops after the first digit;
-// its sums remain in shared.totals. Without `among` (see tabulate()), the caller may restrict the items to keys that
-// begin with the `first` digits of `prefix`.
+// Returns the cut at which count or mass reach target(sums of all items). Target 0 stops after the first digit, with
+// its sums in shared.totals. Without `among`, items may be limited to keys that begin with the `first` digits of
+// `prefix`.
 template <typename Items, typename Weight, typename Target>
 __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
                                         int digits, uint32_t among, bool by_mass, Target target, int first = 0,
@@ -175,7 +174,7 @@ __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, c
 
 // The `count` best items, by key, then by index.
 struct Selection {
-  uint32_t least;  // key
+  uint32_t least;   // key
   int64_t tie_end;  // items with this key are selected below this index
   __device__ bool has(uint32_t key, int64_t index) const { return key > least || (key == least && index < tie_end); }
 };

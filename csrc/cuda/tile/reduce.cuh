@@ -30,8 +30,7 @@ __device__ __forceinline__ uint32_t column_or(uint32_t x) {
   return x | __shfl_xor_sync(kWholeWarp, x, 16);
 }
 
-// Returns op over the values of threads 0..i to thread i < `count`. `values` has one entry per thread and keeps the
-// results.
+// Returns op over threads 0..i to thread i < `count`; `values` has one entry per thread and keeps the results.
 template <typename T, typename Op>
 __device__ T block_scan(T* values, T value, int32_t count, const Op& op) {
   const auto thread = static_cast<int32_t>(threadIdx.x);

@@ -24,8 +24,7 @@ struct Panels {
     return kMost * 16 * kRows + in_panel<2>(row, (chunk - kMost) % 2);
   }
 
-  // Calls copy(load(row), chunk, offset) for this thread's chunks; neighbours have neighbouring chunks. All load()
-  // precede the first copy, so that their latencies overlap.
+  // Calls copy(load(row), chunk, offset) for the thread's chunks, all load() first, so that their latencies overlap.
   template <int kThreads, typename Load, typename Copy>
   static __device__ __forceinline__ void for_each_chunk(uint32_t thread, const Load& load, const Copy& copy) {
     if constexpr (kWide != 0) each_in_panels<kThreads, 8, kWide>(thread, 0, load, copy);

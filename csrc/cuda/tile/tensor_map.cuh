@@ -28,7 +28,6 @@ struct MappedTensor {
 
 #if defined(__CUDACC__)
 
-// Returns nullopt if the driver refuses.
 inline std::optional<ptx::TensorMap> encoded_map(const MappedTensor& t) {
   static const auto encode = [] {
     void* function = nullptr;
