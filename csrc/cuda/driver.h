@@ -5,7 +5,7 @@
 namespace pagedtree::cuda {
 
 // Returns why a driver for CUDA `driver` cannot run a build with CUDA `runtime` (12080: 12.8), or an empty string. The
-// runtime is linked statically, and a driver supports its own and earlier major versions.
+// runtime is static; a driver supports its own and earlier major versions.
 inline std::string driver_error(int driver, int runtime) {
   // First CUDA with more than 4 KB of parameters, which compact_kv needs for the addresses of 128 tensors.
   constexpr int kLargeParameters = 12010;

@@ -267,7 +267,6 @@ struct Load : Usual {
   }
 };
 
-// Two copies per phase, with a chunk per thread.
 struct BulkLoad : Usual {
   static __device__ void run(const Call& call, uint32_t* out) {
     auto& s = ptx::shared<Shared>();

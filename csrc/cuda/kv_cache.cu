@@ -117,7 +117,7 @@ bool is_aligned(const AppendKvParams& p, const AppendSide& side, int64_t element
                       side.cache_head_stride * cache_size});
 }
 
-// Returns a block with a head's pieces along x and heads along y, which avoids divisions by the threads.
+// Returns a block with a head's pieces along x and heads along y: threads need not divide.
 dim3 block_of(int64_t pieces, int64_t heads, int64_t threads) {
   const int64_t x = clamp_to<int64_t>(pieces, 1, threads);
   return dim3(static_cast<unsigned>(x),
@@ -310,8 +310,8 @@ __device__ __forceinline__ void store_unit(uint8_t* to, const uint4& unit, int32
   }
 }
 
-// Moves rows window by window. A barrier separates a window's loads from its stores, so that moves may overlap in any
-// order. Threads with the same unit share its moves. The CTAs of a row have separate windows.
+// Moves rows window by window. A barrier separates a window's loads from its stores: moves may overlap in any order.
+// Threads with the same unit share its moves. The CTAs of a row have separate windows.
 __device__ __forceinline__ void move_rows(const CacheView& cache, const RowLayout& layout, CompactShared& shared,
                                           int32_t num_moves) {
   constexpr int kUnderWay = 4;

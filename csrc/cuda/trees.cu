@@ -68,7 +68,7 @@ __device__ __forceinline__ bool write_depths(const BuildTreesParams& p, TreeShar
   return all;
 }
 
-// Writes a block's mask rows, by a warp: a lane builds its node's row, then all lanes write coalesced words.
+// Writes a block's mask rows: each lane builds its node's row, then all lanes write coalesced words.
 __device__ __forceinline__ void write_masks(const BuildTreesParams& p, TreeShared& tree, int64_t begin, int32_t node,
                                             int32_t num_nodes) {
   auto& masks = reinterpret_cast<BlockMasks*>(&tree + 1)[threadIdx.x / 32].rows;

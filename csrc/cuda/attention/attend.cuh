@@ -6,7 +6,7 @@
 namespace pagedtree::cuda {
 
 // A warp's accumulators for rows quad and quad + 8 of each block of 16: unnormalized output (the warp's columns),
-// base-2 maximum, and this lane's part of the sum of 2^(score - maximum).
+// base-2 maximum, this lane's part of the sum.
 template <typename I>
 struct Accumulator {
   float out[I::kAtoms][I::kWarpColumns / 8][4];
@@ -36,7 +36,7 @@ using RowFactors = float[I::kAtoms][2];
 template <typename I>
 using Scores = float[I::kAtoms][I::kWarpKeys / 8][4];
 
-// Computes S = Q K^T for the warp's rows, from `row` of the tile, and keys, from `key` of the stage.
+// Computes S = Q K^T for the warp's rows from `row` of the tile and keys from `key` of the stage.
 template <typename I>
 __device__ __forceinline__ void score_keys(Scores<I>& scores, uint32_t q, uint32_t k, uint32_t lane, uint32_t row,
                                            uint32_t key) {
@@ -171,7 +171,7 @@ __device__ __forceinline__ bool weigh(Scores<I>& scores, const Top& top_of, RowF
       huge = huge || (fabsf(top) > 0x1p24f && top != -kInfinity);
     }
   }
-  // The rounding of such a maximum could overflow 2^(score - maximum), unless the scores are rounded as well.
+  // Such a maximum's rounding could overflow 2^(score - maximum), unless the scores are rounded as well.
   if (__any_sync(kWholeWarp, huge)) round_scores<I>(scores, sums, scales);
 #pragma unroll
   for (int a = 0; a < I::kAtoms; ++a) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void rescale(Accumulator<I>& sums, const RowFactors<I
   }
 }
 
-// Packs P of 16 keys, from key 8 * tile of the stage, as the left operand of P V.
+// Packs P of 16 keys from key 8 * tile as the left operand of P V.
 template <typename M, int kTiles>
 __device__ __forceinline__ void pack_weights(const float (&weights)[kTiles][4], uint32_t tile, uint32_t (&rows)[4]) {
 #pragma unroll

@@ -57,7 +57,7 @@ __device__ __forceinline__ void score_wide_keys(const AttentionParams& p, Shared
   }
 }
 
-// Softmax with P in shared memory; returns like it. Synchronizes once; callers synchronize before they read P.
+// Softmax with P in shared memory; returns true if a maximum changed. Callers synchronize before they read P.
 template <typename I>
 __device__ __forceinline__ bool weigh_wide_keys(const AttentionParams& p, Shared<I>& shared, int32_t first_key,
                                                 float factor, Scores<I>& scores, Accumulator<I>& sums,

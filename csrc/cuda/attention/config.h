@@ -39,9 +39,9 @@ struct TileShape {
   constexpr int producer_warps() const { return is_wgmma() ? 4 : 0; }
   constexpr int threads() const { return (warps() + producer_warps()) * 32; }
   constexpr int warp_rows() const { return m_tile / row_warps; }
-  // Keys per stage and warp for softmax. Groups of warps alternate over latent stages.
+  // Returns the keys per stage and warp for softmax. Groups of warps alternate over latent stages.
   constexpr int warp_keys() const { return keys / (is_latent() ? key_warps : key_warps * column_warps); }
-  // CTAs per SM that registers allow (wgmma with 256 columns: shared memory). Small tiles need more to hide latency.
+  // Returns the CTAs per SM that registers, or with 256 columns shared memory, allow. Small tiles are latency-bound.
   constexpr int max_ctas() const {
     if (is_wgmma()) return m_tile == 64 && head_dim < 256 ? 2 : 1;
     if (threads() > 128) return 1;
@@ -49,16 +49,16 @@ struct TileShape {
   }
 
   constexpr int q_bytes() const { return m_tile * head_dim * 2; }
-  // Q buffers: with many rows, the next tile's Q arrives during this one.
+  // Returns the Q buffers: with many rows, the next tile's Q arrives during this one.
   constexpr int num_qs() const { return is_wgmma() && m_tile > 64 && head_dim < 256 ? 2 : 1; }
-  // For P, exchanged between groups of warps.
+  // Returns the bytes for P, exchanged between groups of warps.
   constexpr int weight_bytes() const { return is_latent() ? m_tile * keys * 2 : 0; }
   constexpr int stage_bytes(int kv_bytes) const {
     if (is_wide()) return keys * head_dim * kv_bytes;
     return is_wgmma() ? keys * head_dim * 2 : keys * ((head_dim + head_dim_v) * kv_bytes + 16);
   }
-  // Before Q, which is aligned to 128 bytes (wgmma: 1024). mma.sync: iterator, then states, or bounds and views. wgmma:
-  // iterators, work tiles, windows, barriers, row addresses. Wide: iterator, maxima, scores. Asserted by the kernels.
+  // Returns the bytes before Q, which is aligned to 128 (wgmma: 1024): iterators, work tiles, and by engine states,
+  // bounds, views, windows, barriers, row addresses, maxima, or scores. The kernels assert the size.
   constexpr int header_bytes() const {
     if (is_wgmma()) return is_latent() ? 3072 : keys > kKvTile ? 9216 : m_tile > 64 ? 5120 : 4096;
     if (is_wide()) return 1024 + m_tile * keys * 4;
@@ -75,7 +75,7 @@ struct TileShape {
     const int stages = ceil_div(out_bytes() - q_bytes(), stage_bytes(kv_bytes));
     return stages < 2 ? 2 : stages;
   }
-  // For merging up to `pieces` partial results, each CTA a part of the columns.
+  // Returns the bytes to merge up to `pieces` partial results, each CTA a part of the columns.
   constexpr int join_bytes(int pieces) const {
     const int fours = m_tile * head_dim_v / 4;
     return header_bytes() + 16 * max_of(fours + 3 * min_of(pieces, fours) + m_tile, 2 * pieces);
@@ -127,8 +127,7 @@ struct Residency {
   int shared_bytes;
 };
 
-// Returns the most CTAs per SM, then the most stages. An SM has 1 KB more than a CTA may use, and reserves 1 KB per
-// CTA.
+// Returns the most CTAs per SM, then the most stages. An SM has 1 KB more than a CTA may use, less 1 KB per CTA.
 constexpr Residency residency(const TileShape& shape, int kv_bytes, int max_shared_bytes) {
   for (int ctas = shape.max_ctas(); ctas >= 1; --ctas) {
     const int budget = (max_shared_bytes + 1024) / ctas - 1024;
@@ -176,7 +175,6 @@ constexpr ListTile list_tile(const Params& p, WorkList list, int max_shared_byte
   return {list, choose_tile(p.engine, p.head_dim, p.head_dim_v, p.latent, rows, max_shared_bytes)};
 }
 
-// A call's lists in launch order.
 struct ListTiles {
   ListTile items[2];
   int count;
@@ -185,7 +183,7 @@ struct ListTiles {
   constexpr const ListTile* end() const { return items + count; }
 };
 
-// Returns two lists if, as far as the host knows, the longest sequences have many rows and others are shorter.
+// Returns two lists if, for all the host knows, the longest sequences have many rows and others are shorter.
 template <typename Params>
 constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
   const int64_t longest = p.segment > 0 ? p.num_tokens : min_of(p.max_seqlen_q, p.num_tokens);
@@ -198,8 +196,8 @@ constexpr ListTiles lists_of(const Params& p, int max_shared_bytes) {
 }
 
 // Returns the limits of a plan's kv ranges: at most one per CTA resident with a 16-bit cache, equally many per SM.
-// Short ranges pay off: a CTA alone on an SM waits for its keys, which costs more than merging. Two cuts at the start
-// of a row tile leave an empty range. Small tiles get a CTA per KV tile if there are enough.
+// Short ranges pay off: a CTA alone on an SM waits for its keys, which costs more than merging. Small tiles get a CTA
+// per KV tile if there are enough.
 constexpr int kMinPieceTiles = PAGEDTREE_MIN_PIECE_TILES;
 constexpr RangeLimits range_limits(const TileShape& shape, int num_sms, int max_shared_bytes) {
   constexpr int kMinRangeCost = PAGEDTREE_MIN_RANGE_COST, kHeldTiles = PAGEDTREE_HELD_TILES;

@@ -82,7 +82,6 @@ __device__ __forceinline__ void produce_range(const AttentionParams& p, const Ca
   producer.finish();
 }
 
-// CTA i processes range i, or its part if several CTAs share the range's row tiles.
 template <typename I>
 __global__ void __launch_bounds__(I::kThreads, I::kShape.max_ctas())
     attention_sm90_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ CallShape call,

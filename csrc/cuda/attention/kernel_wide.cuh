@@ -27,7 +27,6 @@ __device__ __forceinline__ void attend_tiles(const AttentionParams& p, const Cal
   const StageRange stages = StageRange::of<I>(shared.bounds, begin, end);
   WideRing<I> ring(p, shared, call.stages, stages);
   for (int s = 0; s < call.stages - 1; ++s) ring.start();
-  // Overlaps the first copies; the first stage's barrier orders it.
   const float factor = load_q_tile<I>(p, call, shared);
   for (int32_t i = stages.first; i < stages.end; ++i) {
     const uint32_t keys = ring.wait();

@@ -159,8 +159,8 @@ struct ToOutput {
   }
 };
 
-// Merges and stores. Returns true if a result of this thread may be poisoned: NaN because P = 0 met a masked,
-// non-finite value. A row whose sum is NaN attends to one legitimately.
+// Merges and stores. Returns true if a result may be poisoned: NaN because P = 0 met a masked, non-finite value. A row
+// whose sum is NaN attends to one.
 template <typename I, typename T>
 __device__ __forceinline__ bool join(const WarpParts<I>& parts, uint32_t rows, bool is_whole, const ToOutput<T>& output,
                                      const ToPiece& piece) {

@@ -37,8 +37,7 @@ __device__ __forceinline__ Visibility plain_visibility(const AttentionParams& p,
   return tree_visibility(seq_len, tree_len, p.tree_mask + token * p.mask_stride, p.mask_words, p.window);
 }
 
-// Calls body(k, row) for visible keys first_key + k; `row` is null (zeros) for an invalid page, `page` the lane's
-// key's.
+// Calls body(k, row) for visible keys first_key + k; `row` is null (zeros) for an invalid page, `page` is the lane's.
 template <typename Kv, typename Body>
 __device__ __forceinline__ void for_each_key(const AttentionParams& p, const PagedCache& cache, int64_t kv_head,
                                              uint32_t visible, uint32_t first_key, int32_t page, const Body& body) {

@@ -7,7 +7,7 @@
 
 namespace pagedtree::cuda {
 
-// Plan entry: a range's start and first work tile, to save the search through lengths. In the order of a Walk.
+// Plan entry: a range's start and first work tile, instead of a search through lengths. In the order of a Walk.
 struct alignas(16) RangeRecord {
   WorkPosition begin;
   int32_t kv_end;
@@ -50,9 +50,8 @@ struct Walk : RowPiece {
   // True in a second pass, query by query (see join()): order.count is negative.
   __device__ __forceinline__ bool is_by_query() const { return order.count < 0; }
 
-  // Called by a warp. Starts from the CTA's record if it matches the lengths; otherwise the sequence's records are
-  // void, and is_planned() is false. Any plan yields only rows and pages of the call. kShares: several CTAs may share a
-  // range.
+  // Called by a warp. Starts from the CTA's record if it matches the lengths; otherwise the sequence's records are void
+  // and is_planned() is false. Any plan yields rows and pages of the call only. kShares: several CTAs per range.
   template <bool kShares>
   __device__ __forceinline__ void begin(const AttentionParams& p, const CallShape& call, int32_t m_tile) {
     const WorkShape& shape = call.work;
@@ -128,7 +127,6 @@ struct Walk : RowPiece {
     }
     return start;
   }
-  // Computes the range's bounds, or only its end.
   __device__ __forceinline__ void find(const AttentionParams& p, const CallShape& call, int32_t first) {
 #pragma unroll 1
     for (int32_t i = first; i < 2; ++i) (i == 0 ? at : stop) = start_of(p, share.range + i, call);
@@ -157,8 +155,7 @@ struct Walk : RowPiece {
     return true;
   }
 
-  // Moves to the next row tile, or segment of one, with rows for the CTA: from the range's beginning or after the
-  // current.
+  // Moves to the next row tile or segment with rows for the CTA: from the range's beginning, or after the current one.
   __device__ __forceinline__ void advance(const AttentionParams& p, const CallShape& call, const WorkShape& shape,
                                           bool is_behind) {
     if (order.count != 0 || !is_behind) find(p, call, is_behind);
@@ -222,7 +219,6 @@ __device__ __forceinline__ PieceOrder order_of(const Walk& walk, const Pieces& p
   return {order.first * sharers + walk.share.part(), order.number, order.number + order.count};
 }
 
-// Returns the destination of a partial result.
 template <typename I>
 __device__ __forceinline__ Piece place_of(const AttentionParams& p, const CallShape& call, const Share& share,
                                           const RowPiece& piece) {

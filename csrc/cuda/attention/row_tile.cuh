@@ -84,7 +84,6 @@ struct TileRows {
   __device__ __forceinline__ int64_t head(const AttentionParams& p, uint32_t row) const {
     return static_cast<uint32_t>(kv_head * p.group_size) + p.by_group_size.remainder(first_row + row);
   }
-  // Returns the rows of one query, from `begin`.
   __device__ __forceinline__ RowSpan rows_of_query(const AttentionParams& p, uint32_t begin) const {
     return {begin, min_of(begin + p.group_size - p.by_group_size.remainder(first_row + begin), rows)};
   }
@@ -184,7 +183,7 @@ struct KeyBounds {
   }
 };
 
-// Mask of a stage's keys for rows quad and quad + 8 of a warp's block. Bit i of word w: the warp's key 32 w + i.
+// Mask of a stage's keys for rows quad and quad + 8 of a block. Bit i of word w: the warp's key 32 w + i.
 template <int kWords>
 struct VisibleKeys {
   uint32_t rows[2][kWords];

@@ -21,7 +21,6 @@ struct PlanShared {
 };
 static_assert(sizeof(PlanShared) <= 48 << 10, "more has to be asked for");
 
-// Inputs per list.
 struct PlanLists {
   struct {
     WorkShape work;

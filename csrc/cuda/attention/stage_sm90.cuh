@@ -1,6 +1,5 @@
 // Hopper: the ring of stages and its producer warps. A stage has K or V of 64 or 128 keys, in order of use: K0 K1 V0 K2
-// V1 and so on, the last V at a row tile's end. A latent stage is both and arrives in parts: its first columns are used
-// while the others are in flight.
+// V1 and so on. A latent stage is both and arrives in parts: its first columns are used while the others are in flight.
 #pragma once
 
 #include "cuda/attention/cache_maps.cuh"
@@ -31,7 +30,7 @@ struct Sm90Instance : InstanceOf<T, Kv, tile_shape(MatrixEngine::kWgmma, kHeadDi
   static constexpr int kTiles = Base::kShape.keys / kKvTile;       // KV tiles per stage
   static constexpr uint32_t kQs = Base::kShape.num_qs();
   // Stage layout: eight keys' rows of kTogether panels of 64 columns, then the next eight keys', so that one box has
-  // all panels. Latent stages arrive in parts and have one panel after another.
+  // all panels. Latent stages arrive in parts, one panel after another.
   static constexpr uint32_t kTogether = kLatent ? 1 : kHeadDim / 64;
   static constexpr uint32_t kEightKeys = kTogether * 1024;  // bytes between groups of eight keys
   static constexpr uint32_t kPanelStep = kLatent ? Base::kShape.keys * 128 : 1024;  // bytes between panels
@@ -105,7 +104,7 @@ struct alignas(1024) Sm90Shared {
   __device__ __forceinline__ KeyRow (&rows_of(int32_t stage))
       [I::kShape.keys] { return rows[I::kLatent ? 0 : stage / I::kTiles & 1]; }
   // Called by one thread. Producer threads arrive at `full`, consumer warps at `empty`. A latent part is released by
-  // the group that used it as keys and by the one that used it as values.
+  // two groups: as keys and as values.
   __device__ __forceinline__ void init_barriers(int stages) {
 #pragma unroll 1
     for (int i = 0; i < stages; ++i) {
@@ -355,8 +354,7 @@ class Producer {
 
   // A thread's chunks per panel: every kRowsAtOnce * producer_warps()th key.
   static constexpr uint32_t kWidth = 32 / kRowsAtOnce, kStep = I::kProducers / kWidth, kSteps = kKeys / kStep;
-  // Offset of the first chunk. Codes go where the first half of their fp16 values will be: each thread decodes in
-  // place.
+  // Offset of the first chunk. Codes go where the first half of their fp16 values will be, to be decoded in place.
   __device__ __forceinline__ static uint32_t first_chunk() {
     const uint32_t row = thread() / kWidth;
     return row / 8 * I::kEightKeys + PanelRows::offset(row % 8, thread() % kWidth * (8 / kWidth));

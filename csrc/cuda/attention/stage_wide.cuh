@@ -5,8 +5,7 @@
 
 namespace pagedtree::cuda {
 
-// One lane per row, one mask bit per key of a stage. Stages follow in memory. V has the offsets of K's first columns,
-// as panels do not depend on their number.
+// One lane per row, one mask bit per key. Stages follow in memory. V has the offsets of K's first columns.
 template <typename I>
   requires(I::kShape.is_wide())
 struct alignas(128) Shared<I> {
@@ -38,8 +37,7 @@ __device__ __forceinline__ uint32_t keys_seen_by_lane(const AttentionParams& p, 
   return lane < tile.rows ? row_visibility(p, tile, lane).visible32(first_key) : 0;
 }
 
-// Ring of alternating K and V stages, or latent ones. Each warp copies 8 keys, whose page ids it loaded a stage
-// earlier.
+// Ring of alternating K and V stages, or latent ones. Each warp copies 8 keys; their page ids came a stage earlier.
 template <typename I>
 class WideRing {
  public:

@@ -67,8 +67,8 @@ struct NextChildren {
     for (int slot = 0; slot < kSlots; ++slot) joints[slot] = node_of(slot) == node ? joint : joints[slot];
   }
 
-  // Returns the node with the best next child, or none. Sums are negative or +0, so that the best has the smallest
-  // bits. Each lane loads its own best node before the winner is known.
+  // Returns the node with the best next child, or none. Sums are negative or +0: the best has the smallest bits. Each
+  // lane loads its own best node before the winner is known.
   __device__ __forceinline__ OpenNode first(const BestFirstTree& tree) const {
     float joint = joints[0];
     int32_t node = node_of(0);

@@ -319,8 +319,8 @@ __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64
   }
 }
 
-// A cluster per sequence finds places, and its first CTA grows the trie. A trie is written to scratch, as its place
-// depends on the other sequences' sizes, except for a batch of one.
+// A cluster per sequence finds places, and its first CTA grows the trie: in scratch, as its place depends on the other
+// sequences' sizes, except for a batch of one.
 __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constant__ NgramProposeParams p) {
   auto& shared = ptx::shared<NgramShared>();
   ptx::let_next_kernel_start();
@@ -378,7 +378,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1) place_tries_kernel(const __g
   write_padding(p, end + b * kPlaceThreads + threadIdx.x, int64_t{gridDim.x} * kPlaceThreads);
 }
 
-// Returns the CTAs per sequence: limited by the text's length, and by SMs, so that all CTAs run at once.
+// Returns the CTAs per sequence, limited by the text's length and by SMs: all CTAs run at once.
 unsigned ctas_for(const NgramProposeParams& p) {
   const int64_t width = p.history_width + p.extra_width;
   const unsigned most = static_cast<unsigned>(max_cluster(ngram_kernel));

@@ -11,7 +11,6 @@ constexpr int32_t kFewRows = 4096, kFewTrees = 256;  // limits of the single lau
 // Beyond them: warps (trees) per CTA, threads of the selecting CTA, and its threads per tree.
 constexpr int kTreeWarps = 4, kChoosingThreads = 1024, kThreadsOfTree = 4;
 
-// A tree's kept nodes, by new index.
 struct KeptTree {
   int16_t *parents, *last_child;
 };
@@ -47,7 +46,7 @@ __device__ __forceinline__ void write_keys(const SelectNodesParams& p, uint32_t*
   }
 }
 
-// Writes a tree's kept nodes (key > 0) from row `begin`, by one warp, 32 nodes at a time.
+// Writes a tree's kept nodes (key > 0) from row `begin`, by one warp, 32 at a time.
 __device__ __forceinline__ void write_kept_tree(const SelectNodesParams& p, const uint32_t* keys, const NodeRange& rows,
                                                 int64_t begin, const KeptTree& tree) {
   const int32_t lane = static_cast<int32_t>(threadIdx.x % 32), size = static_cast<int32_t>(rows.size());

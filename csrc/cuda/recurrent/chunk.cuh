@@ -1,4 +1,4 @@
-// Shared memory of a CTA: a chunk of tokens of one value head, and 32 columns of its state.
+// A CTA's chunk of tokens of one value head, and 32 columns of its state.
 #pragma once
 
 #include "cuda/recurrent/path_decays.cuh"

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(256) clear_kernel(uint16_t* out, int64_t count
   if (at < count) out[at] = 0;
 }
 
-// Returns the tokens per group that fit in every GPU's shared memory, and twice in Hopper's.
+// Returns the tokens per group that fit in every GPU's shared memory, twice in Hopper's. Results do not depend on it.
 int32_t group_size(const DeltaRuleParams& p, int32_t capacity) {
   int32_t group = kWarps * kBlock;
   while (group > kBlock && group / 2 >= capacity) group /= 2;

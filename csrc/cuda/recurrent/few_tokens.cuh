@@ -1,5 +1,5 @@
-// Trees and accepted paths of at most 64 tokens. A warp keeps 16 columns of the state in registers between one load and
-// one store. Tokens are processed 16 per turn. Products and sums have the order of chunk.cuh, hence the same bits.
+// Trees and accepted paths of at most 64 tokens, 16 per turn. A warp keeps 16 columns of the state in registers between
+// one load and one store. Products and sums have the order of chunk.cuh, hence the same bits.
 #pragma once
 
 #include "cuda/recurrent/state_columns.cuh"
@@ -158,7 +158,7 @@ __device__ __forceinline__ void find_norms(const FewTokens& t) {
   }
 }
 
-// Computes A and C for the tokens of a turn. A job of a warp is a product of 8 tokens with 8 keys.
+// Computes A and C for a turn. A warp's job is a product of 8 tokens with 8 keys.
 template <typename T, bool kAdvances, bool kChannelDecay>
 __device__ __forceinline__ void weigh_turn(const FewTokens& t, int32_t begin) {
   const int32_t lane = ptx::thread_index() % 32, quad = lane / 4, pair = lane % 4, before = begin / kTile;

@@ -58,7 +58,7 @@ struct TokenPairs {
   uint2 key, query;
 };
 
-// Adds K @ keys or Q @ keys of a step.
+// Adds K @ keys and Q @ keys of a step.
 template <typename T>
 __device__ __forceinline__ void add_key_product(float (&sums)[4], const TokenPairs& rows, uint2 keys) {
   const uint32_t a[4] = {rows.key.x, rows.query.x, rows.key.y, rows.query.y};

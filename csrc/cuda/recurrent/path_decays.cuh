@@ -73,7 +73,6 @@ inline __global__ void __launch_bounds__(128, 1)
   }
 }
 
-// The products of one token.
 struct PathDecays {
   const float* products;
   int32_t channels;

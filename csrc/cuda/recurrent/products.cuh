@@ -1,5 +1,5 @@
-// A, C, and reads of the state by tensor cores. The 16 rows of a tile are 8 keys and their queries; the other operand
-// is the state or keys. Decays per head scale whole products. Decays per channel scale rows and keys (path_decays.cuh).
+// A, C, and reads of the state by tensor cores. A tile's 16 rows are 8 keys and their queries; the other operand is the
+// state or keys. Decays per head scale products, decays per channel rows and keys (path_decays.cuh).
 #pragma once
 
 #include "cuda/recurrent/chunk.cuh"

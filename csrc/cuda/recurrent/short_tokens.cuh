@@ -1,5 +1,5 @@
-// Trees and paths of at most 16 tokens with decays per head. Bitwise equal to few_tokens.cuh. A warp keeps A, C, and
-// sums in registers and exchanges them by shuffles. Warps synchronize only for keys, queries, and norms.
+// Trees and paths of at most 16 tokens with decays per head, bitwise equal to few_tokens.cuh. A warp keeps A, C, and
+// sums in registers, exchanges them by shuffles, and waits for others only for keys, queries, and norms.
 #pragma once
 
 #include "cuda/recurrent/few_tokens.cuh"

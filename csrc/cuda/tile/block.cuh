@@ -1,5 +1,4 @@
-// Reductions, scans, and sorts over a CTA or a cluster, by all threads. CTAs are one-dimensional, of whole warps. A
-// cluster calls ptx::meet_cluster() once before.
+// Reductions, scans, and sorts by all threads of a CTA (whole warps), or of a cluster after one ptx::meet_cluster().
 #pragma once
 
 #include "core/common.h"
@@ -42,7 +41,7 @@ __device__ __forceinline__ void exchange(BlockShared& shared, uint64_t value, Us
   ptx::meet_cluster();
 }
 
-// Return the maximum of a warp or CTA. Bits of kFlags, all below bit 32, are not compared but or-ed.
+// Return the maximum of a warp or CTA. Bits of kFlags, all below bit 32, are or-ed instead.
 template <uint32_t kFlags = 0>
 __device__ __forceinline__ uint64_t warp_max(uint64_t value) {
   const uint32_t own = static_cast<uint32_t>(value >> 32), high = __reduce_max_sync(~0u, own);
@@ -59,7 +58,7 @@ __device__ __forceinline__ uint64_t block_max(BlockShared& shared, uint64_t valu
   __syncthreads();
   return warp_max<kFlags>(threadIdx.x % 32 < blockDim.x / 32 ? shared.warps[threadIdx.x % 32] : 0);
 }
-// Returns the maximum of a cluster. Bit 31, the flag of ranked(), is or-ed. Not inlined: a row calls it in many places.
+// Returns the maximum of a cluster. Bit 31, the flag of ranked(), is or-ed. Not inlined: many calls per row.
 inline __device__ __attribute__((noinline)) uint64_t cluster_max(BlockShared& shared, uint64_t value) {
   constexpr uint32_t kFlag = 1u << 31;
   value = block_max<kFlag>(shared, value);

@@ -1,4 +1,3 @@
-// A cache of results for arguments that often repeat.
 #pragma once
 
 #include <cstddef>

@@ -111,8 +111,7 @@ int code_version(void (*kernel)(Params...)) {
   return attributes_of(kernel).ptxVersion;
 }
 
-// Returns the largest usable cluster: 16 if granted to CTAs that fill an SM, else the portable 8; 1 if the code has
-// none.
+// Returns the largest cluster: 16 if granted to CTAs that fill an SM, else the portable 8; 1 if the code has none.
 template <typename... Params>
 int max_cluster(void (*kernel)(Params...)) {
   if (code_version(kernel) < 90) return 1;
@@ -187,8 +186,8 @@ void launch_clusters(void (*kernel)(Params...), dim3 grid, dim3 block, unsigned 
               std::forward<Arguments>(arguments)...);
 }
 
-// Overlaps the kernel with the end of the previous one where the code supports it (programmatic dependent launch). The
-// kernel must not access memory or let another start before ptx::wait_for_kernels_before().
+// Overlaps the kernel with the end of the previous one if the code can (programmatic dependent launch). It must not
+// access memory or let another start before ptx::wait_for_kernels_before().
 template <typename... Params, typename... Arguments>
 void launch_behind(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
                    Arguments&&... arguments) {

@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_q(uint32_t (&a)[4], uint32_t base, uint32_t
   ptx::ldmatrix_x4(a, base + Rows::offset(row + lane % 16, column / 8 + lane / 16));
 }
 
-// Stores the 8 columns of `chunk` in the order in which load_q() meets a K of type Kv.
+// Stores the 8 columns of `chunk` in load_q()'s order for a K of type Kv.
 template <typename Rows, typename Kv>
 __device__ __forceinline__ void store_q(unsigned char* q, uint32_t row, uint32_t chunk, uint4 values) {
   if constexpr (kIsFloat8<Kv>) {

@@ -6,8 +6,7 @@
 
 namespace pagedtree::cuda {
 
-// Correctly rounded wherever the code depends on it. The compiler's division branches and serializes a thread's
-// numbers.
+// Correctly rounded where the code depends on it. The compiler's division branches and serializes a thread's numbers.
 class Quantizer {
  public:
   __device__ __forceinline__ explicit Quantizer(float scale)
@@ -35,7 +34,7 @@ class Quantizer {
  private:
   // Multiplies by the reciprocal and corrects twice by the remainder (Markstein, IBM Journal of Research and
   // Development, 1990). Magnitudes are clamped to `limit_`, which gets the largest code. Far smaller ones get code 0
-  // despite an inexact remainder. A zero's remainder has no sign, hence copysign.
+  // despite an inexact remainder. A zero's remainder has no sign.
   __device__ __forceinline__ float quotient(float value) const {
     const float bounded = fabsf(value) > limit_ ? copysignf(limit_, value) : value;
     const float first = bounded * reciprocal_;

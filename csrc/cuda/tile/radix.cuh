@@ -1,5 +1,5 @@
 // Radix selection: finds the threshold of the best items by a 32-bit key, digit by digit, from counts and masses per
-// digit. Integer sums make the result independent of the number of threads.
+// digit. Integer sums are independent of the number of threads.
 #pragma once
 
 #include "cuda/tile/block.cuh"
@@ -148,8 +148,7 @@ __device__ __forceinline__ uint32_t whole_key(uint32_t key, int digits) {
 }
 
 // Returns the cut at which count or mass reach target(sums of all items). Target 0 stops after the first digit, with
-// its sums in shared.totals. Without `among`, items may be limited to keys that begin with the `first` digits of
-// `prefix`.
+// its sums in shared.totals. Without `among`, items may be limited to keys that begin with `first` digits of `prefix`.
 template <typename Items, typename Weight, typename Target>
 __device__ __forceinline__ Cut find_cut(RadixShared& shared, uint32_t* masses, const Items& items, Weight weight,
                                         int digits, uint32_t among, bool by_mass, Target target, int first = 0,

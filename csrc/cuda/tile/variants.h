@@ -16,10 +16,10 @@
 #if !defined(PAGEDTREE_MIN_PIECE_TILES)  // least KV tiles of a split
 #define PAGEDTREE_MIN_PIECE_TILES 2
 #endif
-#if !defined(PAGEDTREE_MIN_RANGE_COST)  // of a kv range, in KV tiles and splits
+#if !defined(PAGEDTREE_MIN_RANGE_COST)  // least KV tiles and splits of a kv range
 #define PAGEDTREE_MIN_RANGE_COST 3
 #endif
-#if !defined(PAGEDTREE_ROOM_ROWS)  // rows of the largest tile that gets a CTA per KV tile where SMs are free
+#if !defined(PAGEDTREE_ROOM_ROWS)  // largest rows of a tile that gets a CTA per KV tile if SMs are free
 #define PAGEDTREE_ROOM_ROWS 32
 #endif
 #if !defined(PAGEDTREE_HELD_TILES)  // KV tiles per row tile and SM, up to which no row tile is shared
