@@ -1,3 +1,4 @@
+// Writes rows into the paged cache (append_kv, rope_append) and moves accepted rows (compact_kv).
 #include <algorithm>
 #include <initializer_list>
 #include <type_traits>

@@ -1,3 +1,4 @@
+// Depths, masks, and links of trees from parents: one CTA per tree, a warp per 32 nodes, by pointer jumping.
 #include "core/tree.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"

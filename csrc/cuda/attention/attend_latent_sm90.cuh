@@ -1,8 +1,8 @@
 // Hopper, MLA: 64 rows against latent stages, which are keys and, without their last columns, values. Two groups of
 // four warps share the rows. Each computes S of alternate stages, exchanges P, and accumulates half of the columns over
 // all stages: each stage is read once, and 512 output columns fit in registers (FlashMLA's division and order).
-//   group 0: S0   P0   publish max | O += P0 V0            acquire P1, publish P0 | O += P1 V1
-//   group 1: S1   acquire max   P1, publish P1 with max | O += P1 V1   acquire P0 | O += P0 V0
+//   group 0: S0  P0           publish max             | O += P0 V0  acquire P1, publish P0 | O += P1 V1
+//   group 1: S1  acquire max  P1, publish P1 with max | O += P1 V1  acquire P0             | O += P0 V0
 // One group's exponentials overlap the other's products. Maxima flow one way: group 1's cover both stages.
 #pragma once
 

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRows = kThreads / 32;  // per CTA, one warp each
 
-// A side with weight 0 is not read: it may hold NaN.
+// out = sum of exp(lse_i - lse) out_i, lse = log of sum of exp(lse_i). A side with weight 0 is not read: it may be NaN.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeStatesParams p) {
   struct alignas(kCount * sizeof(T)) Vector {

@@ -1,3 +1,5 @@
+// Best-first search: the next node is the best child of all nodes so far, hence one warp per sequence. Unordered levels
+// need two passes over K candidates per node.
 #include "core/best_first.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"
@@ -146,8 +148,7 @@ __device__ __forceinline__ bool check_levels(const BestFirstTreeParams& p, int64
   return __any_sync(~0u, any) != 0;
 }
 
-// Best-first search: the next node is the best child of all nodes so far, hence one warp per sequence. Unordered levels
-// need two passes over K candidates per node. At most 32 * kSlots nodes; below 32 slots, candidates are copied.
+// At most 32 * kSlots nodes. Below 32 slots, candidates are copied to shared memory.
 template <int kSlots>
 __global__ void __launch_bounds__(kLanes, 1) best_first_kernel(const __grid_constant__ BestFirstTreeParams p) {
   constexpr bool kCopied = kSlots < kLanes;

@@ -1,3 +1,5 @@
+// Proposes continuations of earlier n-grams. A cluster per sequence finds places, and its first CTA grows the trie: in
+// scratch, as its place depends on the other sequences' sizes, except for a batch of one.
 #include "core/ngram.h"
 #include "cuda/backend.h"
 #include "cuda/tile/block.cuh"
@@ -319,8 +321,6 @@ __device__ __forceinline__ void write_padding(const NgramProposeParams& p, int64
   }
 }
 
-// A cluster per sequence finds places, and its first CTA grows the trie: in scratch, as its place depends on the other
-// sequences' sizes, except for a batch of one.
 __global__ void __launch_bounds__(kThreads, 1) ngram_kernel(const __grid_constant__ NgramProposeParams p) {
   auto& shared = ptx::shared<NgramShared>();
   ptx::let_next_kernel_start();

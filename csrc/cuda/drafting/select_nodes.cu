@@ -1,3 +1,4 @@
+// Keeps a batch's best nodes: keys by a warp per tree, one selection over all, then compaction by a warp per tree.
 #include "core/select_nodes.h"
 #include "cuda/append_children.cuh"
 #include "cuda/backend.h"
