@@ -141,10 +141,17 @@ class TreeRunnerV2:
         return result
 
     def prepare_dummy_attn(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget_batch()
+        return super().prepare_dummy_attn(*args, **kwargs)  # type: ignore[misc]
+
+    def capture_model(self, *args: Any, **kwargs: Any) -> Any:
+        self._forget_batch()
+        return super().capture_model(*args, **kwargs)  # type: ignore[misc]
+
+    def _forget_batch(self) -> None:
         if self.speculator is not None:
             self._masks.tree_lens.fill_(-1)
             self._masks.num_reqs = None
-        return super().prepare_dummy_attn(*args, **kwargs)  # type: ignore[misc]
 
     def _lay_out_trees(self, batch: Any) -> StepTrees:
         assert self.speculator is not None
